@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import pytest
 from tests.integrations.vllm import gpu_defaults
@@ -38,7 +38,7 @@ from tests.integrations.vllm.forking import run_forked
 ROOT = Path(__file__).parents[3]
 MAX_MODEL_LEN = 512
 _KV_BYTES = 64 << 20
-_START_SECONDS = 400.0
+_START_SECONDS, _STOP_SECONDS = 400.0, 90.0
 
 # A window is two blocks of the engine, a fraction of a prompt.
 _WINDOW = {"head_dim": 32, "sliding_window": 64, "num_hidden_layers": 4}
@@ -404,7 +404,9 @@ class Server:
     def __init__(self, folder: Path, model: Path, transfer: dict[str, Any] | None, *arguments: str) -> None:
         folder.mkdir(parents=True)
         self.log = folder / "log.txt"
-        self.port = free_port()
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = int(listener.getsockname()[1])
         self._folder = folder
         self._command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server",
@@ -418,15 +420,6 @@ class Server:
         ]  # fmt: skip
 
     def __enter__(self) -> Self:
-        self.launch()
-        self.wait_until_up()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def launch(self) -> None:
-        """Start it, and do not wait: several may start at a time."""
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -437,32 +430,27 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_until_up(self) -> None:
-        """Wait until it answers; kills it and raises EngineFailure if it does not come up."""
         deadline = time.monotonic() + _START_SECONDS
         while self._process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-                return
+                return self
             time.sleep(0.2)
-        self.kill()
+        self._kill()
         raise EngineFailure(f"the server did not start\n{_last(self.text())}")
 
-    def stop(self, timeout: float = 90.0) -> None:
-        """Ask it to end (SIGTERM), as an operator does, and wait; raises EngineFailure if it does not."""
+    def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise EngineFailure(f"the server did not stop\n{_last(self.text())}") from None
+        deadline = time.monotonic() + _STOP_SECONDS
         # Its engine is another process of the same session, and may still be closing its store.
-        deadline = time.monotonic() + timeout
-        while self._session_lives() and time.monotonic() < deadline:
+        while (self._process.poll() is None or self._session_lives()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        self.kill()
+        stopped = self._process.poll() is not None
+        self._kill()
+        if not stopped:
+            raise EngineFailure(f"the server did not stop\n{_last(self.text())}")
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """End it and its engine at once."""
         with killed_at_the_end(self._process):
             pass
@@ -518,19 +506,11 @@ class Server:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """An answer over HTTP: its token ids, and how many of the prompt's tokens the server says were cached."""
 
     tokens: list[int]
     cached: int
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 # What runs in the process ------------------------------------------------------------------------------------------

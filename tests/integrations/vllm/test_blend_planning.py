@@ -135,16 +135,6 @@ def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..
     assert d.side.outcome(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15}
 
 
-def test_segments_that_could_not_be_stored_are_stored_the_next_time(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    request, other = ask(d), ask(d, "s")
-    d.matched(request)
-    d.plan((request, 0, 77))
-    d.side.take(Report([1], unsaved={d.segment(SECOND)}))
-    d.matched(other)
-    assert segments_of(d.plan((other, 0, 77)).saves) == [(44, 21)]
-
-
 def test_a_producer_stores_segments_and_asks_for_none(desk: Callable[..., Desk]) -> None:
     d = desk(loads=False)
     d.put_segments(FIRST, SECOND)
@@ -505,15 +495,6 @@ def test_of_a_blend_only_what_is_before_it_is_stored(desk: Callable[..., Desk], 
     chunks = d.digests(request)[: leading // CHUNK]
     tails = [d.tail(request, leading // BLOCK * BLOCK)] if leading % CHUNK >= BLOCK and leading >= CHUNK else []
     assert [save.entry.digest for save in saves] == chunks + tails, "that is exact, so it is"
-
-
-def test_the_same_request_without_blending_is_stored_with_its_answer(desk: Callable[..., Desk]) -> None:
-    """What the other tests would see if a blend were stored."""
-    d = desk()
-    request = exact_prompt(d, blend=False)
-    assert d.matched(request) == (0, False)
-    saves = all_saves(d, request, 0)
-    assert segments_of(saves) == [(30, 29), (59, 21)] and max(save.entry.end for save in saves) == 152
 
 
 def test_after_a_preemption_nothing_more_is_stored(desk: Callable[..., Desk]) -> None:

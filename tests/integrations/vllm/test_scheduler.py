@@ -84,16 +84,6 @@ def test_a_gap_ends_the_prefix(desk: Callable[..., Desk]) -> None:
     assert d.matched(request) == (32, True)
 
 
-def test_a_long_prefix_is_asked_for_in_parts(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.vllm.lookups.CALL_KEYS", 4)
-    d, request = desk(), make_request(tokens=12 * CHUNK + 1)
-    d.put(request, 9)
-    assert d.matched(request) == (9 * CHUNK, True)
-    d.side.finished(request, [])
-    d.put(request, 12)
-    assert d.matched(request) == (12 * CHUNK, True)
-
-
 def test_what_the_engine_has_is_not_loaded(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request()
     d.put(request, 3)
@@ -393,22 +383,6 @@ def test_what_is_believed_no_more_is_not_kept(desk: Callable[..., Desk]) -> None
     assert len(known._seen) == 61
 
 
-def test_generated_tokens_are_stored_as_they_become_known(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request(tokens=30)
-    d.matched(request)
-    assert [(save.entry.start, save.entry.tokens) for save in d.plan((request, 0, 30)).saves] == [
-        (0, CHUNK),
-        (CHUNK, 8),
-    ]
-    generate(request, 1)
-    assert d.plan((request, 30, 1), new=False).saves == []
-    # Asynchronous scheduling: token 31 is scheduled before it is known.
-    assert d.plan((request, 31, 1), new=False).saves == []
-    generate(request, 1)
-    assert chunks_of(d.plan((request, 32, 1), new=False).saves) == [1]
-    assert d.side._requests.tracked["r"].chain.digests(request.all_token_ids, 2) == d.digests(request)
-
-
 def test_generated_tokens_may_be_left_out(desk: Callable[..., Desk]) -> None:
     d, request = desk(store_generated=False), make_request(tokens=30)
     d.matched(request)
@@ -653,19 +627,6 @@ def test_a_reset_does_not_make_a_request_stored() -> None:
         d.side.reset()
         assert len(d.plan((request, 0, 100)).saves) == stored
         d.side.close()
-
-
-@pytest.mark.parametrize("params", [None, {}, {"cuvee": {}}, {"cuvee": {"store": True}}, {"cuvee": [1]}, {"x": 1}, 5])
-def test_other_requests_are_stored(desk: Callable[..., Desk], params: Any) -> None:
-    d, request = desk(), make_request(tokens=108, kv_transfer_params=params)
-    d.side.arrived(request)
-    assert chunks_of(d.plan((request, 0, 108)).saves) == [0, 1, 2, 3, 4, 5, 6]
-    generate(request, 20)
-    request.num_computed_tokens = 127
-    assert chunks_of(d.plan((request, 108, 19), new=False).saves) == [6]
-    d.side.finished(request, d.tables[0])
-    assert chunks_of(d.plan().last_saves) == [7]
-    assert d.unstored() == {}
 
 
 def test_what_a_lookup_missed_is_not_known_any_more(desk: Callable[..., Desk]) -> None:

@@ -291,15 +291,6 @@ def test_tails_are_not_shared_across_tenants_adapters_and_media(desk: Callable[.
         assert d.matched(make_request(name, tokens=60, **changes))[0] == found, name
 
 
-def test_a_tail_is_no_whole_chunk_of_a_smaller_size(desk: Callable[..., Desk]) -> None:
-    """Keys of tails, of chunks, and of chunks of other sizes never meet."""
-    d, request = desk(), make_request(tokens=60)
-    d.put_tails(request, 32)
-    other = desk(chunk_tokens=32)
-    other.store.entries = d.store.entries
-    assert other.matched(request)[0] == 0
-
-
 # Loading ---------------------------------------------------------------------------------------------------------
 
 
