@@ -1,7 +1,7 @@
 """Real vLLM engines for tests: each lives in a process of its own, which is told what to do by JSON.
 
     run_engines(folder, engines) -> {name: Ran}     this file, run as a script: several engines, one after the other
-    run_script(folder, script, ...) -> (status, log)        forked where vLLM is imported already, see `forking`
+    run_script(folder, script, ...) -> (status, log)
     Server(model, ...)                              the OpenAI server, on a free port
 
 pytest itself never imports vLLM: it starts threads, pins cores and keeps global state.
@@ -33,7 +33,6 @@ from typing import Any, Literal, NamedTuple, Self, cast
 
 import pytest
 from tests.integrations.vllm import gpu_defaults
-from tests.integrations.vllm.forking import run_forked
 
 ROOT = Path(__file__).parents[3]
 MAX_MODEL_LEN = 512
@@ -256,16 +255,13 @@ def environment(**changes: str) -> dict[str, str]:
     }
 
 
-def run_engines(
-    folder: Path, engines: Sequence[Engine], timeout: float = 600.0, forked: bool = True, **variables: str
-) -> Results:
+def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0, **variables: str) -> Results:
     """Run engines one after the other in a new process; `variables` change its environment.
 
     Args:
         folder: for the files of this run; made.
         engines: with names of their own.
         timeout: seconds.
-        forked: as of `run_script`.
         variables: of the environment.
 
     Raises:
@@ -277,14 +273,14 @@ def run_engines(
     # With AMX, oneDNN rounds a product of bfloat16 otherwise in a batch of another size. The attention keeps AMX.
     variables.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     arguments = (str(order), str(results))
-    status, text = run_script(folder, __file__, *arguments, timeout=timeout, forked=forked, **variables)
+    status, text = run_script(folder, __file__, *arguments, timeout=timeout, **variables)
     if status != 0:
         raise EngineFailure(f"engines {', '.join(engine.name for engine in engines)}: {status}\n{_last(text)}")
     return read_results(results, text)
 
 
 def run_script(
-    folder: Path, script: str, *arguments: str, timeout: float = 600.0, forked: bool = True, **variables: str
+    folder: Path, script: str, *arguments: str, timeout: float = 600.0, **variables: str
 ) -> tuple[int | str, str]:
     """Run a script that starts engines in a new process: its exit status, or that it took too long, and its output.
 
@@ -293,16 +289,12 @@ def run_script(
         script: path.
         arguments: of the script.
         timeout: seconds.
-        forked: from a process that has imported vLLM, which saves seven seconds. False for a process that is to find
-            what another one stored: only that has other hashes of strings, and other addresses.
         variables: of the environment.
     """
     log, environ = folder / "log.txt", environment(**variables)
     if gpu_defaults.wanted():
         environ.update(gpu_defaults.GPU)
         timeout *= gpu_defaults.PATIENCE
-    if forked:
-        return run_forked([script, *arguments], folder, environ, log, timeout), log.read_text(errors="replace")
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, script, *arguments],

@@ -1021,7 +1021,7 @@ def run_group(group: str, folder: Path, model: Path, *arguments: str, **variable
         variables: of the environment.
     """
     given = (group, str(folder), str(model), *arguments)
-    return run_script(folder, __file__, *given, timeout=PATIENCE, forked=True, **variables)
+    return run_script(folder, __file__, *given, timeout=PATIENCE, **variables)
 
 
 def _main(group: str, folder: Path, model: Path, *arguments: str) -> None:

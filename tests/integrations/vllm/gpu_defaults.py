@@ -32,7 +32,7 @@ def wanted() -> bool:
 
 @functools.cache
 def install() -> None:
-    """Give this process, and those forked from it, the defaults of a GPU. Neither Triton nor vLLM may be imported yet.
+    """Give this process the defaults of a GPU. Neither Triton nor vLLM may be imported yet.
 
     Triton reads its variable when it is imported, or its own functions stay compiled ones; later it would make cuvee's
     kernels run in the interpreter, too.

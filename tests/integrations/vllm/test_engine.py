@@ -283,7 +283,7 @@ def loaded(
     ):
         options = {"max_logprobs": -1, "kv_transfer_config": cuvee(store(name), **PARTS, profile=profile)}
         engines.append(Engine(name, models["books"], steps, options))
-    return run_engines(folder / "loaded", engines, forked=False)
+    return run_engines(folder / "loaded", engines)
 
 
 def conversation(ran: Ran) -> list[int]:

@@ -226,7 +226,7 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
 def later(folder: Path, models: dict[str, Path], first: Results) -> Results:
     assert first["llama"].steps
     engine = Engine("later", models["llama"], LATER, connector(folder / "llama-store"))
-    return run_engines(folder / "later", [engine], forked=False)
+    return run_engines(folder / "later", [engine])
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def loaded(folder: Path, first_process: Mapping[str, Ran]) -> Mapping[str, Ran]:
     profile.save(folder / "profile")
     lossy = transfer(folder, "lossy", quality=None, step=0.01, profile=str(folder / "profile"))
     engines.append(Engine("lossy", model, [ALONE, ALONE], {**options("fp8_e4m3", model), **lossy}))
-    return run_engines(folder / "second", engines, forked=False)
+    return run_engines(folder / "second", engines)
 
 
 @pytest.mark.parametrize("kind", EXACT)

@@ -108,7 +108,7 @@ def engines(folder: Path, model: Path, learned: Profile) -> dict[str, Ran]:
         replace(THIRD, until=("vllm:cuvee_stored{kind=tail}", 5)),
         AGAIN,
     ]
-    second = run_engines(folder / "second", [Engine("loaded", model, more, ours)], forked=False)
+    second = run_engines(folder / "second", [Engine("loaded", model, more, ours)])
     return {**first, **second}
 
 

@@ -100,7 +100,7 @@ def test_the_example_asks_about_a_folder_of_documents(folder: Path) -> None:
         url = f"http://127.0.0.1:{server.port}/v1"
         said = []
         for question in ("apples?", "pears?"):
-            status, text = run_script(folder, example, url, str(documents), question, timeout=120, forked=False)
+            status, text = run_script(folder, example, url, str(documents), question, timeout=120)
             assert status == 0, text + server.text()[-4000:]
             said.append(text)
             server.wait_for_metric("vllm:cuvee_stored_total{kind=segment}", 4)
