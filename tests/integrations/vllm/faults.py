@@ -419,61 +419,6 @@ def abort_after_failure(engine: Driven) -> None:
     _found_again(engine, prompt)
 
 
-def damaged(engine: Driven) -> None:
-    """Garbage instead of a blob: not used, deleted, computed, stored again."""
-    prompt = prompt_of("damaged")
-    engine.store_and_forget(prompt)
-    key, entries = engine.key(prompt, 2), engine.faults.entries
-    good = entries[key]
-    bad = {
-        "noise": random.Random("noise").randbytes(len(good)),
-        "all but one byte": good[:-1],
-        "another chunk": entries[engine.key(prompt, 3)],
-    }
-    for what, blob in bad.items():
-        engine.forget()
-        entries[key] = blob
-        with engine.counting() as counted:
-            engine.ask(prompt)
-        assert counted["failures", "load"] == counted["stored", "chunk"] == 1, (what, counted)
-        assert counted["loaded_tokens", ""] == 2 * CHUNK, (what, counted)
-        assert entries[key] == good, what
-    _found_again(engine, prompt)
-
-
-def raises(engine: Driven) -> None:
-    """A store that raises what no store should."""
-
-    def fail(*operations: str) -> Callable[[str], None]:
-        def before(operation: str) -> None:
-            if operation in operations:
-                raise RuntimeError(f"no {operation} today")
-
-        return before
-
-    prompt, usual = prompt_of("raises"), engine.faults.before
-    try:
-        engine.faults.before = fail("put")
-        with engine.counting() as counted:
-            engine.ask(prompt)
-        expect(counted, failures_store=CHUNKS, stored_chunk=0, lookups_miss=1)
-        engine.faults.before = usual
-        engine.forget()
-        engine.store_and_forget(prompt)
-        engine.faults.before = fail("get")
-        with engine.counting() as counted:
-            engine.ask(prompt)
-        expect(counted, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK, stored_chunk=0)
-        engine.forget()
-        engine.faults.before = fail("contains")
-        with engine.counting() as counted:
-            engine.ask(prompt)
-        expect(counted, failures_lookup=1, lookups_miss=1, loads=0)
-    finally:
-        engine.faults.before = usual
-    _found_again(engine, prompt)
-
-
 def load_hangs(engine: Driven) -> None:
     """A load is given up; what comes late is written nowhere, although others have the blocks by then."""
     prompt, other = prompt_of("load hangs", 12), prompt_of("load hangs, another", 14)
@@ -630,8 +575,6 @@ INJECTED: Scenarios = {
         vanishes_behind_local_hit,
         vanishes_under_two,
         abort_after_failure,
-        damaged,
-        raises,
         load_hangs,
         reset,
         reset_while_running,
@@ -645,28 +588,9 @@ INJECTED: Scenarios = {
 # Scenarios: files -------------------------------------------------------------------------------------------------
 
 
-def entry_path(engine: Driven, key: str) -> Path:
-    """Where a store on disk keeps an entry."""
-    tenant, name = key.split("/")
-    return Path(engine.guarded.root) / tenant / name[:2] / name
-
-
 def entry_paths(engine: Driven) -> list[str]:
     """Where its entries are."""
     return [str(path) for path in Path(engine.guarded.root).glob("[0-9a-f]*/[0-9a-f]*/*")]
-
-
-def files_damaged(engine: Driven) -> None:
-    """Every entry of a prompt is garbage: each is counted, deleted, computed, stored again."""
-    prompt = prompt_of("files")
-    engine.store_and_forget(prompt)
-    paths = [entry_path(engine, engine.key(prompt, chunk)) for chunk in range(CHUNKS)]
-    for path in paths:
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with engine.counting() as counted:
-        engine.ask(prompt)
-    expect(counted, store_operations_disk_corrupt=CHUNKS, stored_chunk=CHUNKS, failures_load=1, loaded_tokens=0)
-    _found_again(engine, prompt)
 
 
 def _until(engine: Driven, counter: tuple[str, str], prompt: Sequence[int]) -> None:
@@ -717,29 +641,6 @@ def redis_down_at_start(engine: Driven, server: RedisServer) -> None:
     assert counted["store_operations", "redis:error"] >= 1, counted
     assert counted["store_operations", "redis:skipped"] > counted["store_operations", "redis:error"], counted
     expect(counted, stored_chunk=0, loads=0, lookups_miss=3)
-    server.start()
-    _until(engine, ("stored", "chunk"), prompt)
-    _until(engine, ("loaded_tokens", ""), prompt)
-
-
-def _looked_up(engine: Driven, prompt: Sequence[int]) -> str:
-    """Submit a request and wait for the answer that everything is there."""
-    name = engine.submit(prompt)
-    (tracked,) = engine.scheduling._requests.tracked.values()
-    assert tracked.lookup.answer.result(20).chunks == (len(prompt) - 1) // CHUNK
-    return name
-
-
-def redis_killed(engine: Driven, server: RedisServer) -> None:
-    """Between lookup and load. It comes back empty."""
-    prompt = prompt_of("killed")
-    engine.store_and_forget(prompt)
-    name = _looked_up(engine, prompt)
-    server.kill()
-    with engine.counting() as counted:
-        assert name in engine.finish()
-    expect(counted, loads=1, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK, stored_chunk=0)
-    assert counted["store_operations", "redis:error"] >= 1
     server.start()
     _until(engine, ("stored", "chunk"), prompt)
     _until(engine, ("loaded_tokens", ""), prompt)
@@ -850,20 +751,18 @@ def run_crash(model: Path, store: Path) -> None:
 def drive_disk(model: Path, record: Record, crashed: Path) -> list[Answered]:
     """A store in a folder where an engine crashed."""
     engine = Driven(model, f"file://{crashed}")
-    for name, scenario in DISK.items():
-        record.run(engine, name, scenario)
+    record.run(engine, "after_crash", after_crash)
     engine.close()
     return engine.answered
 
 
 def drive_redis(model: Path, record: Record) -> list[Answered]:
-    """A Redis server that is not there, or goes."""
+    """A Redis server that is not there."""
     with redis_server() as server:
         server.kill()
         engine = Driven(model, f"redis://127.0.0.1:{server.port}/0?timeout=0.3")
         engine.core.scheduler.connector._store.max_backoff = 0.5
-        for name, scenario in REDIS.items():
-            record.run(engine, name, partial(scenario, server=server))
+        record.run(engine, "redis_down_at_start", partial(redis_down_at_start, server=server))
         engine.close()
     return engine.answered
 
@@ -1000,12 +899,7 @@ def _blobs(store: str) -> dict[str, bytes | None]:
     return dict(zip(keys, open_store(f"file://{store}", guarded=False).get_many(keys), strict=True))
 
 
-DISK: Scenarios = {scenario.__name__: scenario for scenario in (after_crash, files_damaged)}
-REDIS: dict[str, Callable[..., None]] = {
-    scenario.__name__: scenario for scenario in (redis_down_at_start, redis_killed)
-}
-WITHOUT_REDIS = ["crash", *INJECTED, *DISK]
-WITH_REDIS = [*REDIS]
+WITHOUT_REDIS = ("crash", *INJECTED, "after_crash")
 RANKS = ("rank_garbage", "rank_raises")
 GROUPS: dict[str, Callable[..., None]] = {"served": run_served, "ranks": run_ranks}
 
