@@ -13,81 +13,63 @@ where loading would be late, and where there is time to compute chunks of which 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from cuvee.integrations.costs import LinearCost, prefill_quantities
 
-_HALF_LIFE = 0.2  # seconds of transfer after which a sample of a link's rate weighs half
-_SIZES = 16  # of parts that the mean is of
-_GIVEN_SECONDS = 0.1  # of transfer that the initial rate counts for
-_HICCUP = 0.02  # seconds by which an answer may be late because another thread or process has the core
+HICCUP = 0.02  # seconds by which anything may be late because another thread or process has the core
 _REFINED = 0.15  # what a chunk of both parts loses, over what its base alone loses
 _COMPUTED = 0.75  # what computing a chunk counts for, on the same scale: the engine's time has other uses
 _CANDIDATES = 12  # numbers of chunks that are compared
 _Z = 1.64  # standard deviations by which what must be in time may be slower than expected: 5% of cases
+_SPREAD = 0.3  # standard deviation of the logarithm of a transfer's time
 
 
-class LinkRate:
-    """How fast a tier delivers, by its last transfers. Keep it as long as the tier is used. Not thread-safe.
-
-    Args:
-        rate: bytes per second, initially.
-        latency: seconds from a request until its first byte, initially.
-        spread: standard deviation of the logarithm of a transfer's rate, initially.
-    """
-
-    def __init__(self, rate: float, latency: float, spread: float = 0.7) -> None:
-        self.latency, self.spread = latency, spread
-        self._bytes, self._seconds = rate * _GIVEN_SECONDS, _GIVEN_SECONDS
-
-    @property
-    def rate(self) -> float:
-        """Expected bytes per second."""
-        return self._bytes / self._seconds
-
-    def observe(self, nbytes: int, sent: float, before: float, now: float) -> None:
-        """Note that a request sent at one time was answered `now`, with so many bytes, and the one `before` it then."""
-        whole = max(now - max(sent, before), 1e-6)
-        if before <= sent:  # the latency is at most half of the time: else a quick answer would be an endless rate
-            self.latency += (max(whole - nbytes / self.rate, 0.0) - self.latency) / 8
-        seconds = max(now - max(sent + self.latency, before), whole / 2)
-        decay = 0.5 ** (seconds / _HALF_LIFE)
-        error = math.log(max(nbytes, 1) / seconds / self.rate)
-        self.spread = math.sqrt(decay * self.spread**2 + (1 - decay) * error**2)
-        fresh = (1 - decay) * _HALF_LIFE / math.log(2)
-        self._bytes = decay * self._bytes + fresh * nbytes / seconds
-        self._seconds = decay * self._seconds + fresh
-
-    def overdue(self, nbytes: int, passed: float) -> float:
-        """Return how much the spread grows, because a request for so many bytes has taken so long: a link that stalls
-        has no samples.
-        """
-        return math.log(max(passed / (nbytes / self.rate + self.latency + _HICCUP), 1.0))
-
-
-class PartSizes:
-    """The bytes per token that parts of entries take, by the last ones. May be used from several threads.
+class Rates:
+    """Amounts per unit, such as bytes per second of tiers, by the last samples. May be used from several threads.
 
     Args:
-        parts: of an entry at most.
-        guess: bytes per token of each, initially.
+        initial: amounts per unit by name, until there are samples.
+        otherwise: of all other names.
+        half_life: units after which a sample weighs half.
+        given: units that the initial amount counts for.
+        stale: seconds without a sample after which a rate is forgotten. A tier that looks too slow is not asked, and
+            would look so for ever.
+
+    Example:
+        >>> rates = Rates({"memory": 1e9}, otherwise=5e7)
+        >>> rates("memory"), rates("s3")
+        (1000000000.0, 50000000.0)
     """
 
-    def __init__(self, parts: int, guess: float) -> None:
-        self._means = [(guess, 0)] * parts
+    def __init__(
+        self, initial: Mapping[str, float], otherwise: float, half_life: float = 0.2, given: float = 0.1,
+        stale: float = 60.0,
+    ) -> None:  # fmt: skip
+        self._initial, self._otherwise = initial, otherwise
+        self._half_life, self._given, self._stale = half_life, given, stale
+        self._sums: dict[str, tuple[float, float, float]] = {}  # decayed amount and units, and the time of the last
 
-    def observe(self, tokens: int, number: int, nbytes: int) -> None:
-        """Note the size of a part of an entry."""
-        mean, seen = self._means[number]
-        seen = min(seen + 1, _SIZES)
-        self._means[number] = mean + (nbytes / tokens - mean) / seen, seen
+    def __call__(self, name: str) -> float:
+        """Return the amount per unit to expect."""
+        amount, units = self._current(name)
+        return amount / units
 
-    def expected(self, tokens: int, number: int) -> int:
-        """Return the bytes to expect of a part of an entry."""
-        return max(round(tokens * self._means[number][0]), 1)
+    def observe(self, name: str, amount: float, units: float) -> None:
+        """Note an amount."""
+        before, counted = self._current(name)
+        decay = 0.5 ** (units / self._half_life)
+        self._sums[name] = decay * before + amount, decay * counted + max(units, 1e-6), time.monotonic()
+
+    def _current(self, name: str) -> tuple[float, float]:
+        amount, units, last = self._sums.get(name, (0.0, 0.0, -math.inf))
+        if time.monotonic() - last > self._stale or not units:
+            return self._given * self._initial.get(name, self._otherwise), self._given
+        return amount, units
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +102,8 @@ class Choice:
 
 
 def choose(
-    goal: Goal, now: float, ready: float, loaded: int, bases: Sequence[float], refinements: Sequence[float],
-    spread: float,
-) -> Choice:  # fmt: skip
+    goal: Goal, now: float, ready: float, loaded: int, bases: Sequence[float], refinements: Sequence[float]
+) -> Choice:
     """Return the choice that loses least of those in time even if everything is slow, or else of those expected in
     time, or else the one with which the first token is expected earliest.
 
@@ -136,7 +117,6 @@ def choose(
         bases: seconds that fetching and decoding the base of each chunk takes from now on; 0 where it is there or under
             way.
         refinements: the same for refinements; 0 also where there is none.
-        spread: standard deviation of the logarithm of these seconds.
     """
     edges = list(accumulate(goal.tokens, initial=goal.start))
     to_bases, to_refinements = list(accumulate(bases, initial=0.0)), list(accumulate(refinements, initial=0.0))
@@ -144,10 +124,10 @@ def choose(
 
     def option(chunks: int, z: float, z_prefill: float) -> tuple[float, Choice]:
         """Return a choice if all is `z` deviations slower, and what it loses."""
-        slow, compute = math.exp(z * spread), math.exp(z_prefill * goal.prefill.spread)
+        slow, compute = math.exp(z * _SPREAD), math.exp(z_prefill * goal.prefill.spread)
         compute *= goal.prefill(*prefill_quantities(edges[chunks], edges[-1] + goal.rest))
         there = now + slow * (ready - now + to_bases[chunks])
-        last = max(goal.deadline - compute - _HICCUP, goal.engine_free)
+        last = max(goal.deadline - compute - HICCUP, goal.engine_free)
         refined = min(bisect_right(to_refinements, (last - there) / slow) - 1, chunks) if there <= last else 0
         loss = _REFINED * (edges[refined] - edges[0]) + edges[chunks] - edges[refined]
         loss += _COMPUTED * (edges[-1] - edges[chunks])

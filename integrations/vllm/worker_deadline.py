@@ -10,7 +10,6 @@ The engine computes what is not loaded.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,20 +20,19 @@ from itertools import takewhile
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.chunk_io import BATCH
 from cuvee.integrations.costs import LinearCost
-from cuvee.integrations.loading import Choice, Goal, LinkRate, choose
+from cuvee.integrations.loading import HICCUP, Choice, Goal, Rates, choose
+from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.messages import Aim, Entry
 from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob, Restorer
-from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
+from cuvee.integrations.vllm.worker_state import WorkerState
 from cuvee.naming.part_keys import part_key
 
-# What to expect of tiers and decoder before anything is measured: bytes per second, seconds until the first byte,
-# seconds per token. The spread says that this may be wrong by a factor of three.
-_TIERS, _REMOTE = {"memory": (1e9, 1e-5), "disk": (3e8, 1e-3)}, (5e7, 2e-3)
-_DECODE_SECONDS, _UNKNOWN = 1e-4, 1.1
+_DECODING = "decoding"
+# What to expect before anything is measured: bytes per second of tiers, and tokens of parts that are decoded.
+_RATES, _REMOTE = {"memory": 1e9, "disk": 3e8, _DECODING: 1e4}, 5e7
 _REQUEST_SECONDS = 0.015  # of transfer that one request is for
 _UNDER_WAY = 2  # requests at a time, so that the link is never idle
 _WAKE_SECONDS = 0.02  # until the choice is made anew if nothing happens
-_STALE_SECONDS = 60.0  # after which a rate is forgotten: a tier that looks too slow is not asked, and would stay so
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +55,13 @@ class DeadlineLoads:
 
     Args:
         state: of the worker.
-        pools: threads of the worker.
+        fetchers: threads that wait for the store.
         restorer: reads entries.
     """
 
-    def __init__(self, state: WorkerState, pools: WorkerPools, restorer: Restorer) -> None:
-        self.state, self.pools, self.restorer = state, pools, restorer
-        self.lock = threading.Lock()  # of what is measured
-        self.decode = LinearCost(_DECODE_SECONDS, 0.0, _UNKNOWN)  # of the tokens of all parts
-        self._links: dict[str, tuple[LinkRate, float]] = {}  # and when each was used last
+    def __init__(self, state: WorkerState, fetchers: ThreadPool, restorer: Restorer) -> None:
+        self.state, self.fetchers, self.restorer = state, fetchers, restorer
+        self.rates = Rates(_RATES, _REMOTE)
 
     def fetched(self, job: LoadJob, aim: Aim) -> Iterator[list[tuple[Entry, Fetched]]]:
         """Yield entries of a load, some at a time: those that are to be refined with their refinements, once these are
@@ -87,21 +83,10 @@ class DeadlineLoads:
                 begun = time.monotonic()
                 yield batch
                 tokens = sum(entry.tokens * len(fetched.parts) for entry, fetched in batch)
-                with self.lock:
-                    self.decode.observe(max(tokens, 1), 0.0, max(time.monotonic() - begun, 1e-6))
+                self.rates.observe(_DECODING, tokens, time.monotonic() - begun)
         if missing := run.missing():
             raise CuveeError(f"{self.restorer.name(job.load.prefix[missing[0]])} is no longer in the store")
         job.as_planned = True
-
-    def link(self, tier: str, used: bool = False) -> LinkRate:
-        """Return the rate of a tier, which is `used` now if that is so; the lock is held."""
-        now = time.monotonic()
-        link, last = self._links.get(tier, (None, -math.inf))
-        if link is None or now - last > _STALE_SECONDS:
-            link, used = LinkRate(*_TIERS.get(tier, _REMOTE), _UNKNOWN), True
-        if used:
-            self._links[tier] = link, now
-        return link
 
 
 class _Run:
@@ -125,36 +110,32 @@ class _Run:
 
     def choose(self, now: float) -> Choice:
         """Return what to load."""
-        entries, loaded = self._entries, sum(1 for _ in takewhile(lambda held: held and held.parts, self._held))
-        with self._loads.lock:
-            link, chunk = self._loads.link, max(entry.tokens for entry in entries)
-            decode = max(self._loads.decode(chunk, 0.0) / chunk, 1e-9)  # of a token
+        rates, entries = self._loads.rates, self._entries
+        decode = 1 / rates(_DECODING)  # of a token
 
-            def seconds(part: int) -> list[float]:
-                return [
-                    0.0 if part < asked or part == len(tiers)
-                    else max(self._size(at, part) / link(tiers[part]).rate, decode * entries[at].tokens)
-                    for at, (asked, tiers) in enumerate(zip(self._asked, self._tiers, strict=True))
-                ]  # fmt: skip
+        def seconds(part: int) -> list[float]:
+            return [
+                0.0 if part < asked or part == len(tiers)
+                else max(self._size(at, part) / rates(tiers[part]), decode * entries[at].tokens)
+                for at, (asked, tiers) in enumerate(zip(self._asked, self._tiers, strict=True))
+            ]  # fmt: skip
 
-            bases, refinements = seconds(0), seconds(1)
-            used = {tiers[0] for tiers in self._tiers[loaded:]} or {tiers[-1] for tiers in self._tiers}
-            spread = max(link(tier).spread for tier in used)
-            pending = decode * sum(
-                entry.tokens for entry, asked, decoded in zip(entries, self._asked, self._decoded, strict=True)
-                if asked and not decoded
-            )  # fmt: skip
-            there = now
-            if self.requests:
-                request = self.requests[0]
-                rate, passed = link(request.tier), now - max(request.sent, self._answered)
-                late = rate.overdue(request.nbytes, passed)
-                left = sum(each.nbytes for each in self.requests) / rate.rate + rate.latency - passed
-                spread, there = max(spread, late), now + max(left, passed if late else 0.0)  # it takes as long again
-        ready = max(there + min(pending, decode * chunk), now + pending)  # what has come is decoded meanwhile
+        bases = seconds(0)
         for at in self.missing():
             bases[at] = math.inf
-        return choose(self._goal, now, ready, loaded, bases, refinements, spread)
+        there, pending = now, 0.0
+        if self.requests:
+            first = self.requests[0]
+            rate, passed = rates(first.tier), now - max(first.sent, self._answered)
+            late = passed > first.nbytes / rate + HICCUP
+            left = sum(request.nbytes for request in self.requests) / rate - passed
+            there += passed if late else max(left, 0.0)  # an answer that is late takes as long again
+        for entry, asked, decoded in zip(entries, self._asked, self._decoded, strict=True):
+            pending += decode * entry.tokens if asked and not decoded else 0.0
+        # What has come is decoded meanwhile.
+        ready = max(there + min(pending, decode * max(entry.tokens for entry in entries)), now + pending)
+        loaded = sum(1 for _ in takewhile(lambda held: held and held.parts, self._held))
+        return choose(self._goal, now, ready, loaded, bases, seconds(1))
 
     def missing(self) -> list[int]:
         """Return the numbers of the entries that the store does not have."""
@@ -179,10 +160,8 @@ class _Run:
         """Ask for a part of the first of these entries, as many as one request is for."""
         loads, tier, nbytes = self._loads, self._tiers[several[0]][part], 0
         numbers: list[int] = []
-        with loads.lock:
-            most = _REQUEST_SECONDS * loads.link(tier).rate
         for number in several:
-            if self._tiers[number][part] != tier or (numbers and nbytes >= most):
+            if self._tiers[number][part] != tier or (numbers and nbytes >= _REQUEST_SECONDS * loads.rates(tier)):
                 break
             numbers.append(number)
             nbytes += self._size(number, part)
@@ -197,11 +176,10 @@ class _Run:
             finally:
                 self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
 
-        answer = loads.pools.fetchers.submit(fetch)
-        self.requests.append(_Request(numbers, part, tier, nbytes, time.monotonic(), answer))
+        self.requests.append(_Request(numbers, part, tier, nbytes, time.monotonic(), loads.fetchers.submit(fetch)))
 
     def _size(self, at: int, part: int) -> int:
-        return self._state.sizes.expected(self._entries[at].tokens, part)
+        return round(self._entries[at].tokens * self._state.sizes(str(part)))
 
     def take(self) -> None:
         """Take the first answer."""
@@ -211,10 +189,9 @@ class _Run:
             self._held[number] = fetched
             for part, blob in enumerate(fetched.parts[request.part :], request.part):
                 nbytes += len(blob)
-                self._state.sizes.observe(self._entries[number].tokens, part, len(blob))
+                self._state.sizes.observe(str(part), len(blob), self._entries[number].tokens)
         if nbytes:
-            with self._loads.lock:
-                self._loads.link(request.tier, used=True).observe(nbytes, request.sent, self._answered, answered)
+            self._loads.rates.observe(request.tier, nbytes, answered - max(request.sent, self._answered))
         self._answered = answered
 
     def due(self, choice: Choice) -> list[tuple[Entry, Fetched]]:

@@ -36,7 +36,7 @@ class WorkerLoads:
         self._pools = pools
         self._guard = guard
         self._restorer = Restorer(state, pools)
-        self._deadlines = DeadlineLoads(state, pools, self._restorer)
+        self._deadlines = DeadlineLoads(state, pools.fetchers, self._restorer)
         # The state's lock guards these tables.
         self._jobs: dict[str, LoadJob] = {}
         self._arrived: set[str] = set()

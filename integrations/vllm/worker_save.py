@@ -291,7 +291,7 @@ class WorkerSaves:
                 recorder.count("raw_bytes", self._bytes(save.entry))
                 recorder.count("stored_bytes", sum(map(len, parts[:kept])))
                 for number, part in enumerate(parts):
-                    self._state.sizes.observe(save.entry.tokens, number, len(part))
+                    self._state.sizes.observe(str(number), len(part), save.entry.tokens)
             self._saved(save, kept > 0)
 
     def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.entry_keys import EntryKeys
-from cuvee.integrations.loading import PartSizes
+from cuvee.integrations.loading import Rates
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.copied_pages import CopiedPages
@@ -87,7 +88,7 @@ class WorkerState:
         tells: whether to report what is stored.
         predicts: whether the codec predicts from token ids.
         parts: most parts that an entry has; 1: entries are whole blobs.
-        sizes: what parts take.
+        sizes: bytes per token of parts, by their numbers.
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
         report: what happened since the last report.
@@ -113,7 +114,8 @@ class WorkerState:
         self.predicts = setup.predicts
         self.parts = 1 + codec.refinements
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
-        self.sizes = PartSizes(self.parts, values * (_LOSSLESS_BITS if codec.lossless else _BITS) / 8)
+        guess = values * (_LOSSLESS_BITS if codec.lossless else _BITS) / 8
+        self.sizes = Rates({}, guess, half_life=8 * self.chunk, given=1, stale=math.inf)
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
         self.report = Report()

@@ -1,14 +1,16 @@
-"""`choose`: how much to load by a deadline; `LinkRate`: how fast a tier is."""
+"""`choose`: how much to load by a deadline; `Rates`: how fast tiers are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cuvee.integrations import loading
 from cuvee.integrations.costs import LinearCost
-from cuvee.integrations.loading import Choice, Goal, LinkRate, PartSizes, choose
+from cuvee.integrations.loading import Choice, Goal, Rates, choose
 
 TOKENS, MB = 256, 1e6
 NOW = 100.0
@@ -24,14 +26,13 @@ def chosen(
     loaded: int = 0,
     refined: int = 0,
     under_way: float = 0.0,
-    spread: float = 0.0,
     **goal: Any,
 ) -> Choice:
     """The choice for chunks whose parts take so many seconds each, some of which are there."""
     asked = Goal(NOW + deadline, [TOKENS] * count, LinearCost(compute, 0.0, 0.0), rest=16, **goal)
     bases = [0.0] * loaded + [base] * (count - loaded)
     refinements = [0.0] * refined + [refinement] * (count - refined)
-    return choose(asked, NOW, NOW + under_way, loaded, bases, refinements, spread)
+    return choose(asked, NOW, NOW + under_way, loaded, bases, refinements)
 
 
 def end(chunks: int, refined: int, count: int = 4) -> float:
@@ -54,7 +55,6 @@ def end(chunks: int, refined: int, count: int = 4) -> float:
         ({"deadline": 0.6, "loaded": 4, "refined": 1, "under_way": 0.3}, (4, 2)),
         ({"deadline": 0.1, "loaded": 2, "base": 5.0}, (2, 0)),  # what has come is used, and the rest computed
         ({"deadline": 0.5, "engine_free": NOW + 1.3}, (4, 4)),  # refinements go on while the engine is busy
-        ({"deadline": 1.0, "spread": 0.2}, (4, 2)),  # refinements need only be expected in time: they can be left out
         ({"deadline": 0.0, "count": 0}, (0, 0)),
     ],
     ids=repr,
@@ -81,41 +81,30 @@ def test_of_hundreds_of_chunks_a_few_numbers_are_compared() -> None:
 # Rates ---------------------------------------------------------------------------------------------------------------
 
 
-def taught(link: LinkRate, sizes: Sequence[int], rate: float, latency: float = 0.0, idle: bool = True) -> LinkRate:
-    """The link after these requests, one behind the other."""
-    now, before = NOW, NOW - 1.0
-    for size in sizes:
-        sent = now if idle else now - 0.5
-        now = max(sent + latency, before) + size / rate
-        link.observe(size, sent, before, now)
-        before = now
-    return link
-
-
 @pytest.mark.parametrize(("true", "told"), [(2 * MB, 20 * MB), (20 * MB, 2 * MB)])
-def test_a_rate_that_is_wrong_by_ten_times(true: float, told: float) -> None:
-    link = taught(LinkRate(told, 1e-3), [200_000] * 40, true)
-    assert 1 / 3 < link.rate / true < 3, "the estimate follows what is measured"
-    steady = taught(link, [200_000] * 60, true).spread
-    assert steady < 0.2, "and so does what is known of its errors"
+def test_a_rate_that_is_wrong_by_ten_times_is_corrected(true: float, told: float) -> None:
+    rates = Rates({"far": told}, otherwise=1.0)
+    for _ in range(60):
+        rates.observe("far", 200_000, 200_000 / true)
+    assert rates("far") == pytest.approx(true, rel=0.1) and rates("near") == 1.0
 
 
-def test_a_latency_is_no_part_of_the_rate() -> None:
-    link = taught(LinkRate(10 * MB, 1e-3), [100_000] * 80, 10 * MB, latency=0.03)
-    assert 3 * MB < link.rate < 15 * MB and 0.005 < link.latency < 0.05
-
-
-def test_a_link_that_stalls_is_less_certain() -> None:
-    link = LinkRate(10 * MB, 1e-3)
-    assert link.overdue(100_000, 0.02) == 0 < link.overdue(100_000, 0.1) < link.overdue(100_000, 1.0)
+def test_a_rate_without_samples_for_long_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = NOW
+    monkeypatch.setattr(loading, "time", SimpleNamespace(monotonic=lambda: now))
+    rates = Rates({"far": MB}, otherwise=1.0)
+    rates.observe("far", 1, 3600.0)
+    now += 59
+    assert rates("far") < 1.0
+    now += 2
+    assert rates("far") == MB
 
 
 def test_sizes_begin_with_a_guess_and_follow_what_is_seen() -> None:
-    sizes = PartSizes(2, 12.0)
-    assert (sizes.expected(100, 0), sizes.expected(100, 1), sizes.expected(0, 0)) == (1200, 1200, 1)
-    for _ in range(3):
-        sizes.observe(100, 1, 777)
-    assert sizes.expected(200, 1) == 1554 and sizes.expected(100, 0) == 1200
+    sizes = Rates({}, 12.0, half_life=800, given=1, stale=math.inf)
+    assert sizes("0") == sizes("1") == 12
+    sizes.observe("1", 777, 100)
+    assert sizes("1") == pytest.approx(7.77, rel=0.01) and sizes("0") == 12
     for _ in range(60):
-        sizes.observe(100, 1, 100)
-    assert sizes.expected(100, 1) < 130
+        sizes.observe("1", 100, 100)
+    assert sizes("1") == pytest.approx(1.0, rel=0.05)

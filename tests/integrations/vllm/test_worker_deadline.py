@@ -260,7 +260,7 @@ def test_a_deadline_that_has_passed_gives_the_first_token_soon(bench: Callable[.
 def test_where_there_is_time_to_compute_nothing_is_loaded_coarsely(bench: Callable[..., Bench]) -> None:
     store = Parted()
     b = stored(bench(store=store))
-    b.worker.loads._deadlines.link("memory").observe(1, 0.0, 0.0, 3600.0)  # a byte took an hour
+    b.worker.loads._deadlines.rates.observe("memory", 1, 3600.0)  # a byte took an hour
     load = b.load(BLOCKS, 0, 4 * CHUNK)
     load.aim = Aim(0.5, 1, 0, (1e-6, 0.0, 0.1, 0.0))
     b.worker.loads.start([load])
