@@ -51,7 +51,6 @@ from cuvee.integrations.vllm.weights import Weights
 # of llvmlite's. So whatever imports Numba is imported later.
 if TYPE_CHECKING:
     from cuvee.integrations.vllm.blending.executing import PageBlender
-    from cuvee.integrations.vllm.decision import Estimate
     from cuvee.integrations.vllm.scheduler import SchedulerSide
     from cuvee.integrations.vllm.worker import WorkerSide
 
@@ -345,11 +344,6 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._closed = True
             with self._guard("close"):
                 return_store(self._setup.options.store)
-
-    @property
-    def estimate(self) -> Estimate | None:
-        """The rates behind the decision to load or to compute; None: not measured yet. Only on the scheduler's side."""
-        return self._scheduling.estimate
 
     @property
     def _scheduling(self) -> SchedulerSide:

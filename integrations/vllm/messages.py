@@ -268,19 +268,11 @@ class Report:
 
     def add(self, other: Report) -> None:
         """Merge the report of another rank into this one."""
-        self.steps += other.steps
+        for name in ("steps", "loaded", "delivered", "placed", "blended", "stored", "kept"):
+            getattr(self, name).extend(getattr(other, name))
+        for name in ("ended", "failed", "unsaved"):
+            getattr(self, name).update(getattr(other, name))
         for step, seconds in other.step_seconds.items():
             self.step_seconds[step] = max(seconds, self.step_seconds.get(step, 0.0))
-        self.ended |= other.ended
-        self.loaded += other.loaded
-        self.delivered += other.delivered
-        self.placed += other.placed
-        self.blended += other.blended
-        self.kept += other.kept
-        self.failed |= other.failed
-        self.unsaved |= other.unsaved
-        self.stored += other.stored
-        if self.metrics is None or other.metrics is None:
-            self.metrics = self.metrics or other.metrics
-        else:
-            self.metrics = merge(self.metrics, other.metrics)
+        if other.metrics is not None:
+            self.metrics = merge(self.metrics or {}, other.metrics)

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.vllm.metric_table import METRICS, Metric
 
 if TYPE_CHECKING:
@@ -224,36 +223,13 @@ def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
 def _declared(name: str, label: str, *, gauge: bool) -> Metric:
     """Return the metric of a name if it is (not) a gauge and takes the label."""
     metric = METRICS.get(name)
-    if metric is None:
-        raise InputError(f"name: must be a known metric, got {name!r}: {suggestion(name, METRICS)}")
-    if (metric.kind == "gauge") is not gauge:
-        raise InputError(
-            f"name: must be a {'gauge' if gauge else 'counter or histogram'}, got the {metric.kind} {name}; call "
-            f"{'count' if gauge else 'gauge'}"
-        )
-    if not isinstance(label, str):
-        raise InputError(f"label: must be text, got {type(label).__name__}")
-    first, _, last = label.rpartition(":") if metric.second else (label, "", label)
-    if bool(first) != bool(metric.label):
-        wanted = ":".join(filter(None, (metric.label, metric.second)))
-        raise InputError(f"label: must be {f'a {wanted}' if wanted else 'empty'} for {name}, got {label!r}")
-    if metric.values and last not in metric.values:
-        wanted = metric.second or metric.label
-        raise InputError(f"label: must be a {wanted} of {', '.join(metric.values)}, got {last!r}")
-    if "|" in label:
-        raise InputError(f"label: must not contain '|', got {label!r}")
-    if not _is_unicode(label):
-        raise InputError(f"label: must not contain surrogates, got {label!r}")
-    return metric
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text can be sent, that is, has no lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    label.encode()  # an error for what cannot be sent: lone surrogates
+    if metric is not None and (metric.kind == "gauge") is gauge and "|" not in label:
+        first, _, last = label.rpartition(":") if metric.second else (label, "", label)
+        if bool(first) == bool(metric.label) and (not metric.values or last in metric.values):
+            return metric
+    kind = "gauge" if gauge else "counter or histogram"
+    raise InputError(f"name: must be a {kind} of metric_table with one of its labels, got {name!r} with {label!r}")
 
 
 def _number(name: str, value: float) -> float:

@@ -29,7 +29,6 @@ from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.blending.planning import BlendPlanner
-from cuvee.integrations.vllm.decision import Estimate
 from cuvee.integrations.vllm.lookups import THREADS, Lookups
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
@@ -278,11 +277,6 @@ class SchedulerSide:
 
     # At any time -----------------------------------------------------------------------------------------------
 
-    @property
-    def estimate(self) -> Estimate | None:
-        """The rates behind the decision to load or to compute; None until both were measured often enough."""
-        return self._rates.estimate
-
     def take_events(self) -> list[Any]:
         """Return what routers are to be told, in order, since the last call."""
         with self._guard("take"):
@@ -312,7 +306,7 @@ class SchedulerSide:
         with self._guard("close"):
             self._pool.dismiss(0, cancel=True)
         with self._guard("close"):
-            logger.info("cuvee: %s; %s", self._recorder.summary(), self._rates.describe())
+            logger.info("cuvee: %s; %s", self._recorder.summary(), self._rates.break_even.describe())
 
     # Across tasks ----------------------------------------------------------------------------------------------
 

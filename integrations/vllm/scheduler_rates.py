@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cuvee.integrations.costs import LinearCost
-from cuvee.integrations.vllm.decision import BreakEven, Estimate, load_work
+from cuvee.integrations.vllm.decision import BreakEven, load_work
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 
@@ -17,27 +17,21 @@ class Rates:
     Args:
         state: of the scheduler's side.
         prefill: learns what computing costs, for loads and blends alike.
+
+    Attributes:
+        break_even: decides, by what loads and computing cost.
     """
 
     def __init__(self, state: SchedulerState, prefill: LinearCost) -> None:
         self._state = state
         self._prefill = prefill
-        self._break_even = BreakEven(prefill)
+        self.break_even = BreakEven(prefill)
         self._timed_steps: dict[int, tuple[int, float]] = {}
-
-    @property
-    def estimate(self) -> Estimate | None:
-        """The rates behind the decision to load or to compute; None until both were measured often enough."""
-        return self._break_even.estimate
 
     @property
     def prefill(self) -> tuple[float, float, float, float]:
         """What computing costs, as in `messages.Aim`."""
         return self._prefill.learned
-
-    def describe(self) -> str:
-        """Describe the rates for the log."""
-        return self._break_even.describe()
 
     def pays(self, tracked: Tracked, computed: int) -> bool:
         """Return whether it pays to load what was found after the first `computed` tokens. With a deadline, the load
@@ -47,7 +41,7 @@ class Rates:
             return True
         found, chunk = tracked.found, self._state.chunk
         work = load_work(max(found.chunks - computed // chunk, 0), found.tail, chunk)
-        return self._break_even.worth_loading(computed, tracked.end, work)
+        return self.break_even.worth_loading(computed, tracked.end, work)
 
     def begin_step(self, plan: StepPlan, prompt_tokens: int, looked_at: float, scheduled: int) -> None:
         """Have a step timed if it tells the speed of prefill.
@@ -71,8 +65,8 @@ class Rates:
         for (tokens, looked_at), seconds in timed:
             self._prefill.observe(tokens, looked_at, max(seconds, 1e-6))
         for work, seconds in report.loaded:
-            self._break_even.observe_load(work, max(seconds, 1e-6))
-        estimate = self._break_even.estimate if timed or report.loaded else None
+            self.break_even.observe_load(work, max(seconds, 1e-6))
+        estimate = self.break_even.estimate if timed or report.loaded else None
         if estimate is not None:
             recorder = self._state.recorder
             recorder.gauge("break_even_tokens", estimate.break_even)

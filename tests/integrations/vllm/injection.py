@@ -36,8 +36,8 @@ SCHEDULER = (
     "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
     "_blends.drop", "_state.clock", "_events.planned", "_events.stored", "_events.not_stored", "_events.gone",
     "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.overdue", "_state.store.counters",
-    "_state.store.contains", "_rates._break_even.observe_load",
-    "_rates._break_even.worth_loading",
+    "_state.store.contains", "_rates.break_even.observe_load",
+    "_rates.break_even.worth_loading",
     "_planner.segment", "_planner.ask", "_planner.offer", "_planner.harvest", "_planner.refuse", "_planner.rename",
 )  # fmt: skip
 WORKER = (

@@ -132,7 +132,7 @@ NEVER = {
     "s._requests._adapters.find",
     "s._requests._media_names.name",
     "s._state.store.overdue",
-    "s._rates._break_even.worth_loading",
+    "s._rates.break_even.worth_loading",
 }
 
 

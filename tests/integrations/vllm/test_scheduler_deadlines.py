@@ -92,7 +92,7 @@ def test_a_deadline_has_its_plan_decide_whether_loading_pays(desk: Callable[...,
     rates = d.side._rates
     for tokens in (100, 200) * 5:
         rates._prefill.observe(tokens, 0.0, tokens * 1e-6)
-        rates._break_even.observe_load(tokens, tokens * 1e-3)
+        rates.break_even.observe_load(tokens, tokens * 1e-3)
     assert loading(d, asking(deadline_ms=100)).aim is not None
     other = asking(name="other")
     d.put(other, 4)
