@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console, Group
@@ -49,7 +49,7 @@ from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, Quali
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["run_demo"]
+__all__ = ["Demo", "run_demo"]
 
 CALIBRATION, EVALUATION = "harbour", "orchard"
 SHOWN_QUALITY = "high"  # of the continuation: a table shows the others
@@ -108,22 +108,31 @@ class Continuation:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What the demo measured: of the baselines, and of the presets by group of the profile."""
+
+    baselines: list[Quality]
+    presets: dict[str, list[Quality]]
+    continuation: Continuation
+
+
 def run_demo(
     console: Console,
-    out: Path | None = Path("out/demo.svg"),
+    out: Path,
     progress: Console | None = None,
     model: str = BUNDLED_MODEL,
-) -> dict[str, Any]:
+) -> Demo:
     """Run the demo.
 
     Args:
         console: where the report goes.
-        out: where to write the plot, or None for no plot. Without matplotlib there is a hint instead.
+        out: where to write the plot. Without matplotlib there is a hint instead.
         progress: where to show the progress; default: standard error.
         model: a folder, a hub name, "books-3m" or "smollm2" (see `cuvee.calibration.corpus.load_model`).
 
     Returns:
-        All figures, as a dict for JSON.
+        What was measured and shown.
 
     Raises:
         ImportError: transformers is not installed.
@@ -132,7 +141,7 @@ def run_demo(
     Example:
         >>> from rich.console import Console
         >>> from cuvee.eval.demo import run_demo
-        >>> figures = run_demo(Console(), model="smollm2")  # doctest: +SKIP
+        >>> demo = run_demo(Console(), Path("demo.svg"), model="smollm2")  # doctest: +SKIP
     """
     scope = SCOPES.get(model, LARGER)
     began = time.perf_counter()
@@ -173,7 +182,7 @@ def run_demo(
                 measure(f"step 2^{n}", CodecMethod(Codec(profile, step=2.0**n)), GROUPS[group]) for n in scope.octaves
             ]
         shown_name = Path(model).name
-        if out is not None and find_spec("matplotlib") is not None:
+        if find_spec("matplotlib") is not None:
             shown = {f"cuvee, {SPANS[group]}": curve for group, curve in curves.items()}
             plot_quality(out, shown, baselines[1:], f"{shown_name} on “{EVALUATION}”: size against quality")
     seconds = time.perf_counter() - began
@@ -181,32 +190,11 @@ def run_demo(
     console.print(_prompt_panel(continuation), width=width)
     console.print(_table(baselines, presets), width=width)
     console.print(_footnote(bench, shown_name, len(learning), seconds), width=width)
-    if out is None:
-        pass
-    elif find_spec("matplotlib") is None:
+    if find_spec("matplotlib") is None:
         console.print("No plot: it needs matplotlib (pip install 'cuvee\\[plot]').")
     else:
         console.print(f"Plot: [bold]{out}[/bold]", soft_wrap=True, highlight=False)
-    return {
-        "seconds": seconds,
-        "model": shown_name,
-        "protocol": {
-            "calibration": CALIBRATION,
-            "calibration_sequences": len(learning),
-            "evaluation": EVALUATION,
-            "sequences": len(testing),
-            "length": LENGTH,
-            "prefix": PREFIX,
-            "chunk_tokens": CHUNK_TOKENS,
-            "cache_dtype": "bfloat16",
-            "model_dtype": "float32",
-        },
-        "baselines": [quality.to_dict() for quality in baselines],
-        "presets": {group: [quality.to_dict() for quality in series] for group, series in presets.items()},
-        "curves": {group: [quality.to_dict() for quality in series] for group, series in curves.items()},
-        "continuation": {name: getattr(continuation, name) for name in Continuation.__slots__},
-        "plot": None if out is None or find_spec("matplotlib") is None else str(out),
-    }
+    return Demo(baselines, presets, continuation)
 
 
 def _load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -146,7 +146,8 @@ class CommandTarget:
             arguments += [str(target), "--config" if "config" in paths else "--profile", str(list(paths.values())[1])]
         if verb == "decode":
             arguments += ["--max-tokens", "4096"]
-        if len(data) % 2:
+        as_json = len(data) % 2 and verb in ("show", "inspect")
+        if as_json:
             arguments.append("--json")
         out, err = io.StringIO(), io.StringIO()
         try:
@@ -161,6 +162,6 @@ class CommandTarget:
                 raise Finding(f"{command} exits with 1 and prints {err.getvalue()!r}")
         elif code != 0:
             raise Finding(f"{command} exits with {code!r}: {err.getvalue()!r}")
-        elif len(data) % 2 and not json.loads(out.getvalue()):
+        elif as_json and not json.loads(out.getvalue()):
             raise Finding(f"{command} --json prints nothing")
         return f"{command}: {'done' if code == 0 else 'error'}"

@@ -3,7 +3,7 @@
 Exit codes: 0 success; 1 wrong input or files, which one line on standard error explains; 2 wrong usage.
 
 Each command has a module of its own and imports slow modules inside the command, so that `cuvee --help` is quick.
-With `--json` a command prints JSON on standard output; progress and errors go to standard error.
+With `--json` a command that describes prints JSON on standard output; progress and errors go to standard error.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cuvee.cli.files import blob_files, check_absent, named, read_profile
-from cuvee.cli.options import Config, Force, Json, ProfileFile, need_one_of_profile_and_config
-from cuvee.cli.output import counted, print_json
+from cuvee.cli.options import Config, Force, ProfileFile, need_one_of_profile_and_config
+from cuvee.cli.output import counted
 
 if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
@@ -30,7 +30,6 @@ def decode(
         int, typer.Option(min=1, help="Refuse to restore more tokens: a small file may claim a huge cache.")
     ] = 1 << 17,
     force: Force = False,
-    as_json: Json = False,
 ) -> None:
     """Restore a cache, at its original position or at another one.
 
@@ -63,8 +62,4 @@ def decode(
         whole = KVChunk.concat(chunks)
     check_absent(target, force)  # again: the file may have appeared while decoding
     write_cache_file(target, whole.keys, whole.values, whole.start, whole.token_ids)
-    report = {"out": str(target), "chunks": len(chunks), "tokens": whole.tokens, "start": whole.start}
-    if as_json:
-        print_json(report)
-    else:
-        print(f"{target}: {whole.tokens} tokens from position {whole.start}, {counted(len(chunks), 'chunk')}")
+    print(f"{target}: {whole.tokens} tokens from position {whole.start}, {counted(len(chunks), 'chunk')}")

@@ -7,15 +7,13 @@ from typing import Annotated
 
 import typer
 
-from cuvee.cli.options import Json, Model
-from cuvee.cli.output import make_console, print_json
+from cuvee.cli.options import Model
+from cuvee.cli.output import make_console
 
 
 def demo(
     plot: Annotated[Path, typer.Option("--plot", help="The file for the plot (.svg, .png).")] = Path("out/demo.svg"),
-    no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw none.")] = False,
     model: Model = "books-3m",
-    as_json: Json = False,
 ) -> None:
     """Compress a model's cache, and show what that saves and costs.
 
@@ -25,6 +23,4 @@ def demo(
     """
     from cuvee.eval.demo import run_demo
 
-    report = run_demo(make_console(stderr=as_json), None if no_plot else plot, model=model)
-    if as_json:
-        print_json(report)
+    run_demo(make_console(), plot, model=model)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cuvee.cli.files import SUFFIX, check_absent, named, read_profile, write_file, write_folder
-from cuvee.cli.options import DEFAULT_CHUNK_TOKENS, Config, Force, Json, ProfileFile, need_one_of_profile_and_config
-from cuvee.cli.output import counted, make_console, print_json
+from cuvee.cli.options import DEFAULT_CHUNK_TOKENS, Config, Force, ProfileFile, need_one_of_profile_and_config
+from cuvee.cli.output import counted, make_console
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ def encode(
     ] = False,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per blob.")] = DEFAULT_CHUNK_TOKENS,
     force: Force = False,
-    as_json: Json = False,
 ) -> None:
     """Compress a saved cache.
 
@@ -92,23 +91,10 @@ def encode(
         write_folder(target, {f"{i:0{_NAME_DIGITS}}{SUFFIX}": blob for i, blob in enumerate(blobs)}, force)
     size = sum(map(len, blobs))
     values = chunk.tokens * chunk.layout.values_per_token
-    report = {
-        "out": str(target),
-        "chunks": len(blobs),
-        "tokens": chunk.tokens,
-        "start": chunk.start,
-        "raw_bytes": chunk.nbytes,
-        "bytes": size,
-        "bits_per_value": 8 * size / values,
-        "ratio": chunk.nbytes / size,
-    }
-    if as_json:
-        print_json(report)
-    else:
-        print(
-            f"{target}: {chunk.tokens} tokens, {chunk.nbytes:,} -> {size:,} bytes, {report['ratio']:.2f}x, "
-            f"{report['bits_per_value']:.3f} bits per value, {counted(len(blobs), 'chunk')}"
-        )
+    print(
+        f"{target}: {chunk.tokens} tokens, {chunk.nbytes:,} -> {size:,} bytes, {chunk.nbytes / size:.2f}x, "
+        f"{8 * size / values:.3f} bits per value, {counted(len(blobs), 'chunk')}"
+    )
 
 
 def _encode_all(codec: Codec, chunk: KVChunk, chunk_tokens: int) -> list[bytes]:

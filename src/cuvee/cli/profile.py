@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import cuvee
 from cuvee.cli.files import check_absent
-from cuvee.cli.options import MODEL_HELP, Dtype, Force, Json
-from cuvee.cli.output import make_console, print_json
+from cuvee.cli.options import MODEL_HELP, Dtype, Force
+from cuvee.cli.output import make_console
 from cuvee.cli.profile_show import print_profile, profile_check, profile_show
 from cuvee.codec.errors import InputError
+
+if TYPE_CHECKING:
+    from cuvee.codec.profiles.profile import Profile
 
 _WHERE_HELP = (
     "The collection of profiles: a folder, object storage (s3://bucket/prefix, …), or a repository of "
@@ -24,7 +26,7 @@ _WHERE_HELP = (
 
 # Parameters of `learn` that go with --from-store.
 _OF_STORE = {
-    "model_path", "out", "from_store", "salt", "ranks", "tokens_read", "key_env", "group", "force", "as_json",
+    "model_path", "out", "from_store", "salt", "ranks", "tokens_read", "key_env", "group", "force",
 }  # fmt: skip
 
 app = typer.Typer(no_args_is_help=True, help="Learn the profile of a model, show one, or share them.")
@@ -33,15 +35,6 @@ app = typer.Typer(no_args_is_help=True, help="Learn the profile of a model, show
 @app.command("learn")
 def profile_learn(
     model_path: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TEXT",
-            help="Learn from these texts alone: text files; .jsonl files whose lines are lists of token ids, or "
-            "objects with input_ids or text; hf:DATASET:SPLIT:COLUMN; or bundled texts by name. Default: a mixture of "
-            "several kinds of text that come with cuvee and of the model's own samples.",
-        ),
-    ] = None,
     *,
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write, such as model.safetensors.")],
@@ -65,29 +58,24 @@ def profile_learn(
         str | None,
         typer.Option(help="With --from-store: the environment variable with the secret that signs the entries."),
     ] = None,
-    own: Annotated[
+    texts: Annotated[
         list[str] | None,
         typer.Option(
             "--text",
             metavar="TEXT[=SHARE]",
             help="Add a text to the mixture, as a kind of its own, with SHARE times --sequences sequences (default "
-            "0.25). Repeatable.",
+            "0.25): a text file; a .jsonl file whose lines are lists of token ids, or objects with input_ids or text; "
+            "or hf:DATASET:SPLIT:COLUMN. Repeatable.",
         ),
     ] = None,
     group: Annotated[
         str,
         typer.Option(
-            help="What one basis spans: head, unit, layer, layers:n, heads:n, all, or auto: as many layers as decode "
-            "within --flops. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 28 MB with "
-            "layer, 39 MB with auto."
+            help="What one basis spans: head, unit, layer, layers:n, heads:n, all, or auto: as many layers as the "
+            "device decodes quickly. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 28 MB "
+            "with layer, 39 MB with auto."
         ),
     ] = "auto",
-    flops: Annotated[
-        float | None,
-        typer.Option(
-            min=1, help="With auto: at most this many operations per decoded value. Default: 1536 on a CPU, else 4096."
-        ),
-    ] = None,
     tensor_parallel: Annotated[
         bool,
         typer.Option(
@@ -96,37 +84,24 @@ def profile_learn(
             "more bits than layers:n.",
         ),
     ] = False,
-    sequences: Annotated[
-        int | None, typer.Option(min=3, help="Learn from at most this many sequences. Default: 96, or 128 with TEXT.")
-    ] = None,
-    length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 512,
-    prefix: Annotated[
-        int | None, typer.Option(min=1, help="How many tokens of a sequence count as cached. Default: three quarters.")
-    ] = None,
-    repeat: Annotated[
-        bool,
-        typer.Option(
-            "--reread/--no-reread",
-            help="With TEXT: let every second sequence end by repeating part of its cache, so that the cache matters. "
-            "The mixture includes such a kind.",
-        ),
-    ] = True,
-    seed: Annotated[int, typer.Option(help="Seed of the sampled texts and targets, and of --reread.")] = 0,
+    sequences: Annotated[int, typer.Option(min=3, help="Learn from about this many sequences of the mixture.")] = 96,
+    length: Annotated[int, typer.Option(min=8, help="Tokens per sequence; three quarters count as cached.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the sampled texts and targets.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward and backward pass.")] = 4,
     dtype: Annotated[
         Dtype, typer.Option(help="Dtype of the model. auto: that of its files; on a CPU float32, which is faster.")
     ] = Dtype.auto,
     device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, …")] = "cpu",
     force: Force = False,
-    as_json: Json = False,
 ) -> None:
     """Learn which directions of the cache a model's loss depends on, and measure what each quality costs.
+
+    The text is a mixture of several kinds that come with cuvee and of the model's own samples.
 
     Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
     from cuvee.calibration.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
-    from cuvee.calibration.kinds import MIXTURE_SEQUENCES, check_mixture_size, mixture, more_text
-    from cuvee.calibration.sequences import reread
+    from cuvee.calibration.kinds import check_mixture_size, mixture, more_text
 
     check_absent(out, force)
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -134,45 +109,36 @@ def profile_learn(
     if from_store is not None:
         if other := sorted(given - _OF_STORE):
             raise InputError(f"{_shown(other[0])}: must be left out with --from-store, which reads no texts")
-        _learn_from_store(model_path, from_store, out, salt, ranks, tokens_read, key_env, group, as_json)
+        _learn_from_store(model_path, from_store, out, salt, ranks, tokens_read, key_env, group)
         return
     if other := sorted(given & {"salt", "ranks", "tokens_read", "key_env"}):
         raise InputError(f"{_shown(other[0])}: must come with --from-store")
-    if texts and own:
-        raise InputError("--text: must be given without TEXT, got both: --text adds to the mixture, TEXT replaces it")
-    chosen = "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value
-    tokens: Any
-    more = None
-    if texts:
-        tokens = spread_sequences([read_corpus(text, model_path) for text in texts], length, sequences or 128)
-        model = load_model(model_path, chosen, device)
-        if repeat:
-            tokens = reread(tokens, 3 * length // 4 if prefix is None else prefix, seed)
-    else:
-        count = sequences or MIXTURE_SEQUENCES
-        check_mixture_size(count, length)  # before loading the model
-        shares = [_text_and_share(text) for text in own or []]
-        added = {
-            Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(round(share * count), 3))
-            for name, share in shares
-        }
-        model = load_model(model_path, chosen, device)
-        # The mixture comes first, so that an added kind replaces one of the same name.
-        tokenizer = load_tokenizer(model_path)
-        tokens = mixture(model, tokenizer, count, length, seed, progress=True) | added
-        more = more_text(tokenizer, length)
+    check_mixture_size(sequences, length)  # before loading the model
+    shares = [_text_and_share(text) for text in texts or []]
+    added = {
+        Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(round(share * sequences), 3))
+        for name, share in shares
+    }
+    model = load_model(model_path, "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value, device)
+    # The mixture comes first, so that an added kind replaces one of the same name.
+    tokenizer = load_tokenizer(model_path)
+    tokens = mixture(model, tokenizer, sequences, length, seed, progress=True) | added
     profile = cuvee.calibrate(
-        model, tokens, group, more_text=more, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops,
+        model, tokens, group, more_text=more_text(tokenizer, length), batch_size=batch_size, seed=seed,
         tensor_parallel=tensor_parallel,
     )  # fmt: skip
+    _save(profile, out)
+
+
+def _save(profile: Profile, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     profile.save(out)
-    print_profile(profile, out, as_json)
+    print_profile(profile, out)
 
 
 def _shown(name: str) -> str:
     """Return a parameter's name as users write it."""
-    names = {"texts": "TEXT", "own": "--text", "repeat": "--reread", "tokens_read": "--tokens"}
+    names = {"texts": "--text", "tokens_read": "--tokens"}
     return names.get(name, "--" + name.replace("_", "-"))
 
 
@@ -185,7 +151,6 @@ def _learn_from_store(
     tokens: int,
     key_env: str | None,
     group: str,
-    as_json: bool,
 ) -> None:
     """Fit a profile to what a store holds, and name the model's weights in it so that engines find it."""
     import torch
@@ -211,9 +176,7 @@ def _learn_from_store(
             group=None if group == "auto" else group, tokens=tokens, secrets=secrets,
             model=weights.found[0] if weights.found else None,
         )  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    profile.save(out)
-    print_profile(profile, out, as_json)
+    _save(profile, out)
 
 
 def _text_and_share(text: str) -> tuple[str, float]:
@@ -238,7 +201,6 @@ app.command("check")(profile_check)
 def profile_push(
     file: Annotated[Path, typer.Argument(help="A profile (.safetensors).")],
     where: Annotated[str, typer.Argument(metavar="WHERE", help=_WHERE_HELP)],
-    as_json: Json = False,
 ) -> None:
     """Put a profile into a collection, where it becomes the newest of its model. Engines with its model find it there.
 
@@ -257,9 +219,6 @@ def profile_push(
     collection = ProfileCollection(location)
     with _waiting(f"pushing {file} to {location.shown}"):
         pushed = collection.push(Profile.load(file))
-    if as_json:
-        print_json({**asdict(pushed), "where": location.shown})
-        return
     whose = "no model" if pushed.weights is None else f"weights {pushed.weights}"
     found = "found by its id alone" if pushed.weights is None else "the newest of its model"
     typer.echo(f"pushed {pushed.id} ({pushed.bytes:,} bytes, {whose}) to {location.shown}: {found}")
@@ -290,7 +249,6 @@ def profile_pull(
         ),
     ] = False,
     force: Force = False,
-    as_json: Json = False,
 ) -> None:
     """Write a model's profile from a collection to a file, after verifying that it is the model's, and show it.
 
@@ -316,12 +274,10 @@ def profile_pull(
     path = model_path(model)
     layout = read_layout(path, torch.bfloat16)  # profiles serve caches of any dtype
     weights = None if other_weights else weight_fingerprints(path)
-    out.parent.mkdir(parents=True, exist_ok=True)
     collection = ProfileCollection(location)
     with _waiting(f"pulling from {location.shown}"):
         profile = collection.pull(layout, weights=weights, id=location.id)
-    profile.save(out)
-    print_profile(profile, out, as_json)
+    _save(profile, out)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def _rotation(rope: Rope, head_dim: int) -> str:
     return f"{part}, {'adjacent pairs' if rope.interleaved else 'halves'}"
 
 
-def print_profile(profile: Profile, path: Path, as_json: bool) -> None:
+def print_profile(profile: Profile, path: Path, as_json: bool = False) -> None:
     """Show a profile that was saved at `path`: for people, or as JSON."""
     from cuvee.codec.support.steps import step_value
 
@@ -212,7 +212,7 @@ def _knowledge(profile: Profile) -> dict[str, str]:
     share = _predicted_share(profile)
     return {
         "text": "not recorded" if profile.text_tokens is None else f"learned from {profile.text_tokens} tokens",
-        "ids": "predict nothing" if share is None else f"predict {100 * share:.0f} % of the energy",
+        "ids": "predict nothing" if share is None else f"predict {100 * share:.0f}% of the energy",
     }
 
 

@@ -17,7 +17,7 @@ import typer
 from cuvee.cli.options import Json
 from cuvee.cli.output import make_console, make_table, print_json
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores.base import Store, StoreError, check_tenant
+from cuvee.integrations.stores.base import Store, StoreError
 
 app = typer.Typer(no_args_is_help=True, help="Inspect a store of compressed caches, or delete its entries.")
 
@@ -70,9 +70,6 @@ def store_delete(
     salt: Annotated[
         str | None, typer.Option("--salt", help="The tenant's cache_salt; '' for requests without one.")
     ] = None,
-    tenant: Annotated[
-        str | None, typer.Option("--tenant", metavar="HEX", help="The tenant as in keys, instead of --salt.")
-    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="The entries of all tenants, instead.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: Json = False,
@@ -87,17 +84,15 @@ def store_delete(
 
     Example: cuvee store delete file:///var/cache/kv --all
     """
-    if (salt is not None) + (tenant is not None) + everything != 1:
-        raise typer.BadParameter("must get one of --salt, --tenant and --all")
-    if everything:
+    from cuvee.naming.identity import tenant_id
+
+    if (salt is not None) + everything != 1:
+        raise typer.BadParameter("must get one of --salt and --all")
+    if salt is None:
         _delete(url, "all tenants", lambda tier: tier.clear(), yes, as_json)
         return
-    if salt is not None:
-        from cuvee.naming.identity import tenant_id
-
-        tenant = tenant_id(salt)
-    checked = check_tenant(tenant)
-    _delete(url, f"tenant {checked}", lambda tier: tier.delete_tenant(checked), yes, as_json, tenant=checked)
+    tenant = tenant_id(salt)
+    _delete(url, f"tenant {tenant}", lambda tier: tier.delete_tenant(tenant), yes, as_json, tenant=tenant)
 
 
 def _delete(url: str, whose: str, delete: Callable[[Store], int], yes: bool, as_json: bool, **told: str) -> None:

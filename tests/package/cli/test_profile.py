@@ -63,47 +63,43 @@ def test_profile_check_shows_what_is_beside_keys_and_values(tmp_path: Path) -> N
     fails("profile", "check", tmp_path / "none", match="none")
 
 
-def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any) -> None:
-    rows = [{"input_ids": row} for row in books.harbour[:10].tolist()]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n" + json.dumps(rows[0]["input_ids"]))
-    (tmp_path / "b.txt").write_text("It rained. " * 300)
-    out = tmp_path / "profile"
-    args = ("profile", "learn", bundled_model_path(), tmp_path / "a.jsonl", tmp_path / "b.txt", "-o", out)
-    options = ("--length", "128", "--sequences", "20", "--group", "unit", "--dtype", "float32")
-    data = json.loads(run(*args, *options, "--json").stdout)
-    profile = Profile.load(out)
-    assert data["id"] == profile.id.hex() and profile.group == "unit" and profile.source == "calibrated"
-    assert all(point["kl"] is not None for point in data["curve"])
-    text = run("profile", "show", out).stdout
-    assert "±" in text and "6 layers 2 x 64" in text
-    fails(*args, *options, match="--force")
-    fails(*args[:-1], tmp_path / "q", "--length", "4096", match="text: must hold at least 4096 tokens")
-    fails("profile", "learn", tmp_path / "nowhere", tmp_path / "b.txt", "-o", tmp_path / "q", match="nowhere")
-    fails("profile", "learn", bundled_model_path(), tmp_path / "none", "-o", tmp_path / "q", match="none: no such text")
-    (tmp_path / "bad.jsonl").write_text('{"text": 3}')
-    fails("profile", "learn", bundled_model_path(), tmp_path / "bad.jsonl", "-o", tmp_path / "q", match="bad.jsonl:1")
-
-
-def test_a_profile_is_learned_without_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learn from the mixture and an added text, kind by kind, and prediction from a part of the bundled texts."""
+def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learn from the mixture and added texts, kind by kind, and prediction from a part of the bundled texts."""
     monkeypatch.setattr("cuvee.codec.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))  # a few, for speed
     whole = kinds.more_text
     monkeypatch.setattr(kinds, "more_text", lambda *given: whole(*given)[::20])
     (tmp_path / "own.txt").write_text("It rained. " * 300)
-    out = tmp_path / "profile"
-    options = ("--length", "64", "--sequences", "24", "--group", "unit", "--text", f"{tmp_path / 'own.txt'}=0.5")
-    data = json.loads(run("profile", "learn", bundled_model_path(), "-o", out, *options, "--json").stdout)
+    rows = [{"input_ids": row} for row in books.harbour[:4].tolist()]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n" + json.dumps(rows[0]["input_ids"]))
+    out, texts = tmp_path / "profile", ("--text", f"{tmp_path / 'own.txt'}=0.5", "--text", tmp_path / "a.jsonl")
+    learn = ("profile", "learn", bundled_model_path(), "-o", out)
+    options = ("--length", "64", "--sequences", "24", "--group", "unit", "--dtype", "float32", *texts)
+    learned = run(*learn, *options).stdout
     profile = Profile.load(out)
-    assert profile.group == "unit" and profile.source == "calibrated" and data["id"] == profile.id.hex()
-    assert tuple(profile.curves) == (*KINDS, "own.txt") == tuple(data["curves"])
+    assert profile.group == "unit" and profile.source == "calibrated" and profile.id.hex() in learned
+    assert tuple(profile.curves) == (*KINDS, "own.txt", "a.jsonl")
+    data = json.loads(run("profile", "show", out, "--json").stdout)
+    assert data["id"] == profile.id.hex() and tuple(data["curves"]) == tuple(profile.curves)
     assert [p["kl"] for p in data["curves"]["code"]] == [p.kl for p in profile.curves["code"]]
     shown = run("profile", "show", out).stdout
+    assert "±" in shown and "6 layers 2 x 64" in shown
     assert "by the worst" in shown and "Chunks without token ids" in shown
     assert [p["kl"] for p in data["plain_curve"]] == [p.kl for p in profile.plain_curve] != []
     table = shown[shown.index("kind of text") :].splitlines()
-    for kind in (*KINDS, "own.txt"):
+    for kind in profile.curves:
         (row,) = (line.split() for line in table if line.split()[:1] == [kind])
         assert len(row) == 4 and all(float(kl) < 100 for kl in row[1:])
+    fails(*learn, *options, match="--force")
+    (tmp_path / "bad.jsonl").write_text('{"text": 3}')
+    q = ("-o", tmp_path / "q")
+    for model, text, match in (
+        (bundled_model_path(), "none", "none: no such text"),
+        (bundled_model_path(), "bad.jsonl", "bad.jsonl:1"),
+        (tmp_path / "nowhere", "own.txt", "nowhere"),
+    ):
+        fails("profile", "learn", model, *q, "--text", tmp_path / text, match=match)
+    long = ("--length", "4096", "--text", tmp_path / "own.txt")
+    fails("profile", "learn", bundled_model_path(), *q, *long, match="text: must hold at least 4096 tokens")
 
 
 def test_a_profile_is_learned_from_a_store(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +116,9 @@ def test_a_profile_is_learned_from_a_store(tmp_path: Path, books: Any, monkeypat
     monkeypatch.setenv("SECRET", "0123456789abcdef")
     out, learn = tmp_path / "profile", ("profile", "learn", bundled_model_path(), "--from-store")
     tenant = ("--salt", "salt", "--key-env", "SECRET")
-    data = json.loads(run(*learn, url, *tenant, "--group", "unit", "-o", out, "--json").stdout)
+    learned = run(*learn, url, *tenant, "--group", "unit", "-o", out).stdout
     profile = Profile.load(out)
-    assert data["id"] == profile.id.hex() and (profile.source, profile.group) == ("fitted", "unit")
+    assert profile.id.hex() in learned and (profile.source, profile.group) == ("fitted", "unit")
     assert profile.model == model_fingerprint(books.model) and profile.curve
     q = ("-o", tmp_path / "q")
     fails(*learn, url, *q, match="without a secret, got none")
@@ -153,7 +149,7 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     # The default is the mixture; an added kind replaces one of the same name.
     tokens, group, arguments = learned("--sequences", "40", "--text", tmp_path / "prose", "--text", tmp_path / "a=b")
     assert list(tokens) == [*KINDS, "a=b"] and group == "auto"
-    defaults = {"prefix": None, "batch_size": 4, "seed": 0, "flops": None, "tensor_parallel": False}
+    defaults = {"batch_size": 4, "seed": 0, "tensor_parallel": False}
     more = arguments.pop("more_text")
     assert more.shape[1] == 64 and len(more) > 10 * 40, "all bundled texts, to predict from tokens"
     assert arguments == {**defaults, "dtype": torch.float32}
@@ -162,18 +158,10 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     for share, count in (("=0.5", 20), ("=0.01", 3), ("=1", 40)):
         tokens, _, _ = learned("--sequences", "40", "--text", f"{tmp_path / 'prose'}{share}")
         assert len(tokens["prose"]) == count
-    _, group, arguments = learned(
-        "--sequences", "24", "--flops", "4096", "--group", "layers:2", "--prefix", "40", "--dtype", "bfloat16"
-    )
-    assert (group, arguments["flops"], arguments["prefix"], arguments["dtype"]) == (
-        "layers:2", 4096.0, 40, torch.bfloat16,
-    )  # fmt: skip
+    _, group, arguments = learned("--sequences", "24", "--group", "layers:2", "--dtype", "bfloat16")
+    assert (group, arguments["dtype"]) == ("layers:2", torch.bfloat16)
     assert learned("--sequences", "24", "--tensor-parallel")[2]["tensor_parallel"] is True
-    # Texts replace the mixture, as one kind.
-    tokens, _, arguments = learned(tmp_path / "prose", "--sequences", "12")
-    assert tokens.shape == (12, 64) and arguments["more_text"] is None
     for bad, match in (
-        ((tmp_path / "prose", "--text", tmp_path / "prose"), "must be given without TEXT, got both"),
         (("--text", f"{tmp_path / 'prose'}=0"), "SHARE must be above 0"),
         (("--text", f"{tmp_path / 'prose'}=101"), "SHARE must be above 0"),
         (("--text", f"{tmp_path / 'none'}=1"), "no such text"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -44,8 +43,8 @@ def test_a_profile_travels(where: str, tmp_path: Path, layout: KVLayout, weights
         assert said.stdout == (
             f"pushed {identity} ({size:,} bytes, weights {weights}) to {where}: the newest of its model\n"
         )
-    shown = json.loads(run("profile", "pull", MODEL, where, "-o", tmp_path / "new" / "p", "--json").stdout)
-    assert shown["id"] == profiles[1].id.hex() and shown["model"] == weights
+    shown = run("profile", "pull", MODEL, where, "-o", tmp_path / "new" / "p").stdout
+    assert profiles[1].id.hex() in shown and weights in shown
     assert (tmp_path / "new" / "p").read_bytes() == (tmp_path / "1").read_bytes()
     first = profiles[0].id.hex()
     run("profile", "pull", MODEL, f"{where}?id={first}", "-o", tmp_path / "new" / "first")
