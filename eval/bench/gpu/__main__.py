@@ -2,7 +2,7 @@
 
     machine   versions, clocks, memory
     tests     the kernels' tests against their references, bytes of streams, 300 forged blobs
-    speed     encode and decode, beside copies, casts to FP8 and nvCOMP
+    speed     encode and decode, beside copies and casts to FP8
     model     a trained model: profile, cache, KL, restoring against computing
 
 The results come as results.json, report.md and log.txt, each of them up to date when a step ends.

@@ -1,4 +1,4 @@
-"""Ceilings of this device: copies and a matrix product."""
+"""Ceilings of this device: copies, casts to FP8 and a matrix product."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Link", "measure_ceilings"]
 
 
 def measure_ceilings(clock: Clock, scope: GpuScope) -> dict[str, Any]:
-    """Time the device's ceilings: a copy (bytes read and written) and a bfloat16 product of random matrices.
+    """Time a copy (bytes read and written), casts of bfloat16 to FP8 and back, and a bfloat16 product of matrices.
 
     Also how far two medians of the same copy lie apart: what differs by less is noise of the clock.
     """
@@ -23,13 +23,17 @@ def measure_ceilings(clock: Clock, scope: GpuScope) -> dict[str, Any]:
     source = torch.randint(256, (scope.copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy, again = (clock.inside([partial(target.copy_, source)]) for _ in range(2))
-    del source, target
+    values, small = source.view(torch.bfloat16), target[: scope.copy_bytes // 2].view(torch.float8_e4m3fn)
+    to_fp8, from_fp8 = clock.inside([partial(small.copy_, values)]), clock.inside([partial(values.copy_, small)])
+    del source, target, values, small
     a, b = (torch.randn(scope.matrix, scope.matrix, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     product = clock.inside([partial(torch.mm, a, b, out=out)])
     return {
         "copy_bytes": scope.copy_bytes,
         "copy_gb_per_s": copy.per_second(2 * scope.copy_bytes / 1e9),
+        "to_fp8_gb_per_s": to_fp8.per_second(scope.copy_bytes / 1e9),
+        "from_fp8_gb_per_s": from_fp8.per_second(scope.copy_bytes / 1e9),
         "noise": abs(copy.median / again.median - 1),
         "spread": (copy.p80 - copy.p20) / copy.median,
         "matrix": scope.matrix,

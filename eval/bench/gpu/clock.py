@@ -1,20 +1,17 @@
-"""Timing calls that leave their work to a device, and the compilations of Triton."""
+"""Timing calls that leave their work to a device."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import cycle
-from typing import Any
 
 import torch
-import triton
 
 from cuvee.eval.bench.timing import Effort, Timing
 from cuvee.kernels.tracing import trace_stages
 
-__all__ = ["CLOCK_RATE", "HEAD_START", "L2_TIMES", "Clock", "compilations", "sum_stages", "turns"]
+__all__ = ["CLOCK_RATE", "HEAD_START", "L2_TIMES", "Clock", "sum_stages", "turns"]
 
 
 L2_TIMES = 3  # the sets that take turns are this many times as large as the L2 cache
@@ -106,22 +103,3 @@ def sum_stages(runs: Sequence[Sequence[tuple[str, float]]]) -> dict[str, Timing]
 def turns(working_set: int, l2: int, most: int) -> int:
     """How many sets of `working_set` bytes must take turns to exceed an L2 cache; at most `most`."""
     return max(min(-(-L2_TIMES * l2 // max(working_set, 1)), most), 1)
-
-
-@contextmanager
-def compilations() -> Iterator[list[dict[str, Any]]]:
-    """Collect what Triton compiles in the block: the kernel, the seconds, and whether it was in Triton's cache."""
-    done: list[dict[str, Any]] = []
-    knobs = triton.knobs.compilation
-    before = knobs.listener
-
-    def listen(*, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
-        done.append({"kernel": src.name, "seconds": times.total / 1e6, "cached": cache_hit})
-        if before is not None:
-            before(src=src, times=times, cache_hit=cache_hit, **rest)
-
-    knobs.listener = listen
-    try:
-        yield done
-    finally:
-        knobs.listener = before

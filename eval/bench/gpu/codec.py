@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.eval.bench.gpu.cases import LOSSLESS, GpuCase, GpuScope, Pages
-from cuvee.eval.bench.gpu.ceilings import Link
 from cuvee.eval.bench.gpu.clock import Clock, turns
 from cuvee.eval.bench.timing import Timing
 
-__all__ = ["measure_case", "rates", "verify"]
+__all__ = ["measure_case", "rates"]
 
 
 def measure_case(
-    clock: Clock, case: GpuCase, scope: GpuScope, pages: Pages, link: Link, raw: Mapping[int, Timing], l2: int
+    clock: Clock, case: GpuCase, scope: GpuScope, pages: Pages, raw: Mapping[int, Timing], l2: int
 ) -> dict[str, Any]:
     """Time encode and decode with every number of chunks.
 
@@ -28,7 +26,6 @@ def measure_case(
         case: what to code.
         scope: of the run.
         pages: with room for the largest number of chunks.
-        link: for copying the compressed bytes.
         raw: time to copy the uncompressed cache, by number of chunks.
         l2: bytes of the L2 cache.
 
@@ -71,10 +68,10 @@ def measure_case(
             raise CuveeError(f"group {case.group}: {count} chunks at once become other bytes")
         encodes = [partial(encode, part) for part in parts]
         decodes = [partial(decode, part) for part in parts]
-        encoding = rates(clock.whole(encodes), clock.stages(encodes), count * each, compressed)
+        encoding = rates(clock.whole(encodes), clock.stages(encodes), count * each)
         pages.poison()  # what the timed runs leave behind is checked
         whole = clock.whole(decodes)
-        decoding = rates(whole, clock.stages(decodes), count * each, compressed)
+        decoding = rates(whole, clock.stages(decodes), count * each)
         check(range(sets * count))
         runs.append(
             {
@@ -86,13 +83,8 @@ def measure_case(
                 "bits_per_value": 16 * compressed / (count * each),
                 "encode": encoding,
                 "decode": decoding,
-                "verify_seconds": clock.whole([partial(verify, blobs[:count])]).to_dict(),
-                "restore": {
-                    "raw_copy_seconds": raw[count].to_dict(),
-                    "compressed_copy_seconds": link.measure(compressed).to_dict(),
-                    "decode_seconds": whole.to_dict(),
-                    "speedup": raw[count].median / whole.median,
-                },
+                "raw_copy_seconds": raw[count].to_dict(),
+                "decode_over_copy": raw[count].median / whole.median,
             }
         )
     return {
@@ -104,21 +96,12 @@ def measure_case(
     }
 
 
-def verify(blobs: Sequence[bytes]) -> None:
-    """Check headers and checksums of blobs, as the host does before a device gets them."""
-    for blob in blobs:
-        header = read_header(blob)
-        for index in range(len(header.section_bytes)):
-            read_section(blob, header, index)
-
-
-def rates(whole: Timing, stages: Mapping[str, Timing], raw: int, compressed: int) -> dict[str, Any]:
-    """The seconds of a call and of its stages, and what they are in GB/s of bfloat16 and of compressed bytes."""
+def rates(whole: Timing, stages: Mapping[str, Timing], raw: int) -> dict[str, Any]:
+    """The seconds of a call and of its stages, and what they are in GB/s of bfloat16."""
     device = sum(stage.median for stage in stages.values())
     return {
         "seconds": whole.to_dict(),
         "gb_per_s": whole.per_second(raw / 1e9),
-        "compressed_gb_per_s": whole.per_second(compressed / 1e9),
         "stage_seconds": {name: stage.to_dict() for name, stage in stages.items()},
         "device_seconds": device or None,
         "device_gb_per_s": raw / device / 1e9 if device else None,

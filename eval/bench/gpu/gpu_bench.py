@@ -1,11 +1,9 @@
 """The step `speed`: bytes to a paged bfloat16 cache and back, beside what the machine could do at best.
 
-    ceilings    device copy, bfloat16 matrix product, copy from pinned memory, noise of the clock
+    ceilings    device copy, casts to FP8, bfloat16 matrix product, copy from pinned memory, noise of the clock
     codec       for each group and number of chunks: encode and decode as a caller sees them (from an idle device, with
                 checksums, copies and the final check), the stages inside by events of the device, and the kernels
     restore     decode against copying the uncompressed cache from pinned memory
-    rivals      device copies, casts to FP8, nvCOMP's ANS on the same cache
-    compile     what Triton compiled, and how long that took
 
 Nothing is timed before it is proved right: every cache is compared with what it was made from, and so is what the timed
 runs leave behind; that the bytes are those of the CPU is what the step `tests` shows. Profiles and caches are synthetic
@@ -25,9 +23,8 @@ import torch
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.gpu.cases import GPU_FULL, GPU_REHEARSAL, GpuScope, Pages, make_case
 from cuvee.eval.bench.gpu.ceilings import Link, measure_ceilings
-from cuvee.eval.bench.gpu.clock import Clock, compilations
+from cuvee.eval.bench.gpu.clock import Clock
 from cuvee.eval.bench.gpu.codec import measure_case
-from cuvee.eval.bench.gpu.rivals import measure_rivals
 
 __all__ = ["measure_speed", "run_step"]
 
@@ -52,30 +49,22 @@ def measure_speed(scope: GpuScope, device: torch.device, save: Callable[[object]
     clock = Clock(device, scope.effort)
     l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     report: dict[str, Any] = {"scope": asdict(scope), "codec": [], "errors": {}}
-    with compilations() as compiled:
-        report["ceilings"] = measure_ceilings(clock, scope)
+    report["ceilings"] = measure_ceilings(clock, scope)
+    save(report)
+    pages = Pages(scope.shape.layout(), max(scope.chunks), scope.tokens, scope.block_tokens, device)
+    each = scope.tokens * pages.cache.layout.bytes_per_token
+    link = Link(clock, max(scope.chunks) * each)
+    raw = {count: link.measure(count * each) for count in scope.chunks}
+    report["link"] = [
+        {"chunks": count, "raw_bytes": count * each, "gb_per_s": timing.per_second(count * each / 1e9)}
+        for count, timing in raw.items()
+    ]
+    for group in scope.groups:
+        print(f"group {group}", flush=True)
+        try:
+            case = make_case(group, scope, device)
+            report["codec"].append(measure_case(clock, case, scope, pages, raw, l2))
+        except CuveeError as error:
+            report["errors"][group] = str(error)
         save(report)
-        pages = Pages(scope.shape.layout(), max(scope.chunks), scope.tokens, scope.block_tokens, device)
-        each = scope.tokens * pages.cache.layout.bytes_per_token
-        link = Link(clock, max(scope.chunks) * each)
-        raw = {count: link.measure(count * each) for count in scope.chunks}
-        report["link"] = [
-            {"chunks": count, "raw_bytes": count * each, "gb_per_s": timing.per_second(count * each / 1e9)}
-            for count, timing in raw.items()
-        ]
-        for group in scope.groups:
-            print(f"group {group}", flush=True)
-            try:
-                case = make_case(group, scope, device)
-                report["codec"].append(measure_case(clock, case, scope, pages, link, raw, l2))
-            except CuveeError as error:
-                report["errors"][group] = str(error)
-            else:
-                if "rivals" not in report:
-                    pages.fill(case.chunks)
-                    report["rivals"] = measure_rivals(clock, scope, pages, l2)
-            kernels = sorted((entry for entry in compiled if not entry["cached"]), key=lambda own: -own["seconds"])
-            seconds = sum(entry["seconds"] for entry in kernels)
-            report["compile"] = {"seconds": seconds, "cached": len(compiled) - len(kernels), "kernels": kernels}
-            save(report)
     return report

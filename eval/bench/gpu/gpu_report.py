@@ -63,7 +63,9 @@ def _speed(found: Mapping[str, Any]) -> list[str]:
     ceilings = found["ceilings"]
     lines = [
         f"Device copy {ceilings['copy_gb_per_s']['median']:,.0f} GB/s (read and written), bfloat16 product "
-        f"{ceilings['matrix_tflop_per_s']['median']:,.0f} TFLOP/s. Two medians of the same copy lie "
+        f"{ceilings['matrix_tflop_per_s']['median']:,.0f} TFLOP/s; casts to FP8 and back "
+        f"{ceilings['to_fp8_gb_per_s']['median']:,.0f} and {ceilings['from_fp8_gb_per_s']['median']:,.0f} GB/s of "
+        f"bfloat16. Two medians of the same copy lie "
         f"{ceilings['noise']:.2%} apart, its 20th and 80th percentiles {ceilings['spread']:.2%}. GB/s count the "
         "uncompressed bfloat16 cache, from an idle device to an idle device, the host's work included; `device`: "
         "the launches alone. In brackets: from the 20th to the 80th percentile.",
@@ -73,28 +75,14 @@ def _speed(found: Mapping[str, Any]) -> list[str]:
     ]
     for entry in found["codec"]:
         for run in entry["runs"]:
-            restore = run["restore"]
             lines.append(
                 f"| {entry['group']} | {run['tokens']:,} | {run['bits_per_value']:.2f} | "
                 f"{_spread(run['encode']['gb_per_s'])} | {_number(run['encode']['device_gb_per_s'])} | "
                 f"{_spread(run['decode']['gb_per_s'])} | {_number(run['decode']['device_gb_per_s'])} | "
-                f"{1e3 * restore['raw_copy_seconds']['median']:.2f} | "
-                f"{1e3 * restore['decode_seconds']['median']:.2f} |"
+                f"{1e3 * run['raw_copy_seconds']['median']:.2f} | "
+                f"{1e3 * run['decode']['seconds']['median']:.2f} |"
             )
-    for rival in found.get("rivals", []):
-        if "error" in rival:
-            lines.append(f"| {rival['rival']} | {rival['tokens']:,} | {rival['error']} | | | | | | |")
-        else:
-            lines.append(
-                f"| {rival['rival']} | {rival['tokens']:,} | {rival['bits_per_value']:.2f} | "
-                f"{_spread(rival['encode'])} | | {_spread(rival['decode'])} | | | |"
-            )
-    lines += ["", *(f"**{group} is wrong**: {error}" for group, error in found["errors"].items())]
-    if "compile" in found:
-        lines.append(
-            f"Triton compiled {len(found['compile']['kernels'])} kernels in {found['compile']['seconds']:.0f} s."
-        )
-    return lines
+    return [*lines, "", *(f"**{group} is wrong**: {error}" for group, error in found["errors"].items())]
 
 
 def _model(found: Mapping[str, Any]) -> list[str]:
@@ -117,8 +105,8 @@ def _model(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"
 
 
 def _spread(rate: Mapping[str, float]) -> str:

@@ -15,10 +15,10 @@ from cuvee.eval.machine import hardware
 
 __all__ = ["NEEDED", "describe_machine", "run_step"]
 
-# What the steps import, nvCOMP apart, which is a rival of its own.
+# What the steps import.
 NEEDED = (
     "torch", "triton", "numba", "llvmlite", "numpy", "safetensors", "xxhash", "typer", "rich", "transformers", "pytest",
-    "xdist", "hypothesis", "nvidia.nvcomp",
+    "xdist", "hypothesis",
 )  # fmt: skip
 _QUERY = (
     "name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.mem", "clocks.max.sm",
@@ -28,7 +28,7 @@ _QUERY = (
 
 def run_step(device: torch.device, save: Callable[[object], None], folder: Path) -> None:
     """Describe the machine and save it."""
-    missing = [name for name in NEEDED if not _is_there(name)]
+    missing = [name for name in NEEDED if find_spec(name) is None]
     save({"hardware": describe_machine(device), "missing": missing})
     print("missing:", ", ".join(missing) or "nothing")
 
@@ -62,10 +62,3 @@ def _nvidia_smi() -> dict[str, str]:
         return {}
     values = done.stdout.split("\n")[0].split(", ")
     return dict(zip(_QUERY, values, strict=True)) if done.returncode == 0 and len(values) == len(_QUERY) else {}
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of its package
-        return False
