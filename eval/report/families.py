@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cuvee.eval.methods import UNCOMPRESSED, family_label
 from cuvee.eval.plots import TRANSFORMS
-from cuvee.eval.report.schema import LengthEntry, MethodEntry, Report, Score
+from cuvee.eval.report.schema import MethodEntry, Report, Score
 from cuvee.eval.report.scoring import ABSENT
 
 __all__ = [
@@ -20,7 +20,7 @@ def is_learned(family: str) -> bool:
     return family.startswith("cuvee/") and family not in _NOTHING_LEARNED
 
 
-def label_and_setting(entry: MethodEntry | LengthEntry) -> str:
+def label_and_setting(entry: MethodEntry) -> str:
     """Return the label of a method with its setting, which the label of a baseline lacks."""
     label, setting = entry.label, entry.setting
     return label if not setting or label.endswith(setting) else f"{label} @{setting}"
@@ -55,7 +55,7 @@ def name_of(report: Report, key: str) -> str:
     return labels[0] if labels else family_label(key)
 
 
-def is_preset(entry: MethodEntry | LengthEntry) -> bool:
+def is_preset(entry: MethodEntry) -> bool:
     """Return whether an entry is a preset of the codec."""
     return entry.kind == "preset" and is_learned(entry.family)
 

@@ -1,4 +1,4 @@
-"""The sections that list what was measured: methods, cache lengths, tasks, blends, layers."""
+"""The sections that list what was measured: methods, tasks, blends, layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuvee.eval.report.families import beyond_error, family_rank, is_preset, lab
 from cuvee.eval.report.schema import BlendEntry, MethodEntry, Report, Score
 from cuvee.eval.report.scoring import shows_something
 
-__all__ = ["blends", "curves", "layers", "lengths", "methods", "tasks"]
+__all__ = ["blends", "curves", "layers", "methods", "tasks"]
 
 
 def methods(report: Report) -> ReportSection:
@@ -62,35 +62,6 @@ def _quality_table(report: Report, entries: Sequence[MethodEntry], note: str) ->
             ]
         )
     return ReportTable(columns, rows, note=note, strong=frozenset(strong))
-
-
-def lengths(report: Report) -> ReportSection:
-    """Size and KL as the cache grows."""
-    entries = report.lengths
-    cached_lengths = sorted({int(e.length) for e in entries})
-    rows: list[list[str]] = []
-    strong: set[int] = set()
-    found = {(str(e.key), int(e.length)): e for e in entries}
-    shown = {str(e.key): e for e in entries}
-    for key in sorted(shown, key=lambda k: (family_rank(report, shown[k].family), -shown[k].bits_per_value)):
-        if is_preset(shown[key]):
-            strong.add(len(rows))
-        cells = []
-        for length in cached_lengths:
-            e = found.get((key, length))
-            cells += ["", ""] if e is None else [format_bits(e.bits_per_value), with_error(e.kl, e.kl_stderr)]
-        rows.append([label_and_setting(shown[key]), *cells])
-    if not rows:
-        return ReportSection("lengths", "Cache lengths", [])
-    cached = {int(entry.cached): entry for entry in report.text.lengths}
-    sequences = max((int(cached[n].sequences) for n in cached_lengths if n in cached), default=0)
-    text = (
-        f"Bits per value and KL with more and more cached tokens, over {sequences} sequences. The scored tokens are "
-        f"the same at every length: a shorter cache holds the last tokens of a longer one."
-    )
-    columns = ["method ", *(f"{n:,}: {what}" for n in cached_lengths for what in ("bits", "KL"))]
-    table = ReportTable(columns, rows, note="KL in nats per token, ± one standard error.", strong=frozenset(strong))
-    return ReportSection("lengths", "Cache lengths", [ReportBlock("text", text), table])
 
 
 def tasks(report: Report) -> ReportSection:

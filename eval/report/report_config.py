@@ -46,7 +46,6 @@ class ReportConfig:
         length, prefix: tokens in a sequence, and cached tokens (default: three quarters).
         reread: whether the rest of every second sequence repeats a part of its cache.
         chunk_tokens: tokens coded together.
-        cache_lengths: cached tokens; at each of them size and KL are measured as well, on `length_sequences` sequences.
         tasks: lm-eval tasks, with at most `limit` documents each; None: all of them for a model of up to
             `SMALL_PARAMETERS`, else `LARGE_LIMIT`.
         controls: also score each task with the question alone, and say whether the task distinguishes the exact cache
@@ -79,8 +78,6 @@ class ReportConfig:
     prefix: int | None = None
     reread: bool = True
     chunk_tokens: int = CHUNK_TOKENS
-    cache_lengths: tuple[int, ...] = ()
-    length_sequences: int = 4
     tasks: tuple[str, ...] = LOCAL_TASKS
     limit: int | None = None
     controls: bool = False
@@ -96,15 +93,13 @@ class ReportConfig:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        counts = "learned_sequences", "sequences", "length_sequences", "chunk_tokens", "batch_size", "blend_prompts"
+        counts = "learned_sequences", "sequences", "chunk_tokens", "batch_size", "blend_prompts"
         for name in counts:
             if getattr(self, name) < 1:
                 field = name.replace("learned", "calibration")
                 raise InputError(f"{field}: must be at least 1, got {getattr(self, name)}")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit: must be at least 1, got {self.limit}")
-        if short := [length for length in self.cache_lengths if length < 1]:
-            raise InputError(f"cache_lengths: must be at least 1 token, got {short[0]}")
         metadata_pairs(self.metadata)
         if unknown := [name for name in self.blends if name not in CONSTRUCTIONS]:
             raise InputError(f"blends: must be among {', '.join(CONSTRUCTIONS)}, got {unknown[0]!r}")

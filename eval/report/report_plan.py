@@ -23,12 +23,10 @@ from cuvee.eval.machine import hardware
 from cuvee.eval.report.blending import blend_prompts
 from cuvee.eval.report.candidates import Candidate, codec_candidates, fixed_baselines, pca_candidates, peers, select
 from cuvee.eval.report.learning import cached_tokens, learning_corpora
-from cuvee.eval.report.lengths import length_tokens
 from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
 from cuvee.eval.report.schema import (
     REPORT_FORMAT,
     REPORT_VERSION,
-    CachedLength,
     Kind,
     ModelInfo,
     Report,
@@ -71,7 +69,6 @@ class ReportPlan:
         tokens, self.texts = sequences_by_text(self.evaluation, config.length, config.sequences)
         self.prefix = check_tokens(self.model, tokens, config.prefix)
         self.tokens = reread(tokens, self.prefix, config.seed) if config.reread else tokens
-        self.long_tokens = self._long_tokens() if config.cache_lengths else {}
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = self._scorer() if config.tasks else None
         self.alone = self._scorer(context="absent") if config.controls else None
@@ -109,18 +106,6 @@ class ReportPlan:
             cache_dtype=config.cache_dtype,
             batch_size=config.batch_size,
             seed=config.seed,
-        )
-
-    def _long_tokens(self) -> dict[int, torch.Tensor]:
-        config = self.config
-        return length_tokens(
-            self.evaluation,
-            config.cache_lengths,
-            config.length - self.prefix,
-            config.length_sequences,
-            self.layout.max_positions,
-            config.reread,
-            config.seed,
         )
 
     def _groups(self) -> tuple[str, ...]:
@@ -195,7 +180,6 @@ class ReportPlan:
             "methods": list(config.methods),
             "tasks": list(config.tasks),
             "limit": self.limit if config.tasks else None,
-            "cache_lengths": list(self.long_tokens),
             "blends": {
                 name: tokens_sha256(*(row for prompt in prompts for row in (prompt.tokens, prompt.continuation)))
                 for name, prompts in self.blended.items()
@@ -204,10 +188,9 @@ class ReportPlan:
             "software": software(machine),
         }
         decided = json.loads(json.dumps(decided, allow_nan=False))  # in the form in which it will be read back
-        lengths = [CachedLength(length, len(rows), tokens_sha256(rows)) for length, rows in self.long_tokens.items()]
         text = TextInfo(
             calibration, evaluation, None, len(self.tokens), config.length, self.prefix, config.reread,
-            tokens_sha256(self.tokens), self._kinds(), lengths,
+            tokens_sha256(self.tokens), self._kinds(),
         )  # fmt: skip
         plain = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)
         digest = hashlib.blake2b(plain.encode(), digest_size=16, person=b"cuvee-report").hexdigest()

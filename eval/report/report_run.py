@@ -43,7 +43,6 @@ from cuvee.eval.report.learning import (
     learning_sequences,
     learning_text,
 )
-from cuvee.eval.report.lengths import length_candidates, length_entry
 from cuvee.eval.report.report_config import ReportConfig
 from cuvee.eval.report.report_documents import write_report
 from cuvee.eval.report.report_plan import ReportPlan
@@ -102,7 +101,7 @@ def run_report(
     Raises:
         FormatError, VersionError: `against` is not a report of this version.
         ImportError: a package of `cuvee[eval]` is missing.
-        InputError: `out` holds other files or cannot be written, a method is not known, texts, tasks, lengths or
+        InputError: `out` holds other files or cannot be written, a method is not known, texts, tasks or
             sizes do not fit the model, or `against` has measured something else.
         UnsupportedModelError: cuvee does not support the model.
         ProfileMismatchError, ProfileError: a profile belongs to another model, or cannot be learned.
@@ -147,7 +146,7 @@ class _Run:
                 return None
             raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
         if found.digest == fresh.digest:
-            made = len(found.quality) + len(found.lengths) + len(found.scores) + len(found.blends)
+            made = len(found.quality) + len(found.scores) + len(found.blends)
             state = "complete" if found.complete else f"{made} measurements done"
             line = f"{self.out} holds this run, {state}: continuing"
             self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -182,7 +181,7 @@ class _Run:
     # Measuring ---------------------------------------------------------------------------------------------------
 
     def _measure(self, log: StepLog) -> None:
-        """Learn the profiles, then measure methods, lengths, tasks and blends, and compare the results."""
+        """Learn the profiles, then measure methods, tasks and blends, and compare the results."""
         scored = [c for c in self.plan.candidates if self._is_scored(c)] if self.plan.scorer else []
         names = self.plan.scorer.names if self.plan.scorer else []
         log.expect(len(self._missing_profiles()) + len(self.plan.candidates) + len(scored) * len(names))
@@ -194,7 +193,6 @@ class _Run:
             with log.step(f"quality: {candidate.key}"):
                 self._measure_quality(candidate)
                 self.save()
-        self._measure_lengths(log)
         for candidate in scored:
             for name in names:
                 if self.plan.scorer is None or self._has_score(candidate.key, name):
@@ -226,31 +224,6 @@ class _Run:
                 if not codec.lossless:
                     codecs[quality] = codec
         return codecs
-
-    def _measure_lengths(self, log: StepLog) -> None:
-        if not self.plan.long_tokens:
-            return
-        chosen = length_candidates(self.plan.candidates, self.plan.config.methods, self.report.quality)
-        known = {(entry.length, entry.key) for entry in self.report.lengths}
-        missing = {n: [c for c in chosen if (n, c.key) not in known] for n in self.plan.long_tokens}
-        log.expect(sum(1 + len(methods) for methods in missing.values() if methods))
-        for length, methods in missing.items():
-            if not methods:
-                continue
-            with log.step(f"the exact cache of {length} tokens"):
-                bench = self._bench_of(self.plan.long_tokens[length], length)
-            for candidate in methods:
-                with log.step(f"{length} tokens: {candidate.key}"):
-                    method = self._make(candidate)
-                    if method is None:
-                        continue
-                    try:
-                        quality = bench.run(candidate.label, method, self.plan.config.chunk_tokens)
-                    except InputError as refused:
-                        self._skip(f"{candidate.key} at {length} tokens", refused)
-                        continue
-                    self.report.lengths.append(length_entry(candidate, length, quality))
-                    self.save()
 
     def _is_too_coarse(self, candidate: Candidate) -> bool:
         """Return whether a finer step of the same family already costs too much."""

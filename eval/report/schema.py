@@ -14,11 +14,11 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cuvee.codec.errors import FormatError, VersionError
 from cuvee.codec.support.plain_json import parse_json
-from cuvee.eval.quality import PerSequence, Quality
+from cuvee.eval.quality import Quality
 
 __all__ = [
-    "REPORT_FORMAT", "REPORT_VERSION", "Anchor", "BlendEntry", "Blends", "CachedLength", "ChangeEntry", "Changes",
-    "Exact", "FamilySize", "Kind", "KindComparison", "LengthEntry", "MethodEntry", "ModelInfo", "ProfileEntry", "Ratio",
+    "REPORT_FORMAT", "REPORT_VERSION", "Anchor", "BlendEntry", "Blends", "ChangeEntry", "Changes",
+    "Exact", "FamilySize", "Kind", "KindComparison", "MethodEntry", "ModelInfo", "ProfileEntry", "Ratio",
     "Report", "Score", "SizeAtKl", "Skipped", "Source", "Task", "TextInfo", "read_entry",
 ]  # fmt: skip
 
@@ -35,26 +35,6 @@ class MethodEntry(Quality):
     label: str
     kind: str
     setting: str
-
-
-@dataclass(frozen=True, slots=True)
-class LengthEntry:
-    """A method with `length` cached tokens; the figures are those of `Quality`."""
-
-    key: str
-    family: str
-    label: str
-    kind: str
-    setting: str
-    length: int
-    bits_per_value: float
-    ratio: float | None
-    kl: float
-    kl_stderr: float | None
-    delta_nll: float
-    top1: float
-    sequences: int
-    per_sequence: PerSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +212,6 @@ class Kind:
     rows: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class CachedLength:
-    """The sequences of one cache length."""
-
-    cached: int
-    sequences: int
-    tokens_sha256: str
-
-
 @dataclass(slots=True)
 class TextInfo:
     """Texts and sequences; `prefix` tokens of each are cached."""
@@ -254,7 +225,6 @@ class TextInfo:
     reread: bool
     tokens_sha256: str
     kinds: list[Kind]
-    lengths: list[CachedLength]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +259,7 @@ class Report:
         configuration: what the figures follow from.
         environment: the machine and software, see `cuvee.eval.machine.hardware`.
         model, text, profiles, exact: what was measured with.
-        quality, lengths: methods, at one cache length and at several.
+        quality: of methods.
         tasks, scores: of lm-eval.
         skipped: what was left out.
         blends: of cached chunks.
@@ -310,7 +280,6 @@ class Report:
     profiles: dict[str, ProfileEntry] = field(default_factory=dict)
     exact: Exact | None = None
     quality: list[MethodEntry] = field(default_factory=list)
-    lengths: list[LengthEntry] = field(default_factory=list)
     tasks: list[Task] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)

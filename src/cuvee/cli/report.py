@@ -71,13 +71,6 @@ def report(
         int, typer.Option(min=1, help="Measure on at most this many sequences.", rich_help_panel=_MEASURING)
     ] = 32,
     length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.", rich_help_panel=_MEASURING)] = 512,
-    cache_lengths: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--cache-length", metavar="TOKENS", show_default=False, rich_help_panel=_MEASURING,
-            help="Also measure size and KL with this many cached tokens. Repeatable.",
-        ),
-    ] = None,
     dtype: Annotated[
         Dtype,
         typer.Option(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,11 +16,9 @@ from cuvee.eval.plots import plot_quality
 from cuvee.eval.quality import LayerCost, PerSequence, Quality
 from cuvee.eval.report.families import family_rank
 from cuvee.eval.report.report_plots import PLOTS
-from cuvee.eval.report.schema import LengthEntry
 
 pytest.importorskip("matplotlib")
 
-LENGTH_FIELDS = [field.name for field in fields(LengthEntry)]
 SETTINGS = (("high", "preset", 1.0), ("balanced", "preset", 0.5), ("small", "preset", 0.25), ("2^0", "curve", 0.125))
 
 

@@ -20,8 +20,8 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     assert data["configuration"]["quick"] and data["configuration"]["groups"] == ["layer"] and data["tasks"] == []
     assert json.loads(run("report", "-o", out, *options, "--json").stdout)["quality"]
-    done = run("report", "-o", out, *options, "--cache-length", "64", code=1)
-    assert "differs in cache_lengths" in done.stderr.splitlines()[-1]  # behind the bar of loading the model
+    done = run("report", "-o", out, *options, "--measure-on", "orchard", code=1)
+    assert "differs in evaluation" in done.stderr.splitlines()[-1]  # behind the bar of loading the model
 
     assert "0 figures worse or missing" in run("report", "-o", out, *options, "--against", path).stdout
     data["quality"].append({**data["quality"][0], "key": "lost"})
