@@ -1,4 +1,4 @@
-"""Timings: medians with the 20th and 80th percentiles, ratios within a turn, and where a ratio crosses 1."""
+"""Timings: medians with the 20th and 80th percentiles, and ratios within a turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-__all__ = ["Effort", "Timing", "crossing", "paired", "spread"]
+__all__ = ["Effort", "Timing", "paired", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +81,3 @@ def paired(these: Sequence[Sequence[float]], others: Sequence[float]) -> dict[st
         others: one value per turn.
     """
     return spread([value / other for values, other in zip(these, others, strict=True) for value in values])
-
-
-def crossing(lengths: Sequence[int], ratios: Sequence[float]) -> float | None:
-    """Return the length from which loading is faster: where the ratio of loading to recomputing falls below 1 for good.
-
-    Between two lengths the ratio is taken to be linear in the logarithm of the length.
-
-    Returns:
-        Tokens; 0.0 if loading is faster at every length measured, None if it is not at the last one.
-    """
-    if ratios[-1] >= 1:
-        return None
-    slower = [index for index, ratio in enumerate(ratios) if ratio >= 1]
-    if not slower:
-        return 0.0
-    at = slower[-1]
-    share = (ratios[at] - 1) / (ratios[at] - ratios[at + 1])
-    return float(lengths[at] * (lengths[at + 1] / lengths[at]) ** share)

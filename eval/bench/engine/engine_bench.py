@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
@@ -110,15 +110,10 @@ def run_engine_bench(
                 options = _engine_options(scope, len(engines))
                 engines[name].start(model, options, variant, profile=profile if lossy else None)
             say(f"starting an engine: {RAW_FILES}")
-            try:
-                options = _engine_options(scope, len(engines))
-                # It keeps what the first step of a prompt computes, so that step has to be all of the prompt.
-                options["max_num_batched_tokens"] = options["max_model_len"]
-                engines[RAW_FILES].start(model, options, raw_files=folder / "raw")
-            except CuveeError as error:  # the connector is an example, which another vLLM may not have
-                del engines[RAW_FILES]
-                report["left_out"] = {RAW_FILES: str(error)}
-                say(f"left out {RAW_FILES}: {error}")
+            options = _engine_options(scope, len(engines))
+            # It keeps what the first step of a prompt computes, so that step has to be all of the prompt.
+            options["max_num_batched_tokens"] = options["max_model_len"]
+            engines[RAW_FILES].start(model, options, raw_files=folder / "raw")
             report["first_token"] = measure_first_token(
                 scope, report["model"], engines, chosen, say, None if profile is None else profile.name
             )

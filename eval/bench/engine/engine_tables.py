@@ -14,7 +14,7 @@ __all__ = ["show_engine"]
 
 def show_engine(report: Mapping[str, Any]) -> Shown:
     """Make the tables of a report."""
-    tables = [_first_token(report), _hits(report), _pays_from(report), _storing(report["storing"])]
+    tables = [_first_token(report), _hits(report), _storing(report["storing"])]
     return Shown("Compressed offload in vLLM", machine_and_vllm(report), tables)
 
 
@@ -61,16 +61,6 @@ def _hits(report: Mapping[str, Any]) -> ReportTable:
         "engine steps",
     ]  # fmt: skip
     return ReportTable(columns, rows, "Where the time of a hit goes")
-
-
-def _pays_from(report: Mapping[str, Any]) -> ReportTable:
-    shortest = report["first_token"]["lengths"][0]["tokens"]
-    rows = []
-    for variant in report["first_token"]["variants"]:
-        tokens = variant["pays_from_tokens"]
-        shown = "never" if tokens is None else f"{tokens:.0f}" if tokens else f"{shortest} or less"
-        rows.append([variant["name"], shown])
-    return ReportTable(["variant ", "tokens"], rows, "From which length on a load pays")
 
 
 def _storing(storing: Mapping[str, Any]) -> ReportTable:

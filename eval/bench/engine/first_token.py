@@ -20,7 +20,7 @@ from cuvee.eval.bench.engine.scope import (
     EngineScope,
     EngineVariant,
 )
-from cuvee.eval.bench.timing import crossing, paired, spread
+from cuvee.eval.bench.timing import paired, spread
 
 __all__ = ["LOGPROB_TOLERANCE", "logprob_difference", "measure_first_token", "random_prompt"]
 
@@ -114,7 +114,15 @@ def measure_first_token(
         "question_tokens": QUESTION,
         "proof_logprob_difference": proofs,
         "lengths": lengths,
-        "variants": [_verdict(variant, lengths, profile) for variant in chosen],
+        "variants": [
+            {
+                "name": variant.name,
+                "quality": variant.quality,
+                "profile": profile,
+                "store": variant.store.partition(":")[0],
+            }
+            for variant in chosen
+        ],
     }
 
 
@@ -199,15 +207,3 @@ def _timed(runs: _Runs, recompute: Sequence[float]) -> dict[str, Any]:
         entry["miss_seconds"] = spread(runs.miss)
         entry["miss_over_recompute"] = paired([[seconds] for seconds in runs.miss], recompute)
     return entry
-
-
-def _verdict(variant: EngineVariant, lengths: Sequence[Mapping[str, Any]], profile: str | None) -> dict[str, Any]:
-    """From which length loading pays."""
-    ratios = [entry["variants"][variant.name]["hit_over_recompute"]["median"] for entry in lengths]
-    return {
-        "name": variant.name,
-        "quality": variant.quality,
-        "profile": profile,
-        "store": variant.store.partition(":")[0],
-        "pays_from_tokens": crossing([entry["tokens"] for entry in lengths], ratios),
-    }

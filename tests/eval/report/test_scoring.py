@@ -20,6 +20,7 @@ from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.quality import CodecMethod
 from cuvee.eval.report.schema import Score, Task
 from cuvee.eval.report.scoring import TaskScorer, shows_something
+from cuvee.eval.stats import paired_difference
 from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH
 
 pytest.importorskip("lm_eval")
@@ -39,8 +40,9 @@ def test_methods_follow_each_other_on_one_model(books: Any) -> None:
     task, exact = scores.score(Uncompressed(), "cuvee_needle_128")
     assert (task.metric, task.higher_is_better, task.docs, task.chance) == ("acc", True, 12, 0.125)
     assert exact.per_doc and exact.score == sum(exact.per_doc) / 12 > 0.6 and exact.bits_per_value == 16
-    _, lost = scores.score(Destroyed(), "cuvee_needle_128")
-    assert lost.score < 0.5 and lost.bits_per_value == 0
+    _, lost = scores.score(Destroyed(), "cuvee_needle_128", exact=exact)
+    assert lost.score < 0.5 and lost.bits_per_value == 0 and lost.per_doc
+    assert (lost.difference, lost.difference_stderr) == paired_difference(lost.per_doc, exact.per_doc)
     _, alone = scores.score(Destroyed(), "cuvee_needle_128", exact=replace(exact, per_doc=None))  # nothing to pair with
     assert alone.difference == lost.score - exact.score < 0 and alone.difference_stderr is None
     other, coded = scores.score(CodecMethod(Codec(books.profile)), "cuvee_needle_128")
