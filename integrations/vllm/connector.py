@@ -51,6 +51,7 @@ from cuvee.integrations.vllm.weights import Weights
 # of llvmlite's. So whatever imports Numba is imported later.
 if TYPE_CHECKING:
     from cuvee.integrations.vllm.blending.executing import PageBlender
+    from cuvee.integrations.vllm.draft_layers import Drafts
     from cuvee.integrations.vllm.scheduler import SchedulerSide
     from cuvee.integrations.vllm.worker import WorkerSide
 
@@ -127,6 +128,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._blender: PageBlender | None = None
         self._cached_layers = () if self._setup.layers is None else self._setup.layers.names
         self._weights: Weights  # from `register_kv_caches` on
+        self._drafts: Drafts | None = None
         rank = self._rank() if role is KVConnectorRole.WORKER else 0
         self._recorder = Recorder(rank)
         self._guard = Guard(self._recorder)
@@ -210,6 +212,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the layout of the pages, or refuse to start."""
+        from cuvee.integrations.vllm.draft_layers import Drafts
         from cuvee.integrations.vllm.worker import WorkerSide
 
         layers = self._attention_layers()
@@ -218,6 +221,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._rank()
         codec = self._setup.codec(rank)
         first = next(iter(self._cached_layers), "")  # a drafter's layers have another model
+        self._drafts = Drafts.of_engine(self._vllm_config, self._kv_cache_config, self._setup)
         self._weights = Weights(layers.get(first), _named_weights)
         worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, self._weights.digest)
         self._attach(worker, kv_caches)
@@ -249,14 +253,18 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self._worker is not None and not self._worker.attached:
             layers = self._attention_layers()
-            self._attach(self._worker, {name: layers[name].kv_cache for name in self._cached_layers})
+            self._attach(self._worker, {name: layer.kv_cache for name, layer in layers.items()})
 
     def _attach(self, worker: WorkerSide, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the layout of the pages, and give them to the worker and to the blender."""
         in_order = {name: kv_caches[name] for name in self._cached_layers}
-        setup = self._setup
-        pages = find_pages(setup.layout_of_pages(worker.rank), self._attention_layers(), in_order, setup.codes)
-        worker.attach(pages)
+        setup, layers, drafts = self._setup, self._attention_layers(), self._drafts
+        pages = find_pages(setup.layout_of_pages(worker.rank), layers, in_order, setup.codes)
+        if drafts is None:
+            worker.attach(pages)
+        else:
+            drafted = {name: kv_caches[name] for name in drafts.layers.names}
+            worker.attach(pages, (drafts, find_pages(drafts.pages, layers, drafted, drafts.codes)))
         if setup.options.blend is not None:
             self._blender = self._page_blender(pages, in_order)
 

@@ -14,11 +14,14 @@ from dataclasses import replace
 
 import torch
 
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import saturated
+from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.vllm.layer_groups import LayerGroup
+from cuvee.kernels.devices import Mark
 
 
 class CopiedPages:
@@ -67,6 +70,19 @@ class CopiedPages:
                 keys = self._closed(dense.keys[layer][0][wanted], self._cache.key_scales[layer])
                 values = self._closed(dense.values[layer][0][wanted], self._cache.value_scales[layer])
                 writer(layer, keys, values)
+
+    def restore(self, codec: Codec, blob: OpenBlob, slots: Sequence[torch.Tensor], start: int | None = None) -> None:
+        """Decode a blob to its slots in each group, from this position on.
+
+        Raises:
+            CuveeError: the blob is damaged.
+        """
+        device = self._cache.device
+        dense = PagedCache.empty(self.layout, blob.tokens, range(self.layout.num_layers), device)
+        at = torch.arange(blob.tokens, device=device)
+        codec.decode_paged([blob], dense, [at], None if start is None else [start]).check()
+        self.write(dense, slots)
+        Mark(device).wait()  # the engine reads the pages on another stream once it hears that the load is over
 
     def _opened(self, stored: torch.Tensor, scale: float) -> torch.Tensor:
         """Return what is coded of stored numbers `[T, H, D]`."""

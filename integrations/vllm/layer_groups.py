@@ -9,8 +9,7 @@ A model whose layers are all alike has one group. In other models a block's numb
 With `--disable-hybrid-kv-cache-manager` vLLM keeps all tokens of a mixed model in one group; it does not where every
 layer has the same window.
 
-Layers of a draft model (EAGLE, MTP and their kind) are in vLLM's groups, too. They are neither stored nor restored:
-what they hold decides which tokens are proposed, never which are accepted.
+Layers of a drafter (EAGLE, MTP, draft models) are in vLLM's groups, too: see `draft_layers`.
 """
 
 from __future__ import annotations
@@ -64,22 +63,23 @@ class CachedLayers:
     groups: tuple[LayerGroup, ...]
 
 
-def read_layers(kv_cache_config: Any, model_layers: int | None = None) -> CachedLayers:
+def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: bool = False) -> CachedLayers:
     """Read vLLM's `KVCacheConfig`.
 
     Args:
         kv_cache_config: vLLM's.
         model_layers: number of layers of the model, if it has a drafter, whose layers have numbers behind these.
+        drafts: read the drafter's layers, of which there may be none, in place of the model's.
 
     Raises:
         UnsupportedModelError: no layers, or layers that cache no plain keys and values, by name.
     """
     by_group = [
-        {name: spec for name, spec in _specs_of(group).items() if not is_draft(name, model_layers)}
+        {name: spec for name, spec in _specs_of(group).items() if is_draft(name, model_layers) is drafts}
         for group in kv_cache_config.kv_cache_groups
     ]
     by_name = {name: spec for specs in by_group for name, spec in specs.items()}
-    if not by_name:
+    if not by_name and not drafts:
         raise UnsupportedModelError("the model caches no keys and values: serve it without CuveeConnector")
     for spec in by_name.values():
         _check_kind(spec)

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Protocol
 
@@ -15,11 +16,11 @@ import torch
 
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.open_blob import Expected, OpenBlob
-from cuvee.codec.paged import PagedCache
 from cuvee.integrations.chunk_io import ChunkIO, Stored, Writer, fetch_ahead
+from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
-from cuvee.kernels.devices import Mark, send
+from cuvee.kernels.devices import send
 from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,14 @@ class LateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The store's answer for one entry: the key, and its blob or parts; none where the store has none."""
+    """The store's answer for one entry: the key, and its blob or parts; none where the store has none.
+
+    `drafts` are those of a drafter's layers beside it.
+    """
 
     key: str
     parts: tuple[bytes, ...]
+    drafts: Fetched | None = None
 
 
 class SlicedBlend(Protocol):
@@ -131,11 +136,19 @@ class Restorer:
             bases = [each for each in held if each is not None]
             found = state.store.get_many([part_key(base.key, 1) for base in bases])
             return [
-                Fetched(base.key, (base.parts[0], more) if more is not None else base.parts[:1])
+                replace(base, parts=(base.parts[0], more) if more is not None else base.parts[:1])
                 for base, more in zip(bases, found, strict=True)
             ]
-        answers = state.keys.find(tenant, digests, lambda _, keys: state.store.get_parts(keys, parts))
-        return [Fetched(*answer) for answer in answers]
+
+        def find(digests: Sequence[bytes], parts: int) -> list[Fetched]:
+            answers = state.keys.find(tenant, digests, lambda _, keys: state.store.get_parts(keys, parts))
+            return [Fetched(*answer) for answer in answers]
+
+        entries, drafts = find(digests, parts), state.drafts
+        if drafts is None:
+            return entries
+        beside = find([drafts.digest(digest) for digest in digests], 1)
+        return [replace(entry, drafts=each) for entry, each in zip(entries, beside, strict=True)]
 
     def restore(self, job: LoadJob, batch: Sequence[tuple[Entry, Fetched]]) -> None:
         """Decode some of a load's entries in order, as far as they are there and sound.
@@ -147,6 +160,8 @@ class Restorer:
         with self._pools.decoding:
             begun = time.monotonic()
             decoded, problem = self._decode(job.load, batch)
+            if self._state.drafts is not None:
+                self._restore_drafts(job, self._state.drafts, batch[: len(decoded)])
         for (entry, fetched), parts in zip(batch, decoded, strict=False):
             if entry.kind == "segment" or entry.start not in job.parts:
                 count("loaded", label=entry.kind)
@@ -197,18 +212,30 @@ class Restorer:
     @property
     def _writer(self) -> Writer | None:
         """Writes to pages that are copied; None: the codec writes them."""
-        return None if self._state.copied is None else self._write_copied
+        return None if self._state.copied is None else partial(self._state.copied.restore, self._state.codec)
 
-    def _write_copied(self, blob: OpenBlob, slots: Sequence[torch.Tensor], start: int | None) -> None:
-        """Decode an entry to dense tensors, and write these to its slots in each group of layers."""
-        pages, cache = self._state.copied, self._state.pages
-        if pages is None:
-            raise RuntimeError("the engine sleeps")
-        dense = PagedCache.empty(pages.layout, blob.tokens, range(pages.layout.num_layers), cache.device)
-        at = torch.arange(blob.tokens, device=cache.device)
-        self._state.codec.decode_paged([blob], dense, [at], None if start is None else [start]).check()
-        pages.write(dense, slots)
-        Mark(cache.device).wait()  # the engine reads the pages on another stream once it hears that the load is over
+    def _restore_drafts(self, job: LoadJob, drafts: DraftPages, batch: Sequence[tuple[Entry, Fetched]]) -> None:
+        """Decode what is there and sound of a drafter's layers."""
+        load, state = job.load, self._state
+        left = [(entry, each.drafts) for entry, each in batch if each.drafts is not None and each.drafts.parts]
+        while left:
+            bound = state.keys.bound_to
+            opened, problem = drafts.io.open_all(
+                Stored(
+                    found.parts, bound(load.tenant, drafts.digest(entry.digest)),
+                    Expected(entry.tokens, entry.start, drafts.layout.dtype), f"drafts of {self.name(entry)}",
+                )
+                for entry, found in left
+            )  # fmt: skip
+            slots = self._sent([state.slots(entry, load.placed(entry)) for entry, _ in left[: len(opened)]])
+            placed, damage = drafts.place(opened, slots)
+            state.recorder.count("loaded", len(placed), "drafts")
+            if problem is None and damage is None:
+                return
+            logger.warning("cuvee: request %s: drafts are worse: %s", load.request, damage or problem)
+            state.recorder.count("failures", label="drafts")
+            job.bad.append((left[len(placed)][1].key, 0))
+            left = left[len(placed) + 1 :]
 
     def _parts_of(self, blob: OpenBlob) -> int:
         """Return of how many parts an open entry is. A whole blob lacks nothing."""

@@ -21,7 +21,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
 
@@ -33,12 +33,16 @@ from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.adapters import AdapterFolders
 from cuvee.integrations.chunk_io import Chunk, ChunkIO
 from cuvee.integrations.guard import Guard, Once
+from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark, refuse_capture, send
 from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
+
+Copies = tuple[PagedCache, tuple[DraftPages, PagedCache] | None]  # of the model's layers, and of a drafter's
+Beside = tuple[str, tuple[bytes, ...]]  # key and blob of a drafter's layers
 
 
 class WorkerSaves:
@@ -62,7 +66,7 @@ class WorkerSaves:
         self._due = 0  # what that must be for the pages to hold what they should
         self._confirmed = 0
         self._handled: BaseException | None = None  # what the engine's caller was handling before the step
-        self._unconfirmed: deque[tuple[int, Sequence[Save], PagedCache, Mark]] = deque()  # by step
+        self._unconfirmed: deque[tuple[int, Sequence[Save], Copies, Mark]] = deque()  # by step
         self._folders = AdapterFolders()
         # The state's lock guards these.
         self._pending = 0  # bytes of copies and blobs
@@ -125,7 +129,7 @@ class WorkerSaves:
                 except OutOfMemoryError as error:
                     self._fail(batch, "encode", error)
                 else:
-                    self._unconfirmed.append((self._ended, batch, copy, Mark(copy.device)))
+                    self._unconfirmed.append((self._ended, batch, copy, Mark(copy[0].device)))
         self._submit_confirmed()
 
     def _refuse(self, saves: Sequence[Save]) -> None:
@@ -191,7 +195,7 @@ class WorkerSaves:
                 )  # fmt: skip
         return admitted
 
-    def _copy(self, batch: Sequence[Save]) -> PagedCache:
+    def _copy(self, batch: Sequence[Save]) -> Copies:
         """Copy the entries' tokens, one entry after the other, into a cache of one block.
 
         A device copies them behind the engine's step, and the engine's thread does not wait for that. The copy belongs
@@ -201,35 +205,41 @@ class WorkerSaves:
             OutOfMemoryError: there is no room for them.
             InputError: the engine's stream is being captured into a CUDA graph.
         """
-        pages = self._state.pages
+        pages, drafts = self._state.pages, self._state.drafts
         refuse_capture(pages.device)
         each = zip(*(self._state.slots(save.entry) for save in batch), strict=True)
         slots = [send(torch.cat(parts), pages.device) for parts in each]
         with allocations(f"copying {len(slots[0])} tokens"):
-            return pages.copy(*slots) if self._state.copied is None else self._state.copied.copy(slots)
+            copy = pages.copy(*slots) if self._state.copied is None else self._state.copied.copy(slots)
+            return copy, None if drafts is None else (drafts, drafts.copy(slots))
 
-    def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
+    def _save(self, batch: Sequence[Save], copies: Copies, ready: Mark) -> None:
         """Encode the entries of a batch that the store does not have, and hand them to the writers."""
+        copy, drafts = copies
         with self._guard("store", partial(self._release, batch)):
             try:
-                there = self._complete(batch)
+                there = self._complete(batch, None if drafts is None else drafts[0])
                 missing = [at for at, (_, known) in enumerate(zip(batch, there, strict=True)) if not known]
             except Exception as error:
                 self._fail(batch, "store", error)
                 return
             blobs: dict[int, tuple[bytes, ...]] = {}
+            beside: dict[int, Beside] = {}
             if missing:
                 with ready.followed():
                     blobs = self._encode(batch, copy, missing)
+                    if drafts is not None:
+                        beside = self._encode_drafts(batch, *drafts, [*blobs])
             for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
                 if there[at]:
                     self._saved(save, kept=True)
             with self._state.lock:
                 for at, parts in blobs.items():
-                    self._charge(batch[at].entry.digest, sum(map(len, parts)))
+                    own = () if at not in beside else beside[at][1]
+                    self._charge(batch[at].entry.digest, sum(map(len, (*parts, *own))))
             for at, parts in blobs.items():
                 try:
-                    self._pools.writers.submit(self._write, batch[at], parts)
+                    self._pools.writers.submit(self._write, batch[at], parts, beside.get(at))
                 except (
                     RuntimeError
                 ) as error:  # no thread can be started, or the worker has closed and counted it as lost
@@ -245,8 +255,10 @@ class WorkerSaves:
             self._pending += size - self._sizes[digest]
             self._sizes[digest] = size
 
-    def _complete(self, batch: Sequence[Save]) -> list[bool]:
-        """Return whether the store has each entry, with all of its parts as far as the first and the last tell."""
+    def _complete(self, batch: Sequence[Save], drafts: DraftPages | None) -> list[bool]:
+        """Return whether the store has each entry, with all of its parts as far as the first and the last tell, and a
+        drafter's layers beside it.
+        """
         codec = self._state.codec
         keys, counts = [], []
         for save in batch:
@@ -254,17 +266,18 @@ class WorkerSaves:
             own = sorted({0, count - 1})
             keys += [part_key(self._key(save), number) for number in own]
             counts.append(len(own))
+            if drafts is not None:
+                keys.append(self._draft_key(save, drafts))
+                counts[-1] += 1
         there = iter(self._state.store.contains(keys))
         return [all(list(islice(there, count))) for count in counts]
 
     def _encode(self, batch: Sequence[Save], copy: PagedCache, which: Sequence[int]) -> dict[int, tuple[bytes, ...]]:
         """Return the parts of those entries of a batch that can be encoded; book the others as not stored."""
         begun, state = time.monotonic(), self._state
-        ends = list(accumulate(save.entry.tokens for save in batch))
         chunks = []
-        for at in which:
+        for at, slots in self._copied_slots(batch, copy, which):
             save = batch[at]
-            slots = torch.arange(ends[at] - save.entry.tokens, ends[at], device=copy.device)
             ids = save.token_ids if state.predicts else None
             bound = state.keys.bound_to(save.tenant, save.entry.digest)
             chunks.append(Chunk(slots, save.entry.start, ids, save.following, bound))
@@ -277,11 +290,39 @@ class WorkerSaves:
         state.recorder.count("work_seconds", time.monotonic() - begun, "encode")
         return blobs
 
-    def _write(self, save: Save, parts: tuple[bytes, ...]) -> None:
+    def _encode_drafts(
+        self, batch: Sequence[Save], drafts: DraftPages, copy: PagedCache, which: Sequence[int]
+    ) -> dict[int, Beside]:
+        """Return what is to be stored of a drafter's layers beside those entries, as far as it can be encoded."""
+        chunks = []
+        for at, slots in self._copied_slots(batch, copy, which):
+            save = batch[at]
+            bound = self._state.keys.bound_to(save.tenant, drafts.digest(save.entry.digest))
+            chunks.append(Chunk(slots, save.entry.start, None, save.following, bound))
+        beside: dict[int, Beside] = {}
+        for at, outcome in zip(which, drafts.io.encode(copy, chunks), strict=True):
+            if isinstance(outcome, Exception):
+                self._state.recorder.count("failures", label="drafts")
+                logger.warning("cuvee: a drafter's layers were not stored beside a chunk: %s", outcome)
+            else:
+                beside[at] = self._draft_key(batch[at], drafts), outcome
+        return beside
+
+    @staticmethod
+    def _copied_slots(
+        batch: Sequence[Save], copy: PagedCache, which: Sequence[int]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield these numbers of entries of a batch, and the entries' slots in the batch's copy."""
+        ends = list(accumulate(save.entry.tokens for save in batch))
+        for at in which:
+            yield at, torch.arange(ends[at] - batch[at].entry.tokens, ends[at], device=copy.device)
+
+    def _write(self, save: Save, parts: tuple[bytes, ...], beside: Beside | None = None) -> None:
         with self._guard("store", partial(self._release, [save])):
             store, key = self._state.store, self._key(save)
             try:
                 kept = store.put_parts(key, parts)
+                drafted = store.put_parts(*beside) if kept and beside is not None else 0
             except Exception as error:
                 self._fail([save], "store", error)
                 return
@@ -290,6 +331,9 @@ class WorkerSaves:
                 recorder.count("stored", label=save.entry.kind)
                 recorder.count("raw_bytes", self._bytes(save.entry))
                 recorder.count("stored_bytes", sum(map(len, parts[:kept])))
+                if beside is not None and drafted:
+                    recorder.count("stored", label="drafts")
+                    recorder.count("stored_bytes", len(beside[1][0]))
                 for number, part in enumerate(parts):
                     self._state.sizes.observe(str(number), len(part), save.entry.tokens)
             self._saved(save, kept > 0)
@@ -319,6 +363,9 @@ class WorkerSaves:
 
     def _key(self, save: Save) -> str:
         return self._state.keys.written(save.tenant, save.entry.digest)
+
+    def _draft_key(self, save: Save, drafts: DraftPages) -> str:
+        return self._state.keys.written(save.tenant, drafts.digest(save.entry.digest))
 
     def _bytes(self, entry: Entry) -> int:
         """Return the size of an entry's tokens, uncompressed."""

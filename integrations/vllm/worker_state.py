@@ -17,6 +17,7 @@ from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.copied_pages import CopiedPages
 from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
+from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
@@ -97,6 +98,7 @@ class WorkerState:
         bytes_per_token: of the pages, uncompressed.
         copied: the pages where there are several groups, or pairs of fp8 codes are coded; None: the codec reads and
             writes the pages.
+        drafts: the pages of a drafter's layers; None: there are none.
         closed: nothing is admitted any more.
     """
 
@@ -123,22 +125,26 @@ class WorkerState:
         self.blocks, self.windows = setup.blocks, setup.windows
         self.cache: PagedCache | None = None
         self.copied: CopiedPages | None = None
+        self.drafts: DraftPages | None = None
         self.bytes_per_token = 0
         self._groups = setup.groups
         # An fp8 cache is coded as something else than it holds.
         self._layout = None if setup.pages is None else replace(codec.profile.layout, dtype=setup.layout.dtype)
 
-    def attach(self, cache: PagedCache) -> None:
+    def attach(self, cache: PagedCache, drafts: DraftPages | None = None) -> None:
         """Use these pages."""
         self.cache = cache
         layout = cache.layout if self._layout is None else self._layout
         copied = len(self._groups) > 1 or layout.layers != cache.layout.layers
         self.copied = CopiedPages(cache, self._groups, layout) if copied else None
+        self.drafts = drafts
         self.bytes_per_token = cache.layout.values_per_token * cache.dtype.itemsize
+        if drafts is not None:
+            self.bytes_per_token += drafts.bytes_per_token
 
     def detach(self) -> None:
         """Forget the pages."""
-        self.cache = self.copied = None
+        self.cache = self.copied = self.drafts = None
 
     @property
     def fails_whole(self) -> bool:

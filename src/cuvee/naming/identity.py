@@ -9,6 +9,7 @@ A chunk has digests of these kinds, BLAKE2b over canonical bytes:
     page      root ───> digest of an engine's own name    a page of an engine that does not say its tokens
     run       root ─┬─> digest of several pages           adjacent pages that one blob holds
                  pages
+    beside    digest 0 ───> digest                        further tensors of chunk 0, such as a drafter's layers
 
 The root holds everything that determines a token's KV (`Identity`) and who may read it (`Scope`). The key of an entry
 is made of tenant, digest and tensor-parallel shard, and of the id of the secret if blobs carry a tag. The keys of a
@@ -237,6 +238,11 @@ def content_digest(
     # Everything before the context has its length, so the context cannot be mistaken for another field.
     behind = canonical(context) if context else b""
     return _blake2b(b"cuvee-content", _root(identity, scope), _int(len(data)), data, media, behind)
+
+
+def beside_digest(digest: bytes, name: bytes) -> bytes:
+    """Return 32 bytes that identify further tensors of the tokens of `digest`; `name` tells what they are."""
+    return _blake2b(b"cuvee-beside", digest, canonical(name))
 
 
 class PageNames:

@@ -93,8 +93,8 @@ def need_vllm() -> None:
     pytest.skip("needs vLLM")
 
 
-def save_tiny_model(family: str, path: Path, seed: int = 0) -> Path:
-    """A checkpoint of three or four random layers with two KV heads, without a tokenizer.
+def save_tiny_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Path:
+    """A checkpoint of three or four random layers with two KV heads, unless changed, without a tokenizer.
 
     The weights are large enough that attention looks far back and predictions are sharp: a wrong cache shows.
     """
@@ -117,6 +117,7 @@ def save_tiny_model(family: str, path: Path, seed: int = 0) -> Path:
             "tie_word_embeddings": False,
             "initializer_range": 0.2,
             **extra,
+            **changes,
         }
     )
     torch.manual_seed(seed)

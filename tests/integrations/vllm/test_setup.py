@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import field, make_dataclass, replace
 from functools import partial
@@ -27,7 +27,8 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations import checkpoint as checkpoint_module
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.vllm import setup
+from cuvee.integrations.vllm import draft_layers, setup
+from cuvee.integrations.vllm.draft_layers import Drafts
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.setup import Setup, stop_advice
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
@@ -74,9 +75,10 @@ def _spec(kind: type[FullAttentionSpec] = FullAttentionSpec, **changes: Any) -> 
     return kind(**{**fields, **changes})
 
 
-def _drafts(method: str) -> SimpleNamespace:
+def _drafts(method: str, drafter: str = "head") -> SimpleNamespace:
     """vLLM's `SpeculativeConfig`."""
-    return SimpleNamespace(method=method)
+    model = SimpleNamespace(model=drafter, revision=None, dtype=torch.bfloat16)
+    return SimpleNamespace(method=method, draft_model_config=model)
 
 
 def _options(part: str, fields: dict[str, Any]) -> Any:
@@ -243,7 +245,7 @@ def test_fp8_codes_are_stored_in_pairs(dtype: torch.dtype) -> None:
 @pytest.mark.serves(drafts="suffix", where="classes")
 @pytest.mark.serves(drafts="eagle", where="classes")
 @pytest.mark.serves(drafts="mtp", where="classes")
-def test_layers_of_a_drafter_are_left_out(method: str, drafter: list[str]) -> None:
+def test_layers_of_a_drafter_are_none_of_the_models(method: str, drafter: list[str]) -> None:
     """They may be in a group of the model's layers, or in one of their own."""
     own = ["model.layers.0.attn", "model.layers.1.attn"]
     speculative = _drafts(method)
@@ -254,6 +256,59 @@ def test_layers_of_a_drafter_are_left_out(method: str, drafter: list[str]) -> No
     assert Setup.of_engine(config, cache).groups == (LayerGroup((0, 1)), LayerGroup(()))
     with pytest.raises(UnsupportedModelError, match=r"one number|the model has 2"):
         Setup.of_engine(*_engine(names=[*drafter, *own, "model.layers.3.attn", "model.layers.1.indexer"]))
+
+
+def _read_drafts(names: Sequence[str], drafts: Sequence[FullAttentionSpec], **changes: Any) -> Drafts | None:
+    """The drafter's layers in a group of their own."""
+    config, cache = _engine(**changes)
+    setup = Setup.of_engine(config, cache)
+    for name, spec in zip(names, drafts, strict=True):
+        cache.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=[name]))
+    return Drafts.of_engine(config, cache, setup)
+
+
+def test_layers_of_a_drafter_have_a_layout_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a name, from its weights and that layout."""
+    monkeypatch.setattr(draft_layers, "checkpoint_identity", lambda path, revision: f"weights of {path}")
+    names = ["draft_model.model.layers.1.attn", "draft_model.model.layers.0.attn"]
+
+    def read(drafter: str = "head", size: int = 4, **changes: Any) -> Drafts:
+        dtype = changes.pop("dtype", torch.bfloat16)
+        specs = [_spec(head_size=size, dtype=dtype), _spec(num_kv_heads=1, dtype=dtype)]
+        found = _read_drafts(names, specs, speculative=_drafts("draft_model", drafter), **changes)
+        assert found is not None
+        return found
+
+    made = read()
+    assert made.layers.names == tuple(reversed(names))
+    assert [(each.kv_heads, each.head_dim) for each in made.pages.layers] == [(1, 8), (2, 4)]
+    assert made.layers.groups == (LayerGroup(()), LayerGroup((1,)), LayerGroup((0,)))
+    assert made.codec.lossless and made.codec.profile.layout == made.pages
+    eight = read(specs=[_spec(dtype=torch.uint8)], dtype=torch.uint8, cache__cache_dtype="fp8")
+    assert (eight.codes, eight.pages) == (torch.float8_e4m3fn, made.pages)
+    assert [each.head_dim for each in eight.codec.profile.layout.layers] == [4, 2], "pairs of codes"
+    assert len({each.name for each in (made, read("other"), read(size=6), eight)}) == 4
+    assert read().name == made.name
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [(_spec(MambaSpec), "recurrent layers"), (_spec(dtype=torch.float16, num_kv_heads=1), "no weights")],
+)
+def test_a_drafter_that_cannot_be_stored_is_told(
+    spec: FullAttentionSpec, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(path: str, revision: str | None) -> str:
+        raise InputError("no weights")
+
+    monkeypatch.setattr(draft_layers, "checkpoint_identity", missing)
+    assert _read_drafts(["model.layers.2.attn"], [spec], speculative=_drafts("eagle")) is None
+    assert "behind a loaded prompt drafts are worse" in caplog.text and why in caplog.text
+
+
+def test_no_drafter_has_layers_where_tokens_are_looked_up(caplog: pytest.LogCaptureFixture) -> None:
+    assert _read_drafts([], [], speculative=_drafts("ngram")) is None
+    assert _read_drafts([], []) is None and not caplog.text
 
 
 @pytest.mark.parametrize("shared", [None, "model.layers.7"])

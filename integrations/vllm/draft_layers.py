@@ -1,0 +1,134 @@
+"""A drafter's own layers (EAGLE, MTP, draft models), stored losslessly beside each entry and restored with it.
+
+    entry      <digest>                        the model's layers, at the quality that is asked for
+    drafts     <digest of it and the drafter>  the drafter's, as the engine holds them
+
+They decide which tokens are proposed, never which are accepted. So an entry is loaded without them where they are
+missing, and engines with different drafters, or with none, share the entries.
+
+A head that reads the next token (EAGLE, MTP) has computed an entry's last position with the token that followed. Behind
+another one, that position is a little off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CuveeError, UnsupportedModelError
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.open_blob import OpenBlob
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.checkpoint import checkpoint_identity
+from cuvee.integrations.chunk_io import ChunkIO, Opened
+from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.integrations.vllm.copied_pages import CopiedPages, pairs_of_codes
+from cuvee.integrations.vllm.layer_groups import CachedLayers, is_latent, read_layers
+from cuvee.integrations.vllm.refusals import codes_of_cache, dtype_of_cache
+from cuvee.integrations.vllm.setup import Setup
+from cuvee.naming.identity import beside_digest, canonical
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The layers of a drafter that this process caches.
+
+    Attributes:
+        layers: of vLLM's groups.
+        pages: KV layout of their pages on this rank.
+        codes: dtype of an fp8 cache; None: the pages hold values.
+        codec: of these values, or of pairs of codes; lossless, without threads.
+        name: of the drafter's weights and layers.
+    """
+
+    layers: CachedLayers
+    pages: KVLayout
+    codes: torch.dtype | None
+    codec: Codec
+    name: bytes
+
+    @classmethod
+    def of_engine(cls, vllm_config: Any, kv_cache_config: Any, setup: Setup) -> Drafts | None:
+        """Read vLLM's configuration; None: there is no drafter with layers here, or they cannot be stored, which is
+        logged.
+        """
+        if vllm_config.speculative_config is None:
+            return None
+        try:
+            most = vllm_config.model_config.hf_text_config.num_hidden_layers
+            layers = read_layers(kv_cache_config, most, drafts=True)
+            return cls._of_layers(layers, vllm_config, setup) if layers.names else None
+        except CuveeError as error:
+            logger.warning("cuvee: behind a loaded prompt drafts are worse, because they are not stored: %s", error)
+            return None
+
+    @classmethod
+    def _of_layers(cls, layers: CachedLayers, vllm_config: Any, setup: Setup) -> Drafts:
+        codes = codes_of_cache(vllm_config, layers.specs)
+        drafter = vllm_config.speculative_config.draft_model_config
+        dtype = dtype_of_cache(layers.specs) if codes is None else setup.layout_of_pages(0).dtype
+        shapes = tuple(_shape(spec, setup.layout_of_pages(0).layers[-1]) for spec in layers.specs)
+        pages = KVLayout("drafter", shapes, dtype, None)
+        layout = pages if codes is None else pairs_of_codes(pages, codes)
+        same = setup.options.model_id if drafter.model == vllm_config.model_config.model else None
+        weights = same or checkpoint_identity(drafter.model, revision=drafter.revision)
+        name = canonical(weights.encode(), str(drafter.dtype).encode(), layout.fingerprint)
+        key = setup.options.secrets() or None
+        codec = Codec(Profile.unlearned(layout), quality="lossless", dtype=layout.dtype, threads=1, key=key)
+        return cls(layers, pages, codes, codec, hashlib.blake2b(name, digest_size=16).digest())
+
+
+def _shape(spec: Any, last: LayerLayout) -> LayerLayout:
+    """Return the shape of a layer's pages; that of latents is the model's."""
+    if not is_latent(spec):
+        return LayerLayout(
+            spec.num_kv_heads, spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size, None
+        )
+    if not last.latent or spec.head_size != last.head_dim + last.value_dim:
+        raise UnsupportedModelError(f"the drafter's latents of {spec.head_size} are others than the model's")
+    return last
+
+
+class DraftPages:
+    """Codes the pages of a drafter's layers.
+
+    Args:
+        drafts: their layers.
+        cache: their pages.
+        coders: threads that decode several entries at once.
+    """
+
+    def __init__(self, drafts: Drafts, cache: PagedCache, coders: ThreadPool) -> None:
+        self._name, self._cache, self.codec = drafts.name, cache, drafts.codec
+        self.io = ChunkIO(drafts.codec, coders)
+        self._pages = CopiedPages(cache, drafts.layers.groups, self.layout)
+        self.bytes_per_token = cache.layout.values_per_token * cache.dtype.itemsize
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of what is coded."""
+        return self.codec.profile.layout
+
+    def digest(self, entry: bytes) -> bytes:
+        """Return the digest of what is stored beside the entry with this digest."""
+        return beside_digest(entry, self._name)
+
+    def copy(self, slots: Sequence[torch.Tensor]) -> PagedCache:
+        """See `CopiedPages.copy`."""
+        return self._pages.copy(slots)
+
+    def place(
+        self, opened: Sequence[Opened], slots: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[OpenBlob], CuveeError | None]:
+        """See `ChunkIO.place`."""
+        return self.io.place(self._cache, opened, slots, write=partial(self._pages.restore, self.codec))

@@ -1,0 +1,151 @@
+"""A drafter's layers: stored beside entries, restored with them, and never in the way of an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, TENANT, Bench, make_pages
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.vllm.draft_layers import DraftPages, Drafts
+from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup
+from cuvee.naming.identity import store_key
+
+HEAD = KVLayout("drafter", (LayerLayout(1, 8, 8, None),), "bfloat16", None)
+TABLE, ELSEWHERE = [5, 3, 9, 1], [20, 13, 17, 14]
+TOKENS = len(TABLE) * BLOCK
+
+
+def drafts(name: bytes = b"head") -> Drafts:
+    layers = CachedLayers(("model.layers.3.attn",), (3,), (), (LayerGroup((0,)),))
+    return Drafts(layers, HEAD, None, Codec(Profile.unlearned(HEAD), quality="lossless"), name)
+
+
+class Drafted(Bench):
+    """A worker with pages of a drafter's layer, which hold noise in `TABLE`'s blocks."""
+
+    def __init__(self, name: bytes = b"head", **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.head: PagedCache = make_pages(HEAD, torch.device("cpu"), False)
+        self.worker.attach(self.cache, (drafts(name), self.head))
+        self.noise = torch.randn(TOKENS, 1, 8).bfloat16()
+        self.head.write([self.noise], [-self.noise], self._slots(TABLE))
+        self.fill(TABLE, TOKENS)
+
+    def _slots(self, table: list[int]) -> torch.Tensor:
+        offsets = torch.arange(TOKENS)
+        return torch.tensor(table)[offsets // BLOCK] * BLOCK + offsets % BLOCK
+
+    def save_all(self) -> None:
+        self.worker.saves.save(self.saves(TABLE, range(TOKENS // CHUNK)))
+        self.drain()
+
+    def draft_key(self, chunk: int) -> str:
+        pages = self.worker._state.drafts
+        assert isinstance(pages, DraftPages)
+        return store_key(TENANT, pages.digest(self.digests[chunk]), self.rank)
+
+    def load_all(self) -> None:
+        self.load_now([self.load(ELSEWHERE, 0, TOKENS)])
+        assert self.worker.loads.take_arrived() == {"r"} and not self.worker.loads.take_invalid_blocks()
+        assert self.held(ELSEWHERE, 0, TOKENS)
+
+    def drafted(self) -> list[bool]:
+        """Which tokens' pages of the drafter hold in `ELSEWHERE` what those in `TABLE` do."""
+        found = self.head.read(self._slots(ELSEWHERE), 0)
+        same = (found.keys[0] == self.noise) & (found.values[0] == -self.noise)
+        return [bool(each) for each in same.flatten(1).all(1)]
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Drafted]]:
+    benches: list[Drafted] = []
+
+    def make(**options: object) -> Drafted:
+        benches.append(Drafted(**options))  # type: ignore[arg-type]
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.worker.close()
+
+
+def test_what_a_drafter_has_computed_is_restored_bit_for_bit(made: Callable[..., Drafted]) -> None:
+    bench = made()
+    bench.save_all()
+    counts = bench.counts()
+    assert (counts["stored{chunk}"], counts["stored{drafts}"]) == (2, 2)
+    assert counts["raw_bytes"] == TOKENS * (bench.cache.layout.bytes_per_token + HEAD.bytes_per_token)
+    assert counts["stored_bytes"] == sum(map(len, bench.store.entries.values()))
+    bench.load_all()
+    assert all(bench.drafted())
+    others = sorted({*range(BLOCKS)} - {*TABLE, *ELSEWHERE})
+    assert bench.head.keys[0][others].isnan().all(), "left alone"
+    assert bench.counts()["loaded{drafts}"] == 2
+
+
+def test_a_load_from_the_middle_of_a_chunk_leaves_what_is_before_it(made: Callable[..., Drafted]) -> None:
+    bench = made()
+    bench.save_all()
+    bench.load_now([bench.load(ELSEWHERE, BLOCK, TOKENS)])
+    assert bench.drafted() == [False] * BLOCK + [True] * (TOKENS - BLOCK)
+
+
+@pytest.mark.parametrize("damage", ["gone", "damaged", "another's"])
+def test_an_entry_is_loaded_without_what_is_missing(made: Callable[..., Drafted], damage: str) -> None:
+    """And what is damaged is deleted. The chunk behind it has its own."""
+    bench = made()
+    bench.save_all()
+    first, second = bench.draft_key(0), bench.draft_key(1)
+    entries = bench.store.entries
+    if damage == "gone":
+        del entries[first]
+    elif damage == "damaged":
+        entries[first] = entries[first][:-1] + bytes([entries[first][-1] ^ 1])
+    else:
+        entries[first] = entries[bench.key(0)]
+    bench.load_all()
+    assert bench.drafted() == [False] * CHUNK + [True] * CHUNK
+    counts = bench.counts()
+    assert counts.get("failures{drafts}", 0) == (damage != "gone") and counts["loaded{drafts}"] == 1
+    assert first not in entries and {second, bench.key(0), bench.key(1)} == entries.keys()
+
+
+def test_drafters_share_entries_and_not_their_layers(made: Callable[..., Drafted]) -> None:
+    bench = made()
+    bench.save_all()
+    other = made(name=b"another", store=bench.store, sequence=bench.sequence)
+    other.load_all()
+    assert not any(other.drafted())
+    other.save_all()
+    assert len(bench.store.entries) == 6, "two chunks, and two entries of each drafter"
+
+
+def test_a_drafter_that_cannot_be_coded_costs_no_entry(
+    made: Callable[..., Drafted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = made()
+    pages = bench.worker._state.drafts
+    assert pages is not None
+    monkeypatch.setattr(pages.io, "encode", lambda copy, chunks: [OSError("full")] * len(chunks))
+    bench.save_all()
+    counts = bench.counts()
+    assert (counts["stored{chunk}"], counts["failures{drafts}"]) == (2, 2) and "stored{drafts}" not in counts
+    bench.load_all()
+    assert not any(bench.drafted())
+
+
+def test_pages_of_a_drafter_sleep_with_those_of_the_model(made: Callable[..., Drafted]) -> None:
+    bench = made()
+    bench.save_all()
+    bench.worker.detach()
+    assert bench.worker._state.drafts is None
+    bench.worker.attach(bench.cache, (replace(drafts(), name=b"head"), bench.head))
+    bench.load_all()
+    assert all(bench.drafted())

@@ -1,0 +1,119 @@
+"""Real engines whose drafters have layers of their own: a restored prompt is drafted behind as a cached one is.
+
+One process fills a store, another finds it. The drafter of `draft_model` is the model itself; the head of `eagle` is
+the only layer of a model, which reads no layer in front of it, so it is often right and sometimes not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.integrations.vllm.engines import Engine, Ran, Step, cuvee, distance, ids, need_vllm, run_engines
+from tests.integrations.vllm.engines import save_tiny_model as save_model
+
+pytestmark = pytest.mark.slow
+
+CHUNK, BLOCK, TOKENS = 64, 32, 30
+PROMPTS = [ids(300, seed) for seed in range(4)]
+ONCE = Step(PROMPTS, max_tokens=TOKENS)
+LOADED = Step(PROMPTS, max_tokens=TOKENS, forget=True)
+KINDS = ("eagle", "draft_model")
+ACCEPTED, DRAFTED = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens")
+
+
+def save_head(model: Path, path: Path) -> None:
+    """Save an EAGLE head for a model of one layer: that layer, of tokens alone. The head norms nothing in front of it,
+    so the rows of the model's table of tokens get a norm of one.
+    """
+    weights, config = load_file(model / "model.safetensors"), json.loads((model / "config.json").read_text())
+    table = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = table / table.square().mean(-1, keepdim=True).sqrt()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    own = {name.removeprefix("model."): each for name, each in weights.items() if ".layers.0." in name}
+    size = table.shape[1]
+    head = {name: each for name, each in own.items() if "input_layernorm" not in name}
+    head["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    path.mkdir()
+    save_file(head, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_vllm()
+    made = tmp_path_factory.mktemp("drafts")
+    save_model("llama", made / "draft_model")
+    save_model("llama", made / "eagle", num_hidden_layers=1)
+    save_head(made / "eagle", made / "head")
+    return made
+
+
+def drafting(folder: Path, kind: str) -> dict[str, Any]:
+    drafter = folder / ("head" if kind == "eagle" else kind)
+    return {"speculative_config": {"method": kind, "model": str(drafter), "num_speculative_tokens": 3}}
+
+
+def connected(folder: Path, store: str) -> dict[str, Any]:
+    return {"kv_transfer_config": cuvee(f"file://{folder / 'stores' / store}", chunk_tokens=CHUNK)}
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> Mapping[str, Ran]:
+    """Engines without us answer twice, from their own prefix cache the second time. Of those that fill a store, some
+    draft nothing.
+    """
+    engines = []
+    for kind in KINDS:
+        drafts = drafting(folder, kind)
+        engines.append(Engine(f"cached {kind}", folder / kind, [ONCE, ONCE], drafts))
+        engines.append(Engine(f"stored {kind}", folder / kind, [ONCE], {**drafts, **connected(folder, kind)}))
+        engines.append(Engine(f"plain {kind}", folder / kind, [ONCE], connected(folder, f"plain {kind}")))
+    return run_engines(folder / "first", engines)
+
+
+@pytest.fixture(scope="module")
+def second(folder: Path, first: Mapping[str, Ran]) -> Mapping[str, Ran]:
+    engines = []
+    for kind in KINDS:
+        drafts = drafting(folder, kind)
+        engines.append(Engine(f"loaded {kind}", folder / kind, [LOADED], {**drafts, **connected(folder, kind)}))
+        engines.append(
+            Engine(f"without {kind}", folder / kind, [LOADED], {**drafts, **connected(folder, f"plain {kind}")})
+        )
+    return run_engines(folder / "second", engines, forked=False)
+
+
+def accepted(ran: Ran, step: int = 0) -> float:
+    """Of the tokens that were drafted in a step."""
+    before = step - 1
+    counts = [ran.metric(name, step) - (ran.metric(name, before) if step else 0) for name in (ACCEPTED, DRAFTED)]
+    return counts[0] / counts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.serves(drafts="eagle", where="engine")
+def test_as_much_is_accepted_behind_a_restored_prompt_as_behind_a_cached_one(
+    kind: str, first: Mapping[str, Ran], second: Mapping[str, Ran]
+) -> None:
+    cached, loaded, without = first[f"cached {kind}"], second[f"loaded {kind}"], second[f"without {kind}"]
+    assert [answer.cached for answer in loaded.steps[0]] == [(len(PROMPTS[0]) - 1) // BLOCK * BLOCK] * len(PROMPTS)
+    assert loaded.metric("vllm:cuvee_loaded{kind=drafts}") == loaded.metric("vllm:cuvee_loaded") / 2
+    assert accepted(loaded) == pytest.approx(accepted(cached, 1), abs=0.01)
+    assert accepted(without) < accepted(loaded) - 0.05, "otherwise nobody would see that drafts are not restored"
+    loaded.assert_sound()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_the_engines_own_with_or_without_a_drafters_layers(
+    kind: str, first: Mapping[str, Ran], second: Mapping[str, Ran]
+) -> None:
+    own = first[f"cached {kind}"].steps[0]
+    for ran in (first[f"stored {kind}"], second[f"loaded {kind}"], second[f"without {kind}"]):
+        assert max(map(distance, ran.steps[0], own)) < 1e-4
+    assert second[f"without {kind}"].metric("vllm:cuvee_loaded{kind=drafts}") == 0
