@@ -204,6 +204,10 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return events about chunks in the store; see `scheduler_events`."""
         return self._scheduling.take_events()
 
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine without requests is to take another step; see `SchedulerSide.waits_for_a_step`."""
+        return self._scheduling.waits_for_a_step
+
     def reset_cache(self) -> bool:
         """See `SchedulerSide.reset`."""
         return self._scheduling.reset()

@@ -46,6 +46,8 @@ from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
 
+_CONFIRMING = 4  # steps without requests, at most
+
 
 class SchedulerSide:
     """Decides for every request what to load and what to store.
@@ -79,6 +81,8 @@ class SchedulerSide:
         self._own_store = store if own_store else None
         self._step = 0
         self._confirmed = 0  # all ranks have ended this step and all steps before it
+        self._told = self._saving = 0  # of these, the last that ranks know of; and the last step that saves anything
+        self._alone = setup.alone
         self._guard = Guard(recorder)
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
@@ -207,7 +211,18 @@ class SchedulerSide:
         plan.drops = self._blends.take_drops()
         with self._guard("plan"):
             self._plan_requests(plan, output)
+        self._told = plan.confirmed
+        if plan.saves or plan.last_saves:
+            self._saving = plan.step
         return plan
+
+    @property
+    def waits_for_a_step(self) -> bool:
+        """Whether ranks hold copies that they store once another step tells them that all ranks have computed these.
+
+        A step that has failed is never confirmed; so an engine without requests does no more than a few for that.
+        """
+        return not self._alone and self._told < self._saving and self._step < self._saving + _CONFIRMING
 
     def _plan_requests(self, plan: StepPlan, output: Any) -> None:
         """Plan to store what a step completes, and time the step if it tells the speed of prefill."""

@@ -679,6 +679,24 @@ def test_a_step_is_confirmed_once_all_ranks_have_ended_it_and_all_before(desk: C
     assert confirmed == [0, 1, 1, 3, 3, 3]
 
 
+@pytest.mark.parametrize("ends", ["confirmed", "failed", "alone"])
+def test_an_engine_without_requests_goes_on_until_its_ranks_store(desk: Callable[..., Desk], ends: str) -> None:
+    """Otherwise what the last request has computed would wait for the next one. A failed step is not waited for."""
+    d = desk(shards=2, setup={"alone": ends == "alone"})
+    assert not d.side.waits_for_a_step
+    request = make_request()
+    d.matched(request)
+    assert d.plan((request, 0, 100)).saves
+    assert d.side.waits_for_a_step is (ends != "alone")
+    d.side.take(Report([1, 1] if ends == "confirmed" else [1]))
+    steps = 0
+    while d.side.waits_for_a_step:
+        steps += 1
+        d.plan()
+        d.side.take(Report([1 + steps] * 2))
+    assert steps == {"confirmed": 1, "failed": 4, "alone": 0}[ends]
+
+
 def test_what_could_not_be_stored_is_stored_the_next_time(desk: Callable[..., Desk]) -> None:
     d, first, second = desk(), make_request("a"), make_request("b")
     d.matched(first)
