@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 CHUNK, BLOCK, TOKENS = 64, 32, 30
 PROMPTS = [ids(300, seed) for seed in range(4)]
 ONCE = Step(PROMPTS, max_tokens=TOKENS)
-LOADED = Step(PROMPTS, max_tokens=TOKENS, forget=True)
 KINDS = ("eagle", "draft_model")
 ACCEPTED, DRAFTED = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens")
 
@@ -82,11 +81,11 @@ def second(folder: Path, first: Mapping[str, Ran]) -> Mapping[str, Ran]:
     engines = []
     for kind in KINDS:
         drafts = drafting(folder, kind)
-        engines.append(Engine(f"loaded {kind}", folder / kind, [LOADED], {**drafts, **connected(folder, kind)}))
+        engines.append(Engine(f"loaded {kind}", folder / kind, [ONCE], {**drafts, **connected(folder, kind)}))
         engines.append(
-            Engine(f"without {kind}", folder / kind, [LOADED], {**drafts, **connected(folder, f"plain {kind}")})
+            Engine(f"without {kind}", folder / kind, [ONCE], {**drafts, **connected(folder, f"plain {kind}")})
         )
-    return run_engines(folder / "second", engines, forked=False)
+    return run_engines(folder / "second", engines)
 
 
 def accepted(ran: Ran, step: int = 0) -> float:
