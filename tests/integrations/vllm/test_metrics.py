@@ -215,29 +215,6 @@ def test_unknown_sizes_are_left_out() -> None:
 # Ranks and intervals ----------------------------------------------------------------------------------------------
 
 
-def test_merging_adds_and_takes_the_later_gauge() -> None:
-    first = {
-        "raw_bytes||": 1,
-        "hit_bytes|disk|": 2,
-        "pending_bytes||0": 9,
-        "load_seconds|0.1|": 1,
-        "break_even_tokens||": 3,
-    }
-    second = {
-        "raw_bytes||": 2,
-        "hit_bytes|memory|": 5,
-        "pending_bytes||0": 4,
-        "load_seconds|0.1|": 2,
-        "break_even_tokens||": 2,
-    }
-    copies = dict(first), dict(second)
-    assert merge(first, second) == {
-        "raw_bytes||": 3, "hit_bytes|disk|": 2, "hit_bytes|memory|": 5, "pending_bytes||0": 4, "load_seconds|0.1|": 3,
-        "break_even_tokens||": 2,
-    }  # fmt: skip
-    assert (first, second) == copies
-
-
 def worker(rank: int) -> Recorder:
     recorder = Recorder(rank)
     recorder.count("loaded_tokens", 512)

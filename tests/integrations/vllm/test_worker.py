@@ -46,17 +46,6 @@ def test_what_is_saved_comes_back_in_other_blocks(bench: Callable[..., Bench], p
     assert [tokens for tokens, _ in report.loaded] == [3 * CHUNK] and not report.failed
 
 
-def test_a_load_leaves_tokens_before_its_start_alone(bench: Callable[..., Bench]) -> None:
-    b = bench()
-    b.store_all()
-    blocks = [5, 6, 7, 8]
-    b.load_now([b.load(blocks, CHUNK + BLOCK, 3 * CHUNK)])
-    assert b.held(blocks, CHUNK + BLOCK, 3 * CHUNK, first=CHUNK)
-    assert b.cache.keys[0][5].isnan().all(), "block 5 belongs to tokens the engine has already"
-    touched = {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()}
-    assert touched == {6, 7, 8}
-
-
 def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Bench]) -> None:
     b = bench()
     b.store_all()
@@ -847,19 +836,6 @@ def test_a_bad_tail_costs_no_more_than_itself(bench: Callable[..., Bench], damag
     assert report.failed == {"r"} and report.unsaved == {load.prefix[-1].digest} and not report.loaded
     assert b.counts()["recomputed_tokens"] == BLOCK and b.counts()["loaded_tokens"] == 2 * CHUNK
     assert key not in b.store.entries, "what can never be loaded is deleted"
-
-
-def test_what_is_copied_at_the_start_of_a_step_survives_the_step(bench: Callable[..., Bench]) -> None:
-    """The blocks of a request that has ended: copied first, then another one's load is written into them."""
-    b = bench()
-    b.store_all()
-    b.fill([0, 1, 2], 3 * BLOCK)
-    save = b.save_tail([0, 1, 2], 3 * BLOCK)
-    b.worker.saves.save([save])
-    b.load_now([b.load([2, 1], 2 * CHUNK, 3 * CHUNK)])
-    b.drain()
-    b.load_now([b.load_tail([9, 8, 7], 0, 3 * BLOCK)])
-    assert b.held([9, 8, 7], 0, 3 * BLOCK)
 
 
 def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: Callable[..., Bench]) -> None:
