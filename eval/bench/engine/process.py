@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ class EngineAnswer:
         logprobs: for every position of each, token -> logprob; empty if not asked for.
         cached: how many prompt tokens of each the engine did not compute.
         figures: what the connector counted meanwhile; `steps` are those of the engine.
+        told: `kv_transfer_params` that came with each answer.
     """
 
     seconds: float
@@ -36,6 +37,7 @@ class EngineAnswer:
     logprobs: list[list[dict[str, float]]]
     cached: list[int]
     figures: dict[str, float]
+    told: list[dict[str, Any] | None] = field(default_factory=list)
 
 
 class Engine:
@@ -81,6 +83,7 @@ class Engine:
         profile: Path | None = None,
         chunk_tokens: int = CHUNK,
         blend: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] | None = None,
         raw_files: Path | None = None,
     ) -> None:
         """Start an engine, and wait until it is up.
@@ -92,6 +95,7 @@ class Engine:
             profile: of the model, for the connector.
             chunk_tokens: of the connector.
             blend: the connector's options of that name; None: it does not blend.
+            more: other options of the connector.
             raw_files: a folder where vLLM's ExampleConnector keeps what it stores, instead of a variant.
         """
         arguments: dict[str, Any] = {"model": str(model), "dtype": DTYPE, "seed": 0, **options}
@@ -108,6 +112,7 @@ class Engine:
                 "chunk_tokens": chunk_tokens,
                 "threads": os.cpu_count() or 1,
                 "decide": "always",
+                **(more or {}),
             }
             if profile is not None:
                 extra["profile"] = str(profile)
@@ -130,7 +135,7 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        expect_cached: Sequence[int],
+        expect_cached: Sequence[int] | None,
         max_tokens: int = 1,
         forget: bool = False,
         logprobs: int | None = None,
@@ -140,7 +145,7 @@ class Engine:
 
         Args:
             prompts: token ids.
-            expect_cached: how many tokens of each prompt must come from a cache.
+            expect_cached: how many tokens of each prompt must come from a cache; None: any number.
             max_tokens: tokens to generate for each.
             forget: empty the engine's own prefix cache first.
             logprobs: for how many tokens to return logprobs at every position.
@@ -150,7 +155,7 @@ class Engine:
             CuveeError: the engine failed, or did not compute as many tokens as it should have.
         """
         answer = EngineAnswer(**self._call("ask", prompts, max_tokens, forget, logprobs, params))
-        if answer.cached != list(expect_cached):
+        if expect_cached is not None and answer.cached != list(expect_cached):
             raise CuveeError(f"the engine found {answer.cached} tokens in a cache, expected {list(expect_cached)}")
         return answer
 

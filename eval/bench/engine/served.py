@@ -95,6 +95,7 @@ class _Served:
                 for output in outputs
             ],
             "cached": [output.num_cached_tokens for output in outputs],
+            "told": [output.kv_transfer_params for output in outputs],
             "figures": {
                 **{name: value - before.get(name, 0) for name, value in after.items()},
                 "steps": self._steps - steps,
