@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 from tests.integrations.profile_collection.fake_hub import REPOSITORY, fake_hub
 from tests.integrations.profile_collection.small_profiles import (
@@ -34,7 +32,7 @@ from cuvee.codec.profiles.profile_file import VERSION, metadata_of, sealed
 from cuvee.integrations.profile_collection import collection as module
 from cuvee.integrations.profile_collection.collection import ProfileCollection, find_profile
 from cuvee.integrations.stores.base import StoreError
-from cuvee.integrations.weight_fingerprints import WeightFingerprints, weight_fingerprints
+from cuvee.integrations.weight_fingerprints import WeightFingerprints
 
 OF_MODEL = WeightFingerprints((WEIGHTS,))
 LAYOUT_NAME = LAYOUT.fingerprint.hex()
@@ -312,24 +310,29 @@ def test_names_in_a_profile_do_not_become_paths(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_failed_push_leaves_the_newest_as_it_was(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    usual = getattr(os, function)
+@pytest.mark.parametrize("fails", range(6))
+def test_a_failed_push_leaves_the_newest_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+    """A file is on disk before it has its name, and so is the profile before what names it the newest."""
+    calls: list[str] = []
 
-    def fail(*arguments: Any, **named: Any) -> None:
-        if function == "replace" and "src_dir_fd" not in named:
-            usual(*arguments)  # of the temporary file
-            return
-        raise OSError(28, "No space left on device")
+    def failing(name: str, usual: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **named: Any) -> None:
+            if name == "fsync" or "src_dir_fd" in named:  # not the temporary file of the profile
+                calls.append(name)
+                if len(calls) > fails:
+                    raise OSError(28, "No space left on device")
+            usual(*arguments, **named)
+
+        return call
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"cuvee.integrations.stores.safe_files.os.{function}", fail)
+        for name in ("fsync", "replace"):
+            patched.setattr(os, name, failing(name, getattr(os, name)))
         with pytest.raises(StoreError, match="No space left on device"):
             push(str(folder), small_profile(1))
+    assert calls == ["fsync", "replace", "fsync", "fsync", "replace", "fsync"][: fails + 1]
     assert not [file for file in folder.rglob("*") if file.name.startswith(".tmp-")]
-    assert pull(folder).id == small_profile(0).id
+    assert pull(folder).id == small_profile(1 if fails == 5 else 0).id
 
 
 def test_readers_always_find_a_profile_while_others_push(folder: Path) -> None:
@@ -447,15 +450,3 @@ def test_an_engine_reads_a_file_as_before(tmp_path: Path) -> None:
     assert find_profile(str(tmp_path / "p"), LAYOUT, "not asked").id == small_profile().id
     with pytest.raises(FileNotFoundError, match=r"^no profile at missing$"):
         find_profile("missing", LAYOUT, "not asked")
-
-
-def test_weights_are_the_fingerprints_that_calibrations_record(tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
-    for stored in (torch.float32, torch.bfloat16):
-        model = tiny_model("llama", dtype=stored)
-        model.save_pretrained(tmp_path / str(stored))
-        loaded = (copy.deepcopy(model).to(dtype) for dtype in (stored, torch.bfloat16, torch.float16))
-        expected = [model_fingerprint(each) for each in loaded]
-        found = weight_fingerprints(tmp_path / str(stored)).found
-        assert found == tuple(dict.fromkeys(expected)) and len(found) == (3 if stored == torch.float32 else 2)
-    (tmp_path / "empty").mkdir()
-    assert "no safetensors" in weight_fingerprints(tmp_path / "empty").unknown
