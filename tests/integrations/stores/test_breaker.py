@@ -160,13 +160,6 @@ def test_a_store_that_can_only_be_read_goes_on_being_read(
     assert "writing to it failed for 105.0 s" in caplog.messages[3]
 
 
-def test_deletions_are_writes(inner: FakeStore, store: GuardedStore) -> None:
-    inner.write_fault = down()
-    store.delete(KEY)
-    assert store.get(KEY) is None and inner.calls == ["delete", "get_many"]
-    assert not store.put(KEY, b"x") and not store.delete(KEY) and figures(store) == (1, 2)
-
-
 def test_what_never_reached_the_server_proves_nothing(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
     break_all(inner)
     store.put(KEY, b"x")

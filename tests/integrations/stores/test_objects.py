@@ -185,6 +185,9 @@ def test_http(server: FakeHTTP, store: ObjectStore) -> None:
     sent = server.sent
     assert store.get(KEY) is None and store.contains([KEY]) == [False]
     assert counted(store).errors == 1 and server.sent - sent < BUFFERS
+    server.tell = lambda method, path: answer("404 Not Found")
+    with pytest.raises(StoreError, match="there is no such bucket"):
+        store.put(KEY, b"x")
 
 
 def endless(first: bytes, part: bytes) -> Callable[[str, str], Iterator[bytes]]:
