@@ -80,7 +80,7 @@ class StoreCalls:
             return answer.result(time_left(timeout, until))
         except TimeoutError:
             answer.cancel()
-            self.store.overdue(operation, timeout)
+            self.store.report_overdue(operation, timeout)
             self.fail(label, StoreError(f"the store did not answer within {timeout:g} s"))
         except Exception as error:
             self.fail(label, error)

@@ -205,7 +205,7 @@ class Store(ABC):
         deleted = [self.delete(part_key(key, number)) for number in range(first, MAX_PARTS)]
         return any(deleted)
 
-    def overdue(self, operation: str, seconds: float) -> None:  # noqa: B027 - most stores have nothing to do
+    def report_overdue(self, operation: str, seconds: float) -> None:  # noqa: B027 - most stores have nothing to do
         """Report that callers gave up on calls of `operation`, such as "contains", that began `seconds` ago or earlier.
 
         A guard counts those calls as failures, so that later calls do not hang as well. This never blocks.

@@ -69,8 +69,8 @@ class GuardedStore(Store):
     caller's fault and is raised. No lock is held while the store works.
 
     **The guard does not end an operation that hangs.** Timeouts are the store's task. A file system that hangs (NFS)
-    hangs its callers until a waiting thread reports them by `overdue`, which counts as a failure. After that, at most
-    one probe in each direction hangs.
+    hangs its callers until a waiting thread reports them by `report_overdue`, which counts as a failure. After that, at
+    most one probe in each direction hangs.
 
     Attributes:
         first_backoff, max_backoff: seconds. The backoff doubles with each probe that fails.
@@ -132,14 +132,14 @@ class GuardedStore(Store):
             tier.skipped += self._skipped
         return counters
 
-    def overdue(self, operation: str, seconds: float) -> None:
+    def report_overdue(self, operation: str, seconds: float) -> None:
         """Count the calls of `operation` that began `seconds` ago or earlier and still run as failed, once each."""
         with self._lock:
             begun = self._clock() - seconds
             late = [call for call in self._calls if call.operation == operation and call.began <= begun]
         for call in late:
             self._fail(call, TimeoutError(f"{operation} has not ended within {seconds:.3g} s"))
-        self._store.overdue(operation, seconds)
+        self._store.report_overdue(operation, seconds)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Flush the store; False if that fails."""

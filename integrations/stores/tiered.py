@@ -155,10 +155,10 @@ class TieredStore(Store):
                 counters[_unique(name, counters)] = counted
         return counters
 
-    def overdue(self, operation: str, seconds: float) -> None:
+    def report_overdue(self, operation: str, seconds: float) -> None:
         """Report the calls to every tier. The tier that hangs recognizes its own calls."""
         for tier in self._tiers:
-            tier.store.overdue(operation, seconds)
+            tier.store.report_overdue(operation, seconds)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds until all queues are empty and all tiers flushed; return whether they are."""

@@ -234,7 +234,7 @@ class SchedulerState:
 
     def overdue(self) -> None:
         """Tell the store that a lookup took too long, so that a call that hangs delays no other request as well."""
-        self.store.overdue("contains", _HANGS * self.options.lookup_timeout)
+        self.store.report_overdue("contains", _HANGS * self.options.lookup_timeout)
 
     def contains(self, tenant: str, digests: Sequence[bytes]) -> list[bool]:
         """Return whether every rank's part of each entry is there, with a tag of any accepted secret. Thread-safe."""

@@ -72,7 +72,7 @@ class DeadlineLoads:
             Exception: that of the store.
         """
         run, going_on = _Run(self, job, aim), True
-        self.state.store.overdue("get_many", self.state.timeout)  # a request of an earlier load may still hang
+        self.state.store.report_overdue("get_many", self.state.timeout)  # a request of an earlier load may still hang
         while not job.over and going_on:
             choice = run.choose(time.monotonic())
             run.ask(choice)

@@ -180,7 +180,7 @@ class WorkerLoads:
                 self.end(job, "timeout")
         finally:
             job.lock.release()
-        self._state.store.overdue("get_many", self._state.timeout)
+        self._state.store.report_overdue("get_many", self._state.timeout)
 
     def abandon(self, job: LoadJob) -> None:
         """End a load or blend that failed in an unforeseen place, with what is valid by now."""

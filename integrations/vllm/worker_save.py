@@ -118,7 +118,7 @@ class WorkerSaves:
         batches = 1
         with self._guard("save"):
             for operation in ("contains", "put"):
-                self._state.store.overdue(operation, self._state.timeout)
+                self._state.store.report_overdue(operation, self._state.timeout)
             on_device = self._state.codec.on_device(self._state.pages.device)
             batches = 1 if on_device else self._pools.encoders.threads
         admitted = self._admit(saves)

@@ -517,7 +517,7 @@ def test_page_stores_beside_each_other_share_a_store_and_no_pages(
 def test_a_store_that_hangs_is_given_up_and_told_so(desk: Callable[..., Desk], store: DictStore) -> None:
     desk().save(range(8))
     d, go, late = desk(lookup_timeout=0.5, load_timeout=0.5), threading.Event(), []
-    store.overdue = lambda operation, seconds: late.append(operation)  # type: ignore[method-assign]
+    store.report_overdue = lambda operation, seconds: late.append(operation)  # type: ignore[method-assign]
 
     def hang(hanging: str) -> Callable[[str], None]:
         def before(operation: str) -> None:

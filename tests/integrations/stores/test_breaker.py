@@ -278,11 +278,11 @@ def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     while len(inner.calls) < 3:
         pass
     clock.now += 2
-    store.overdue("get_many", 1.0)
-    store.overdue("contains", 2.5)
+    store.report_overdue("get_many", 1.0)
+    store.report_overdue("contains", 2.5)
     assert figures(store) == (0, 0) and store.get(KEY) == b"x", "other calls, or not so long"
     for _ in range(2):
-        store.overdue("contains", 2.0)
+        store.report_overdue("contains", 2.0)
     assert figures(store) == (3, 0), "each once"
     assert store.get(KEY) is None and figures(store) == (3, 1)
     assert len(caplog.messages) == 1
@@ -316,7 +316,7 @@ def hanging_probe(inner: FakeStore, store: GuardedStore, clock: Clock) -> tuple[
 def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
     probe, release = hanging_probe(inner, store, clock)
     clock.now += 2
-    store.overdue("get_many", 1.0)
+    store.report_overdue("get_many", 1.0)
     clock.now += 100
     calls = len(inner.calls)
     assert [store.get(KEY) for _ in range(5)] == [None] * 5 and len(inner.calls) == calls

@@ -457,9 +457,9 @@ def test_every_tier_hears_what_is_overdue() -> None:
     heard: list[tuple[str, float]] = []
     fakes = [FakeStore("a"), FakeStore("b")]
     for fake in fakes:
-        fake.overdue = lambda operation, seconds: heard.append((operation, seconds))  # type: ignore[method-assign]
+        fake.report_overdue = lambda operation, seconds: heard.append((operation, seconds))  # type: ignore[method-assign]
     store = TieredStore([fakes[0], GuardedStore(fakes[1])])
-    store.overdue("contains", 2.0)
+    store.report_overdue("contains", 2.0)
     assert heard == [("contains", 2.0)] * 2
     store.close()
 

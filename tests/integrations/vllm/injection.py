@@ -35,7 +35,7 @@ SCHEDULER = (
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
     "_blends.drop", "_state.clock", "_events.planned", "_events.stored", "_events.not_stored", "_events.gone",
-    "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.overdue", "_state.store.counters",
+    "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
     "_state.store.contains", "_rates.break_even.observe_load",
     "_rates.break_even.worth_loading",
     "_planner.segment", "_planner.ask", "_planner.offer", "_planner.harvest", "_planner.refuse", "_planner.rename",
@@ -49,7 +49,7 @@ WORKER = (
     "saves._fail", "saves._bytes", "saves._key", "_state.keys.written", "_state.slots",
     "_pools.loaders.submit", "_pools.fetchers.submit", "_pools.encoders.submit", "_pools.writers.submit",
     "_state.recorder.count", "_state.recorder.gauge", "_state.recorder.record_store", "_state.recorder.drain",
-    "_state.store.overdue", "_state.store.counters", "_state.store.contains", "_state.store.get_many",
+    "_state.store.report_overdue", "_state.store.counters", "_state.store.contains", "_state.store.get_many",
     "_state.store.put", "_state.store.delete", "_state.codec.encode_parts", "_state.codec.decode_paged",
     "_state.codec.open", "_state.codec.on_device",
 )  # fmt: skip

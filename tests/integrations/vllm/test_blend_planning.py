@@ -641,7 +641,7 @@ def _wait(event: threading.Event) -> None:
 def test_a_lookup_that_hangs_is_given_up(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     d, go = desk(lookup_timeout=5), threading.Event()
     overdue: list[tuple[str, float]] = []
-    monkeypatch.setattr(d.store, "overdue", lambda *said: overdue.append(said))
+    monkeypatch.setattr(d.store, "report_overdue", lambda *said: overdue.append(said))
     d.put_segments(FIRST)
     intercept(d, FIRST, lambda: _wait(go))
     request = ask(d, chunks=1)

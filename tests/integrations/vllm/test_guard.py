@@ -131,7 +131,7 @@ def _loads(e: SmallEngine) -> float:
 NEVER = {
     "s._requests._adapters.find",
     "s._requests._media_names.name",
-    "s._state.store.overdue",
+    "s._state.store.report_overdue",
     "s._rates.break_even.worth_loading",
 }
 
