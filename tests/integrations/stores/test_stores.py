@@ -391,9 +391,11 @@ def test_a_process_that_dies_between_parts_leaves_usable_ones(tmp_path: Path, wr
         (lambda store: store.delete_parts(part_key("ab/01", 1)), "key: must be that of a chunk"),
     ],
 )
-def test_arguments_of_parts_are_checked(store: Store, call: Callable[[Store], object], message: str) -> None:
+def test_arguments_of_parts_are_checked(
+    memory_store: MemoryStore, call: Callable[[Store], object], message: str
+) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
-        call(store)
+        call(memory_store)
 
 
 # --- RAM ---
