@@ -1,4 +1,4 @@
-"""The sections that are read off curves: what you lose at a size, sizes at equal KL, by kind of text, at round KLs."""
+"""The sections that are read off curves: quality by size, ratios at equal KL, by kind of text, sizes at round KLs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATIOS = (4, 8, 16, 32)  # how many times smaller the cache shall be
 
 
 def headline(report: Report) -> ReportSection:
-    """Make the section on what you lose at 4x, 8x, 16x and 32x."""
+    """Make the section on the quality at 4x, 8x, 16x and 32x."""
     rows: list[list[str]] = []
     sentence = ""
     for ratio in RATIOS:
@@ -44,11 +44,11 @@ def headline(report: Report) -> ReportSection:
             if ratio == 8 and not sentence:
                 sentence = (
                     f"At {format_ratio(16 / bits)} ({label}), the KL to the exact cache is {costs[0]} nats per token, "
-                    f"{costs[1]} of the most likely next tokens stay what they were, and the perplexity changes by "
+                    f"{costs[1]} of the most likely next tokens stay the same, and the perplexity changes by "
                     f"{costs[2]}."
                 )
     if not rows:
-        return ReportSection("lose", "What you lose", [])
+        return ReportSection("lose", "Quality by size", [])
     sentence = sentence or "No curve reaches 8x."
     for entry in report.quality:
         if entry.family == "destroyed":
@@ -72,7 +72,7 @@ def headline(report: Report) -> ReportSection:
         rows = [row[:-1] for row in rows]
     strong = frozenset(index for index, row in enumerate(rows) if row[0] == "8x")
     table = ReportTable(columns, rows, note=note, strong=strong)
-    return ReportSection("lose", "What you lose", [ReportBlock("text", sentence), table, _figure("size_kl")])
+    return ReportSection("lose", "Quality by size", [ReportBlock("text", sentence), table, _figure("size_kl")])
 
 
 def _task_changes(report: Report, family: str, bits: float) -> str:
@@ -113,7 +113,7 @@ def equal_kl(report: Report) -> ReportSection:
                 [name, format_number(anchor.kl), name_of(report, against), format_bits(sizes.get(against)), *cells]
             )
     if not rows:
-        return ReportSection("equal-kl", "How much smaller at equal KL", [])
+        return ReportSection("equal-kl", "Ratios at equal KL", [])
     columns = [
         "at the KL of ",
         "KL",
@@ -122,13 +122,13 @@ def equal_kl(report: Report) -> ReportSection:
         *(f"smaller by: {family_label(f)}" for f in families),
     ]
     note = (
-        "Sizes are read off the measured curves at the KL of the baseline. In brackets: 95% of the bootstrap over "
-        "sequences."
+        "Sizes are read off the measured curves at the KL of the baseline. In brackets: the 95% interval of the "
+        "bootstrap over sequences."
     )
     blocks: list[ReportTable | ReportBlock] = [ReportTable(columns, rows, note=note)]
     if missing:
         blocks.append(ReportBlock("list", items=tuple(missing)))
-    return ReportSection("equal-kl", "How much smaller at equal KL", blocks)
+    return ReportSection("equal-kl", "Ratios at equal KL", blocks)
 
 
 def by_kind(report: Report) -> ReportSection:
@@ -169,12 +169,12 @@ def by_kind(report: Report) -> ReportSection:
                 )
             )
     if not tables:
-        return ReportSection("by-kind", "How much smaller, by kind of text", [])
+        return ReportSection("by-kind", "Ratios at equal KL, by kind of text", [])
     text = (
-        "The same for the sequences of each text alone: how many times smaller the codec is than a baseline, at the KL "
-        "of that baseline on these sequences. In brackets: 95% of the bootstrap over them."
+        "How many times smaller the codec is than a baseline, at the KL of that baseline on the sequences of each "
+        "text. In brackets: the 95% interval of the bootstrap over them."
     )
-    return ReportSection("by-kind", "How much smaller, by kind of text", [ReportBlock("text", text), *tables])
+    return ReportSection("by-kind", "Ratios at equal KL, by kind of text", [ReportBlock("text", text), *tables])
 
 
 def sizes(report: Report) -> ReportSection:
@@ -193,14 +193,14 @@ def sizes(report: Report) -> ReportSection:
         if any(cells):
             rows.append([family_label(family), *cells])
     if not rows:
-        return ReportSection("sizes", "What a KL costs", [])
+        return ReportSection("sizes", "Size by KL", [])
     table = ReportTable(
         ["curve ", *(f"KL {kl:g}" for kl in kls)],
         rows,
         note="Bits per value, and how many times smaller than 16 bits; empty where a curve was not measured. Nats per "
         "token, over all sequences.",
     )
-    return ReportSection("sizes", "What a KL costs", [table])
+    return ReportSection("sizes", "Size by KL", [table])
 
 
 def _figure(name: str) -> ReportBlock:

@@ -20,9 +20,9 @@ def methods(report: Report) -> ReportSection:
     if not shown:
         return ReportSection("methods", "Every method", [])
     note = (
-        "± one standard error over sequences. ΔNLL: what the decoded cache adds to the negative log-likelihood of the "
-        "real next tokens, paired, in nats per token. Top-1: tokens whose most likely successor stays the same. GB/s "
-        "of 16-bit cache; none where bits are counted and not made."
+        "± one standard error over sequences. ΔNLL: the increase of the negative log-likelihood of the real next "
+        "tokens, paired, in nats per token. Top-1: tokens whose most likely successor stays the same. GB/s of 16-bit "
+        "cache; none where bits are counted but not written."
     )
     blocks: list[ReportTable | ReportBlock] = [_quality_table(report, shown, note)]
     if report.skipped:
@@ -34,7 +34,7 @@ def curves(report: Report) -> ReportSection:
     """Make the section on the other points of curves."""
     shown = [e for e in report.quality if e.kind == "curve"]
     blocks: list[ReportTable | ReportBlock] = [_quality_table(report, shown, "")] if shown else []
-    return ReportSection("curves", "The other points of the curves", blocks)
+    return ReportSection("curves", "Other points of the curves", blocks)
 
 
 def _quality_table(report: Report, entries: Sequence[MethodEntry], note: str) -> ReportTable:
@@ -140,9 +140,9 @@ def blends(report: Report) -> ReportSection:
     if not tables:
         return ReportSection("blends", "Prompts of cached chunks", [])
     text = (
-        "Prompts are put together from chunks that were cached alone, and a part of their tokens is computed again, at "
-        "a cost in token-layers. Recovered: one minus KL over that of exact chunks with nothing recomputed. A dash: "
-        "the cost does not pay for what the selector looks at."
+        "Prompts are composed of chunks that were cached alone, and some of their tokens are recomputed, at a cost in "
+        "token-layers. Recovered: one minus KL over that of exact chunks with nothing recomputed. A dash: the cost is "
+        "below that of the selection itself."
     )
     return ReportSection("blends", "Prompts of cached chunks", [ReportBlock("text", text), *tables])
 

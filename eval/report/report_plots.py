@@ -67,7 +67,7 @@ def size_kl(report: Report) -> Figure | None:
 PLOTS: dict[str, tuple[Callable[[Report], Figure | None], str]] = {
     "size_kl": (
         size_kl,
-        "Size against KL: a curve for what has a dial, a point for what has not, with one standard error. "
+        "Size against KL, ± one standard error: a curve for methods with several settings, a point for others. "
         "Thin lines lead from a baseline to the curves at its KL.",
     ),
 }

@@ -30,7 +30,7 @@ def report_sections(report: Report) -> list[ReportSection]:
 
 def report_title(report: Report) -> str:
     """Return the title of a report."""
-    return f"What compressing its KV cache costs {report.model.name}"
+    return f"Compressing the KV cache of {report.model.name}"
 
 
 def report_preface(report: Report) -> list[str]:
@@ -136,32 +136,32 @@ def _limits(report: Report) -> ReportSection:
     model, text = report.model, report.text
     says = [
         f"Standard errors and intervals are over {text.sequences} sequences of the same few texts. Neighboring "
-        f"sequences share vocabulary and topic, so what another text would give may lie further away than they say."
+        f"sequences share vocabulary and topic, so the figures of another text may lie outside these intervals."
         if text.sequences > 1
-        else "There is a single sequence: nothing here says how far another one would be from it.",
+        else "There is a single sequence, so there are no standard errors.",
     ]
     if model.parameters < SMALL_MODEL:
         says.append(
-            f"{model.name} has {model.parameters / 1e6:.3g} million parameters. What a large model loses at the "
-            f"same size is another measurement: run this report on it."
+            f"{model.name} has {model.parameters / 1e6:.3g} million parameters. A large model may lose more or less "
+            f"at the same size: run this report on it."
         )
     if text.reread:
         says.append(
-            "Half of the sequences repeat a part of their cache, which a model must read to predict them: losses are "
-            "larger here than on ordinary text, where it hardly looks back."
+            "Half of the sequences repeat a part of their cache, which a model must read to predict them: KL is larger "
+            "here than on ordinary text."
         )
     says.append(
         "Baselines are written from their descriptions. Where a table says ideal entropy, or that levels are counted, "
-        "no bytes were made: their real sizes are no smaller than that."
+        "no bytes were written: their real sizes are at least that."
     )
     if report.scores:
         says.append(
-            "Documents of a task share text and templates, so they are fewer independent trials than their number. "
+            "Documents of a task share text and templates, so they are not independent trials. "
             "With this many comparisons some differ by more than one standard error by chance alone."
         )
     if any(e.encode_gb_per_s is not None for e in report.quality):
-        says.append("Speeds are one pass on this machine, not a benchmark: make bench, in a checkout, is one.")
-    return ReportSection("limits", "What the figures do not say", [ReportBlock("list", items=tuple(says))])
+        says.append("Speeds are of one pass on this machine. For a benchmark, run make bench in a checkout.")
+    return ReportSection("limits", "Limits", [ReportBlock("list", items=tuple(says))])
 
 
 def _repeats(text: TextInfo) -> str:

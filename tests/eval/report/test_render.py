@@ -31,9 +31,9 @@ from cuvee.eval.report.schema import Ratio
 pytest.importorskip("matplotlib")
 
 SECTIONS = [
-    "What you lose", "How much smaller at equal KL", "How much smaller, by kind of text", "What a KL costs",
+    "Quality by size", "Ratios at equal KL", "Ratios at equal KL, by kind of text", "Size by KL",
     "Every method", "Scores of tasks", "Layers", "Profiles",
-    "The other points of the curves", "How it was measured", "What the figures do not say",
+    "Other points of the curves", "How it was measured", "Limits",
 ]  # fmt: skip
 EVIL = "<b>&amp;&lt; a|b *c* _d_ `e` $f$ [g](http://h) ~~i~~ \\| {{ j }}"
 MINUS = "\N{MINUS SIGN}"
@@ -263,7 +263,7 @@ def test_every_section_is_there(folder: Path) -> None:
 
 def test_methods_are_those_of_the_report(folder: Path, report: dict[str, Any]) -> None:
     tables, _ = read_markdown((folder / "report.md").read_text())
-    for section, wanted in (("Every method", False), ("The other points of the curves", True)):
+    for section, wanted in (("Every method", False), ("Other points of the curves", True)):
         rows = by_first(tables[section][0])
         entries = [e for e in report["quality"] if (e["kind"] == "curve") is wanted]
         assert len(rows) == len(entries)
@@ -286,7 +286,7 @@ def test_methods_are_those_of_the_report(folder: Path, report: dict[str, Any]) -
 
 def test_the_headline_is_read_off_the_curves(folder: Path, report: dict[str, Any]) -> None:
     tables, text = read_markdown((folder / "report.md").read_text())
-    rows = iter(tables["What you lose"][0][1])
+    rows = iter(tables["Quality by size"][0][1])
     interpolated = 0
     for ratio in (4, 8, 16, 32):
         for family in ("cuvee/layer", "cuvee/all"):
@@ -319,7 +319,7 @@ def test_the_headline_is_read_off_the_curves(folder: Path, report: dict[str, Any
 
 
 def test_tasks_of_the_headline_fit_in_the_size(report: dict[str, Any]) -> None:
-    rows = read_markdown(markdown(report, {}))[0]["What you lose"][0][1]
+    rows = read_markdown(markdown(report, {}))[0]["Quality by size"][0][1]
     sizes = {e["setting"]: e["bits_per_value"] for e in report["quality"] if e["family"] == "cuvee/layer"}
     ranks = {"high": 5, "balanced": 6, "small": 7}  # of the made-up scores: 0.005 each, the error is 0.012
     seen = 0
@@ -335,13 +335,13 @@ def test_tasks_of_the_headline_fit_in_the_size(report: dict[str, Any]) -> None:
     assert seen >= 2
     for score in report["scores"]:
         score["difference_stderr"] = 1.0
-    rows = read_markdown(markdown(report, {}))[0]["What you lose"][0][1]
+    rows = read_markdown(markdown(report, {}))[0]["Quality by size"][0][1]
     assert sum(row[6].endswith("x): none beyond one standard error") for row in rows[::2]) == seen
 
 
 def test_ratios_at_equal_kl(folder: Path) -> None:
     tables, text = read_markdown((folder / "report.md").read_text())
-    head, rows = tables["How much smaller at equal KL"][0]
+    head, rows = tables["Ratios at equal KL"][0]
     assert head[4:] == [f"smaller by: {family_label(f'cuvee/{group}')}" for group in ("layer", "all")]
     pca = family_label("pca/all")
     assert rows == [
@@ -353,7 +353,7 @@ def test_ratios_at_equal_kl(folder: Path) -> None:
 
 def test_ratios_by_kind_of_text(folder: Path, report: dict[str, Any]) -> None:
     tables, _ = read_markdown((folder / "report.md").read_text())
-    ((head, rows),) = tables["How much smaller, by kind of text"]  # of the one profile that was compared
+    ((head, rows),) = tables["Ratios at equal KL, by kind of text"]  # of the one profile that was compared
     # PCA of the profile's own grouping has a column, though it was not reached; PCA of another has none.
     same = f"{family_label('pca/layer')}, at the KL of FP8 e4m3"
     assert head == ["text", "sequences are", "of them", "FP8 e4m3", same]
@@ -364,13 +364,13 @@ def test_ratios_by_kind_of_text(folder: Path, report: dict[str, Any]) -> None:
     ]
     for kind in report["by_kind"]:
         kind["comparison"][0]["ratios"].pop(1)
-    shown = read_markdown(markdown(report, {}))[0]["How much smaller, by kind of text"][0]
+    shown = read_markdown(markdown(report, {}))[0]["Ratios at equal KL, by kind of text"][0]
     assert shown[0] == head[:-1] and shown[1] == [row[:-1] for row in rows]
 
 
 def test_sizes_at_round_kls(folder: Path) -> None:
     tables, _ = read_markdown((folder / "report.md").read_text())
-    ((head, rows),) = tables["What a KL costs"]
+    ((head, rows),) = tables["Size by KL"]
     assert head == ["curve", "KL 0.005", "KL 0.02"]
     assert rows == [  # a curve that reaches none of them is left out
         [family_label("cuvee/layer"), "1.25 (12.8x)", "0.50 (32.0x)"],
@@ -507,8 +507,8 @@ MISSING = [no_tasks, one_sequence, unpaired, nothing_measured, only_baselines, a
 ABSENT: dict[str, set[str]] = {
     "no_tasks": {"Scores of tasks"},
     "nothing_measured": set(SECTIONS[:9]),
-    "only_baselines": {*SECTIONS[:4], "Scores of tasks", "Profiles", "The other points of the curves"},
-    "a_given_profile": {"The other points of the curves"},
+    "only_baselines": {*SECTIONS[:4], "Scores of tasks", "Profiles", "Other points of the curves"},
+    "a_given_profile": {"Other points of the curves"},
 }
 
 
@@ -526,12 +526,12 @@ def test_what_is_missing_leaves_no_hole(report: dict[str, Any], tmp_path: Path, 
         assert not re.search(r"\b(None|nan|inf|null|undefined)\b", content)
         assert ("not complete" in content) == (not report["complete"])
     if change is one_sequence:
-        assert "±" not in tables["What you lose"][0][1][2][3] and "single sequence" in text
+        assert "±" not in tables["Quality by size"][0][1][2][3] and "single sequence" in text
         assert all("±" not in cell for _, rows in tables["Every method"] for row in rows for cell in row)
     if change is unpaired:
         assert all(row[4] == "" for _, rows in tables["Scores of tasks"] for row in rows)
     if change is no_tasks:
-        assert "tasks" not in tables["What you lose"][0][0] and "Documents of a task" not in text
+        assert "tasks" not in tables["Quality by size"][0][0] and "Documents of a task" not in text
     if change is a_given_profile:
         assert "ordinary text" in text and "Half of the sequences" not in text
 
@@ -539,7 +539,7 @@ def test_what_is_missing_leaves_no_hole(report: dict[str, Any], tmp_path: Path, 
 def test_a_curve_that_is_too_short_says_so(report: dict[str, Any]) -> None:
     every = report["quality"]
     report["quality"] = [e for e in every if e["setting"] not in ("2^0", "small")]
-    rows = read_markdown(markdown(report, {}))[0]["What you lose"][0][1]
+    rows = read_markdown(markdown(report, {}))[0]["Quality by size"][0][1]
     assert any(row[3].startswith("not measured beyond") and not any((row[1], *row[4:])) for row in rows)
     report["quality"] = [e for e in every if e["setting"] in ("", "small")]
     for e in report["quality"]:
@@ -596,9 +596,7 @@ def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> No
     assert found == tables
     row = by_first(tables["Every method"][0])[EVIL]
     assert len(row) == 10 and row[-1] == EVIL
-    assert (
-        f"What compressing its KV cache costs {EVIL}" in text and f"What compressing its KV cache costs {EVIL}" in page
-    )
+    assert f"Compressing the KV cache of {EVIL}" in text and f"Compressing the KV cache of {EVIL}" in page
     assert EVIL in text.split("documents, higher is better. ")[1]
     assert report["command"] in text and report["command"] in page
     assert not list(root.iter("b")) and entities.escape("<b>") in (tmp_path / "report.html").read_text()
@@ -614,7 +612,7 @@ def test_a_summary_on_the_terminal(report: dict[str, Any]) -> None:
     print_summary(report, console)
     shown = console.export_text()
     assert "[red]model" in shown and "[b]2" in shown and "6.34x (6.01x to 6.72x)" in shown and "not reached" in shown
-    rows = read_markdown(markdown(report, {}))[0]["What you lose"][0][1]
+    rows = read_markdown(markdown(report, {}))[0]["Quality by size"][0][1]
     assert all(row[3] in shown for row in rows)
 
 
