@@ -146,7 +146,7 @@ class KVLayout:
 
     @classmethod
     def from_config(cls, hf_config: Any, dtype: str | torch.dtype | None = None, *, states: bool = False) -> KVLayout:
-        """Make the layout of a transformers model of which there is only a configuration.
+        """Make the layout of a transformers model from its configuration alone.
 
         A model without weights shows what its layers keep, and a small one of the same class, with random weights, how
         keys depend on positions (`cuvee.codec.models.stand_in`). This takes about a second for a new configuration;

@@ -143,7 +143,7 @@ class Settings:
 
 
 def check_refinements(refinements: object, profile: Profile) -> None:
-    """Raise InputError unless a codec may have so many refinements."""
+    """Raise InputError unless a codec may have this many refinements."""
     if type(refinements) is not int or not 0 <= refinements <= MAX_REFINEMENTS:
         raise InputError(f"refinements: must be 0 … {MAX_REFINEMENTS}, got {refinements!r}")
     if refinements and not profile.learned:

@@ -100,7 +100,7 @@ def decode_states(
 
 
 def _plane_shape(values: int) -> tuple[int, int] | None:
-    """Return rows and channels of each half of a coded tensor of so many values; None if it cannot be coded.
+    """Return rows and channels of each half of a coded tensor with this number of values; None if it cannot be coded.
 
     Channels are a power of two: as many as rows, or fewer.
     """

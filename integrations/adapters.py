@@ -134,7 +134,7 @@ _watching: WeakSet[Adapters] = WeakSet()
 
 
 def watch_loads(adapters: Adapters, executor: Any) -> None:
-    """Have adapters told what vLLM loads and unloads by name, of which it tells connectors nothing.
+    """Tell adapters what vLLM loads and unloads by name; it does not tell connectors.
 
     Args:
         adapters: of the engine in this process.

@@ -19,7 +19,7 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-_KINDS = 1000  # of events that are told apart
+_KINDS = 1000  # of events that are counted apart
 _FATAL = (KeyboardInterrupt, SystemExit)  # the process has to end
 
 
@@ -37,7 +37,7 @@ class Once:
     Args:
         logger: that logs.
         level: of the first event of a kind, unless it has another.
-        most: kinds that are told apart: clients choose some of them.
+        most: kinds that are counted apart: clients choose some of them.
 
     Example:
         >>> once = Once(logging.getLogger("mine"))

@@ -94,7 +94,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Load so many leading chunks, the first `refined` with their refinements; the first token comes at `end`."""
+    """Load this many leading chunks, the first `refined` with their refinements; the first token comes at `end`."""
 
     chunks: int
     refined: int

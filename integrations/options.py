@@ -1,4 +1,4 @@
-"""`CodingOptions`: what every engine's adapter is told about its store, its codec and its model."""
+"""`CodingOptions`: the options of every engine's adapter about its store, its codec and its model."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Incoming:
 
 
 def part_fields(found: I64, tokens: I64, moved: I64) -> dict[str, I64]:
-    """Return what the fields of `coded_part` are as fields of jobs of so many tokens, by their names in lower case.
+    """Return what the fields of `coded_part` are as fields of jobs of this many tokens, by their names in lower case.
 
     `moved` is how far from where they were found the bytes are in the upload.
     """

@@ -13,7 +13,7 @@ from cuvee.codec.format.rules import rule_error
 from cuvee.codec.format.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2, Escapes, Streams, stream_count
 
 _HEADER = struct.Struct("<IIBBHII")
-_LONG_LENGTHS = 0x10000  # from so many words on, which a stream could have, lengths take four bytes
+_LONG_LENGTHS = 0x10000  # from this many words on, lengths take four bytes
 
 _NATIVE = {name: np.dtype(name) for name in ("u1", "u2", "u4", "i2", "i4")}
 _WIRE = {name: dtype.newbyteorder("<") for name, dtype in _NATIVE.items()}
@@ -100,7 +100,7 @@ def write_coded(part: CodedPart, planes: int) -> bytes:
 def read_coded(reader: Reader, planes: int, rows: int | None, tokens: int) -> CodedPart:
     """Read the output of `write_coded`: all that the reader has left, from a multiple of four bytes on.
 
-    A token may have at most so many planes and components; `rows` is None if all tokens have one class.
+    `planes` is the most planes and components of a token; `rows` is None if all tokens have one class.
 
     Raises:
         FormatError: the bytes break a rule.

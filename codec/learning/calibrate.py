@@ -186,7 +186,7 @@ def _device_of_moments(model: PreTrainedModel, layout: KVLayout, group: str) -> 
 
 
 def choose_group(layout: KVLayout, tokens: int, flops: float, tensor_parallel: bool = False) -> tuple[str, str]:
-    """Choose the largest group of layers, or of heads, that decodes within a budget and that so many tokens can
+    """Choose the largest group of layers, or of heads, that decodes within a budget and that this many tokens can
     support.
 
     A decoded value takes two operations per coded component of its group; at a KL of 0.003, about two fifths of the

@@ -224,7 +224,7 @@ def held_out_count(sequences: int) -> int:
 
 
 def need_tokens(layout: KVLayout, group: str, tokens: int, sequences: int = 0) -> None:
-    """Raise ProfileError unless this many tokens, of so many sequences, suffice for the bases of a group."""
+    """Raise ProfileError unless this many tokens, of this many sequences, suffice for the bases of a group."""
     need = tokens_needed(layout, group)
     if tokens < need:
         missing = -(-(need - tokens) * sequences // max(tokens, 1))  # an eighth more is held out

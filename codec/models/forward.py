@@ -124,7 +124,7 @@ class Filled:
 
     @classmethod
     def of(cls, cache: Any, layout: KVLayout, tokens: int) -> Filled:
-        """Take a cache of so many tokens per sequence apart; it is of no use afterwards.
+        """Take a cache of this many tokens per sequence apart; it is unusable afterwards.
 
         Raises:
             UnsupportedModelError: its layers do not hold what the layout says, for every token.

@@ -1,4 +1,4 @@
-"""Measure the cache of a model of which there is only a configuration.
+"""Measure the cache of a model from its configuration alone.
 
     configuration --meta device--> the model without weights: what its layers hold, at their true sizes
                   --shrunk-------> a small model of the same class with random weights: how keys depend on positions

@@ -1,4 +1,4 @@
-"""`LMCacheOptions`: what the L2 adapter is told in `adapter_params`."""
+"""`LMCacheOptions`: the options of the L2 adapter, in `adapter_params`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class EngineCalls:
             self._changed.notify_all()
 
     def close(self, timeout: float) -> None:
-        """Admit no more calls, and wait at most so many seconds for those that were."""
+        """Admit no more calls, and wait at most this many seconds for those under way."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way, timeout)

@@ -58,7 +58,7 @@ _WAIT_SECONDS = 1.0  # that a put waits for room
 # Seconds before the use of an entry is recorded again, which is also the error in the order of eviction. Recording it
 # takes microseconds, and changes one inode, which Linux writes out about every 30 s.
 _TOUCH_SECONDS = 10.0
-# A temporary file that nobody has written to for so many seconds is removed. Its writer is dead, or its put fails.
+# A temporary file that was not written to for this many seconds is removed. Its writer is dead, or its put fails.
 _STALE_SECONDS = 600.0
 # Errors that concern one file rather than its disk: a folder or a FIFO in its place, or its permissions.
 _UNUSABLE = frozenset(

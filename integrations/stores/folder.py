@@ -76,7 +76,7 @@ def locked(root: int) -> Iterator[Figures | None]:
 
 
 def recount(root: int, found: int, entries: int, added: int | None) -> int:
-    """Correct the figures after a scan that found so many bytes and entries; return the bytes that the folder holds.
+    """Correct the figures after a scan that found this many bytes and entries; return the bytes that the folder holds.
 
     `added`: `Figures.added` before the scan; None if there were no figures.
     """

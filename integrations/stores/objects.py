@@ -52,7 +52,7 @@ _CLOSE_SECONDS = 10.0
 # Of one request, with its response. What obstore takes for a passing failure is tried twice more within 10 s.
 _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
 _RETRY: dict[str, Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
-# A deletion that got no answer is sent so often, after pauses that double, unless it took so many seconds already.
+# A deletion without an answer is repeated this often, after pauses that double, unless it took this many seconds.
 _TRIES, _PAUSE, _AGAIN_SECONDS = 6, 0.25, 15.0
 _ANSWERED = ("Server returned", "following redirect")  # in the messages of obstore's errors
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")

@@ -1,4 +1,4 @@
-"""`TierOptions`: what the tier is told in vLLM's list `secondary_tiers`."""
+"""`TierOptions`: the options of the tier, in vLLM's list `secondary_tiers`."""
 
 from __future__ import annotations
 

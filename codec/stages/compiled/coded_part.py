@@ -122,7 +122,7 @@ def find_part(data, begin, end, tokens, planes, rows, found, problem):  # type: 
 
 @inner
 def stream_count(tokens, log2):  # type: ignore[no-untyped-def]
-    """Return the number of streams of `2**log2` tokens that hold so many tokens."""
+    """Return the number of streams of `2**log2` tokens that hold this many tokens."""
     return (tokens + (np.int64(1) << log2) - 1) >> log2
 
 

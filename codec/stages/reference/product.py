@@ -15,7 +15,7 @@ from cuvee.codec.stages.reference.symbols import class_runs
 from cuvee.codec.support.arrays import F32, U8
 from cuvee.codec.support.integer_maps import LONGEST
 
-# A product is as deep as its finest column. After each of so many columns, it ends if the next one needs less than this
+# A product is as deep as its finest column. Every 32 columns it ends if the next one needs less than this
 # share of its depth: shallower products have fewer operations, but more calls, and more shapes, cost time, too.
 PRODUCT_DEPTH, PRODUCT_COLUMNS = 0.75, 32
 
@@ -72,7 +72,7 @@ def analyze(
         run: the columns.
         ranks: the number of leading components of each block.
         products: how to multiply.
-        known: so many components of the first block are there already, as products of float32: they are the largest. In
+        known: this many components of the first block are there, as products of float32: they are the largest. In
             bfloat16 they cost a tenth of the KL at fine steps, because attention sinks are large, and finest of all
             tokens. If none are there, bfloat16 serves no other component either.
         y: `[R, T]` float32.

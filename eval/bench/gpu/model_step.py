@@ -1,6 +1,6 @@
 """The step `model`: a trained model on the device. Its profile, the cache of a long prompt, KL, restoring it.
 
-The model is SmolLM2 where its files can be had, or else the bundled one.
+The model is SmolLM2 where its files are available, or else the bundled one.
 """
 
 from __future__ import annotations
