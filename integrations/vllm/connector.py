@@ -257,18 +257,15 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self._worker is not None and not self._worker.attached:
             layers = self._attention_layers()
-            self._attach(self._worker, {name: layer.kv_cache for name, layer in layers.items()})
+            drafted = () if self._drafts is None else self._drafts.layers.names
+            self._attach(self._worker, {name: layers[name].kv_cache for name in (*self._cached_layers, *drafted)})
 
     def _attach(self, worker: WorkerSide, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the layout of the pages, and give them to the worker and to the blender."""
         in_order = {name: kv_caches[name] for name in self._cached_layers}
-        setup, layers, drafts = self._setup, self._attention_layers(), self._drafts
+        setup, layers = self._setup, self._attention_layers()
         pages = find_pages(setup.layout_of_pages(worker.rank), layers, in_order, setup.codes)
-        if drafts is None:
-            worker.attach(pages)
-        else:
-            drafted = {name: kv_caches[name] for name in drafts.layers.names}
-            worker.attach(pages, (drafts, find_pages(drafts.pages, layers, drafted, drafts.codes)))
+        worker.attach(pages, None if self._drafts is None else self._drafts.found(layers, kv_caches))
         if setup.options.blend is not None:
             self._blender = self._page_blender(pages, in_order)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,12 +31,15 @@ from cuvee.integrations.checkpoint import checkpoint_identity
 from cuvee.integrations.chunk_io import ChunkIO, Opened
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.copied_pages import CopiedPages, pairs_of_codes
+from cuvee.integrations.vllm.engine_pages import find_pages
 from cuvee.integrations.vllm.layer_groups import CachedLayers, is_latent, read_layers
 from cuvee.integrations.vllm.refusals import codes_of_cache, dtype_of_cache
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.naming.identity import beside_digest, canonical
 
 logger = logging.getLogger(__name__)
+
+_UNSTORED = "cuvee: fewer drafts are accepted behind a loaded prompt, because a drafter's layers are not stored: %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,18 @@ class Drafts:
             layers = read_layers(kv_cache_config, most, drafts=True)
             return cls._of_layers(layers, vllm_config, setup) if layers.names else None
         except CuveeError as error:
-            logger.warning("cuvee: behind a loaded prompt drafts are worse, because they are not stored: %s", error)
+            logger.warning(_UNSTORED, error)
+            return None
+
+    def found(
+        self, layers: Mapping[str, Any], kv_caches: Mapping[str, torch.Tensor]
+    ) -> tuple[Drafts, PagedCache] | None:
+        """Return them with their pages (`find_pages`); None: the layout of these is not known, which is logged."""
+        try:
+            own = {name: kv_caches[name] for name in self.layers.names}
+            return self, find_pages(self.pages, layers, own, self.codes)
+        except UnsupportedModelError as error:
+            logger.warning(_UNSTORED, error)
             return None
 
     @classmethod

@@ -1,7 +1,8 @@
 """A real engine, and everything in the connector fails at random: no engine ends, and no answer is another one.
 
     python tests/fuzz/chaos.py --seconds 600 --seed 0                                             `make chaos`
-    python tests/fuzz/chaos.py --kind ngram         an engine that drafts tokens; fp8: one with an fp8 cache; no blends
+    python tests/fuzz/chaos.py --kind ngram         one that drafts tokens; draft_model: by layers of a drafter's own;
+                                                    fp8: one with an fp8 cache. No blends
 
 Three tenants ask vLLM on the CPU for prompts that share beginnings and documents. Requests are aborted and preempted,
 caches emptied, and now and then a forward raises in the middle of the model; the engine then goes on as one that was
@@ -70,6 +71,7 @@ KINDS: dict[str, dict[str, Any]] = {  # options of the engine
             "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
         }
     },
+    "draft_model": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},  # the model itself
 }  # fmt: skip
 MOST_LONGER = 8  # times the seconds asked for, until enough has happened
 _COUNTS = (-1, 10**400, 1 << 64, "text", None, math.nan)
@@ -180,6 +182,8 @@ class Chaos(Driven):
 
         blend = {"blend": {"segment_tokens": 48, "min_context": 0, "cost": 1}} if kind == "plain" else {}
         options: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512, **KINDS[kind]}
+        if kind == "draft_model":
+            options["speculative_config"] = {**options["speculative_config"], "model": str(model)}
         if store is None:
             options["num_gpu_blocks_override"] = 8 * BLOCKS
         super().__init__(

@@ -46,6 +46,7 @@ WORKER = (
     "loads._restorer._io.in_a_row", "loads._restorer._io.open_all", "loads._restorer._io.open_parts",
     "loads._restorer._io.place", "loads._restorer.discard", "loads._book", "_state.keys.find", "saves._io.encode",
     "loads._count_load", "saves._copy", "saves._complete", "saves._encode",
+    "loads._restorer._restore_drafts", "saves._encode_drafts",
     "saves._fail", "saves._bytes", "saves._key", "_state.keys.written", "_state.slots",
     "_pools.loaders.submit", "_pools.fetchers.submit", "_pools.encoders.submit", "_pools.writers.submit",
     "_state.recorder.count", "_state.recorder.gauge", "_state.recorder.record_store", "_state.recorder.drain",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,11 +141,18 @@ def test_a_drafter_that_cannot_be_coded_costs_no_entry(
     assert not any(bench.drafted())
 
 
+def test_pages_of_a_drafter_that_are_not_understood_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    name = "model.layers.3.attn"
+    pages = torch.zeros(BLOCKS, 1, BLOCK, 16, dtype=torch.bfloat16)
+    assert drafts().found({name: SimpleNamespace(impl=object())}, {name: pages}) is None
+    assert "a drafter's layers are not stored" in caplog.text and f"{name}: object has no writer" in caplog.text
+
+
 def test_pages_of_a_drafter_sleep_with_those_of_the_model(made: Callable[..., Drafted]) -> None:
     bench = made()
     bench.save_all()
     bench.worker.detach()
     assert bench.worker._state.drafts is None
-    bench.worker.attach(bench.cache, (replace(drafts(), name=b"head"), bench.head))
+    bench.worker.attach(bench.cache, (drafts(), bench.head))
     bench.load_all()
     assert all(bench.drafted())

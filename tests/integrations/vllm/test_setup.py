@@ -303,7 +303,7 @@ def test_a_drafter_that_cannot_be_stored_is_told(
 
     monkeypatch.setattr(draft_layers, "checkpoint_identity", missing)
     assert _read_drafts(["model.layers.2.attn"], [spec], speculative=_drafts("eagle")) is None
-    assert "behind a loaded prompt drafts are worse" in caplog.text and why in caplog.text
+    assert "a drafter's layers are not stored" in caplog.text and why in caplog.text
 
 
 def test_no_drafter_has_layers_where_tokens_are_looked_up(caplog: pytest.LogCaptureFixture) -> None:
