@@ -1,7 +1,7 @@
 """Real engines whose drafters have layers of their own: a restored prompt is drafted behind as a cached one is.
 
-One process fills a store, another finds it. The drafter of `draft_model` is the model itself; the head of `eagle` is
-the only layer of a model, which reads no layer in front of it, so it is often right and sometimes not.
+One process fills a store, another finds it. The drafter of `draft_model` is the model itself. The heads of `eagle` and
+`mtp` are the only layer of a model: often right, and hardly ever without what the layer holds of the prompt.
 """
 
 from __future__ import annotations
@@ -14,48 +14,66 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.integrations.vllm.engines import Engine, Ran, Step, cuvee, distance, ids, need_vllm, run_engines
-from tests.integrations.vllm.engines import save_tiny_model as save_model
+from tests.integrations.vllm.engines import (
+    Engine,
+    Ran,
+    Step,
+    cuvee,
+    distance,
+    ids,
+    need_vllm,
+    run_engines,
+    save_tiny_model,
+)
 
 pytestmark = pytest.mark.slow
 
 CHUNK, BLOCK, TOKENS = 64, 32, 30
 PROMPTS = [ids(300, seed) for seed in range(4)]
 ONCE = Step(PROMPTS, max_tokens=TOKENS)
-KINDS = ("eagle", "draft_model")
+KINDS = ("eagle", "mtp", "draft_model")
 ACCEPTED, DRAFTED = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens")
 
 
-def save_head(model: Path, path: Path) -> None:
-    """Save an EAGLE head for a model of one layer: that layer, of tokens alone. The head norms nothing in front of it,
-    so the rows of the model's table of tokens get a norm of one.
+def save_with_head(kind: str, folder: Path) -> None:
+    """Save a model of one layer, and a head that predicts with this layer from tokens alone.
+
+    A head norms its layer's input otherwise than the model does, so rows of the table of tokens get a norm of one.
     """
+    model = save_tiny_model("qwen2" if kind == "mtp" else "llama", folder / kind, num_hidden_layers=1)
     weights, config = load_file(model / "model.safetensors"), json.loads((model / "config.json").read_text())
     table = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = table / table.square().mean(-1, keepdim=True).sqrt()
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    own = {name.removeprefix("model."): each for name, each in weights.items() if ".layers.0." in name}
+    own = {name.removeprefix("model.layers.0."): each for name, each in weights.items() if ".layers.0." in name}
     size = table.shape[1]
-    head = {name: each for name, each in own.items() if "input_layernorm" not in name}
-    head["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
-    path.mkdir()
-    save_file(head, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config))
+    hidden, token = torch.zeros(size, size), torch.eye(size)
+    if kind == "eagle":
+        head = {f"layers.0.{name}": each for name, each in own.items() if name != "input_layernorm.weight"}
+        (folder / "head").mkdir()
+        save_file({**head, "fc.weight": torch.cat([token, hidden], 1)}, folder / "head" / "model.safetensors")
+        (folder / "head" / "config.json").write_text(json.dumps(config))
+    else:  # MiMo, whose heads are in the model's checkpoint
+        norms = {f"{name}_layernorm.weight": torch.ones(size) for name in ("token", "hidden", "final")}
+        head = {**own, **norms, "input_proj.weight": torch.cat([hidden, token], 1)}
+        weights |= {f"model.mtp_layers.0.{name}": each.clone() for name, each in head.items()}
+        config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    (model / "config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_vllm()
     made = tmp_path_factory.mktemp("drafts")
-    save_model("llama", made / "draft_model")
-    save_model("llama", made / "eagle", num_hidden_layers=1)
-    save_head(made / "eagle", made / "head")
+    save_tiny_model("llama", made / "draft_model")
+    for kind in ("eagle", "mtp"):
+        save_with_head(kind, made)
     return made
 
 
 def drafting(folder: Path, kind: str) -> dict[str, Any]:
-    drafter = folder / ("head" if kind == "eagle" else kind)
-    return {"speculative_config": {"method": kind, "model": str(drafter), "num_speculative_tokens": 3}}
+    drafters = {"eagle": {"model": str(folder / "head")}, "draft_model": {"model": str(folder / kind)}}
+    return {"speculative_config": {"method": kind, "num_speculative_tokens": 3, **drafters.get(kind, {})}}
 
 
 def connected(folder: Path, store: str) -> dict[str, Any]:
@@ -97,6 +115,7 @@ def accepted(ran: Ran, step: int = 0) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.serves(drafts="eagle", where="engine")
+@pytest.mark.serves(drafts="mtp", where="engine")
 def test_as_much_is_accepted_behind_a_restored_prompt_as_behind_a_cached_one(
     kind: str, first: Mapping[str, Ran], second: Mapping[str, Ran]
 ) -> None:
