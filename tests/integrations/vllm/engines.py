@@ -581,8 +581,8 @@ def _answer(llm: Any, prompts: Sequence[Sequence[int]], step: dict[str, Any]) ->
     requests = [({"prompt_token_ids": list(prompt), **salt}, one) for prompt, one in zip(prompts, given, strict=True)]
     answers = []
     for batch in [requests] if step["together"] else [[request] for request in requests]:
-        if step["forget"] and not llm.reset_prefix_cache():
-            raise RuntimeError("the engine did not empty its prefix cache")
+        if step["forget"]:
+            _forget(llm)
         asked, wanted = zip(*batch, strict=True) if batch else ((), ())
         for output in llm.generate(list(asked), list(wanted), use_tqdm=False):
             for said in output.outputs:
@@ -628,6 +628,15 @@ def _sleep(llm: Any, changed: bool) -> None:
         next(each for each in runner.model.parameters() if each.numel()).data[5] += 1.0
     assert llm.wake_up(tags=["kv_cache"]) is True
     del worker.sleep, worker.wake_up
+
+
+def _forget(llm: Any) -> None:
+    """Empty the engine's prefix cache. With asynchronous scheduling it may still draft behind the last answer."""
+    for _ in range(4):
+        if llm.reset_prefix_cache():
+            return
+        llm.llm_engine.step()
+    raise RuntimeError("the engine did not empty its prefix cache")
 
 
 def _wait_for(llm: Any, metric: str, least: float) -> None:
