@@ -23,7 +23,6 @@ from cuvee.codec.stages.rows import Rows, cache_rows, dense_rows, has_rows
 
 BLOCKS, BLOCK_TOKENS = 5, 16
 CPU = torch.device("cpu")
-DIRECT = [*ORDERS, PERMUTED]
 
 
 def joined(layout: KVLayout, order: str) -> tuple[PagedCache, list[torch.Tensor]]:

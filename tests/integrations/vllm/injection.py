@@ -21,7 +21,6 @@ WORKER_HOOKS = {
 }  # fmt: skip
 THREADS = {"cuvee-lookup": "lookup", "cuvee-load": "load", "cuvee-fetch": "load", "cuvee-decode": "load",
            "cuvee-encode": "store", "cuvee-write": "store"}  # fmt: skip
-HOOKS = (*SCHEDULER_HOOKS, *WORKER_HOOKS, *dict.fromkeys(THREADS.values()))
 
 # Inner calls, by side. Left out: what contains errors itself, and what puts things right (`_give_up`, `_end`).
 SCHEDULER = (

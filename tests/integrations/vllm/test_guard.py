@@ -267,17 +267,9 @@ def _deep(depth: int) -> Any:
 
 
 DEEP = _deep(100_000)
-PARAMETERS: list[Any] = [None, 0, 1, True, "", "x", [], [1], {}, 1.5, float("nan"), {"cuvee": {"blend": "yes"}}]
-WHOLE: list[Any] = [None, 0, True, "x", [], 1.5, DEEP]
-SPANS: list[Any] = [
-    0, "x", {}, [[]], [[0]], [[5, 1]], [[0, 1 << 80]], [[0, True]], DEEP, [DEEP], [[0, 1]] * 10_000, [[-1, 4]],
-]  # fmt: skip
-COSTS: list[Any] = ["x", [], float("nan"), float("inf"), 1 << 5000, -1, True, {}, DEEP]
-NAMES = ["", "x" * 100_000, "\ud800", "segment"]
-PARAMETERS += [{"cuvee": odd} for odd in WHOLE]
-PARAMETERS += [{"cuvee": {"segments": odd}} for odd in SPANS]
-PARAMETERS += [{"cuvee": {"cost": odd}} for odd in COSTS]
-PARAMETERS += [{"cuvee": {name: 1}} for name in NAMES]
+# `test_blend_options.py` has what may be wrong with a field.
+PARAMETERS: list[Any] = [None, "x", [1], {"cuvee": DEEP}, {"cuvee": {"segments": [DEEP]}}, {"cuvee": {"cost": DEEP}}]
+PARAMETERS += [{"cuvee": {name: 1}} for name in ("", "x" * 100_000, "\ud800", "segment")]
 
 
 @pytest.mark.parametrize("at", range(len(PARAMETERS)))
