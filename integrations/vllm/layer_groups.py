@@ -83,6 +83,11 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
         raise UnsupportedModelError("the model caches no keys and values: serve it without CuveeConnector")
     for spec in by_name.values():
         _check_kind(spec)
+    if indexer := next((name for name in by_name if ".indexer." in name), None):
+        raise UnsupportedModelError(
+            f"{indexer}: sparse indexers (DeepSeek V3.2, GLM-5) are not supported, because they cache no keys and "
+            "values: serve this model without CuveeConnector"
+        )
     names = tuple(sorted(by_name, key=_number_of))
     order = {name: at for at, name in enumerate(names)}
     groups = []

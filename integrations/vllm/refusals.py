@@ -102,8 +102,8 @@ def check_layers(layout: KVLayout, config: Any, cached: CachedLayers, stages: in
     count = len(cached.names)
     if stages == 1 and count != layout.num_layers:
         raise UnsupportedModelError(
-            f"the engine caches {count} layers, the model has {layout.num_layers} that cache: sparse indexers and "
-            "layers of an unknown drafter are not supported; serve this model without CuveeConnector"
+            f"the engine caches {count} layers, the model has {layout.num_layers} that cache: layers of an unknown "
+            "drafter are not supported; serve this model without CuveeConnector"
         )
     if stages > 1 and (layout.num_layers != config.num_hidden_layers or max(cached.numbers) >= layout.num_layers):
         raise UnsupportedModelError(

@@ -422,6 +422,15 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
             "chunk_tokens: .*pass --block-size 8 or less",
         ),
         ({"layers": 0}, UnsupportedModelError, "caches no keys and values"),
+        (
+            {
+                "names": [
+                    f"model.layers.{at}.self_attn.{cache}" for at in (0, 1) for cache in ("attn", "indexer.k_cache")
+                ]
+            },
+            UnsupportedModelError,
+            "model.layers.0.self_attn.indexer.k_cache: sparse indexers .*serve this model without CuveeConnector",
+        ),
         ({"names": ["model.layers.0", "model.tail"]}, UnsupportedModelError, "model.tail: must have one number"),
         ({"specs": [_spec(), _spec(dtype=torch.float16)]}, UnsupportedModelError, "cache of bfloat16 and float16"),
         (
@@ -483,6 +492,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
     ],
 )
 @pytest.mark.serves(model="recurrent layers", where="refused")
+@pytest.mark.serves(model="latents (MLA) with a sparse indexer", where="refused")
 @pytest.mark.serves(cache="nvfp4", where="refused")
 @pytest.mark.serves(drafts="dflash", where="refused")
 @pytest.mark.serves(parallel="context parallelism", where="refused")
