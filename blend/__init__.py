@@ -9,12 +9,10 @@ Guided, Boundary, Nothing: choose the tokens to recompute
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
 from cuvee.blend.chunk_cache import ChunkCache
 from cuvee.blend.chunk_stores import ChunkCounters, ChunkStore
-from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
 from cuvee.blend.selectors import Boundary, Guided, Nothing, Selector
 
 __all__ = [
-    "BlendModel",
     "BlendRecord",
     "BlendResult",
     "Blender",
@@ -28,5 +26,4 @@ __all__ = [
     "Segment",
     "SegmentRecord",
     "Selector",
-    "TransformersModel",
 ]

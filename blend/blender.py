@@ -18,7 +18,7 @@ import torch
 
 from cuvee.blend.dense_kv import DenseKV
 from cuvee.blend.recompute import Placed, Recompute, Recomputed
-from cuvee.blend.recompute_model import BlendModel, TransformersModel
+from cuvee.blend.recompute_model import TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Guided, Selector
 from cuvee.codec.chunk import KVChunk
@@ -146,8 +146,8 @@ class Blender:
         (0.25, (1, 64))
 
     Args:
-        model: a causal language model of transformers in eval mode (Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3 …), or
-            another implementation of `BlendModel`.
+        model: a causal language model of transformers in eval mode, with "sdpa" or "eager" attention (Llama, Mistral,
+            Mixtral, Phi-3, Qwen2, Qwen3 …).
         codec: decodes blobs. Without it, chunks must be `KVChunk`s.
         selector: chooses the tokens to recompute; default: `Guided()`, 15% of the cached tokens.
         correct: correct the other cached tokens by how the recomputed ones changed (`cuvee.blend.correction`).
@@ -156,18 +156,18 @@ class Blender:
     Raises:
         UnsupportedModelError: the model has sliding windows, MLA or M-RoPE, or its family was not checked.
         ProfileMismatchError: the codec's profile belongs to another model.
-        InputError: as for `TransformersModel`.
+        InputError: not a transformers model, or it is in training mode or has another attention implementation.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel | BlendModel,
+        model: PreTrainedModel,
         codec: Codec | None = None,
         selector: Selector | None = None,
         *,
         correct: bool = True,
     ) -> None:
-        self._model: BlendModel = TransformersModel(model) if isinstance(model, torch.nn.Module) else model
+        self._model = TransformersModel(model)
         self._codec = codec
         self._correct = correct
         self.selector: Selector = Guided() if selector is None else selector
@@ -175,7 +175,7 @@ class Blender:
         if codec is not None:
             codec.profile.check_layout(self._model.layout)
             known = codec.profile.model
-            if known is not None and isinstance(model, torch.nn.Module) and known != model_fingerprint(model):
+            if known is not None and known != model_fingerprint(model):
                 raise ProfileMismatchError(
                     "codec: must have a profile calibrated on the model's weights, got one of other weights"
                 )
@@ -215,7 +215,7 @@ class _Run:
 
     def __init__(
         self,
-        model: BlendModel,
+        model: TransformersModel,
         codec: Codec | None,
         selector: Selector,
         segments: Sequence[Segment],

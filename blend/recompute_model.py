@@ -1,4 +1,4 @@
-"""The interface of models for blending (`RecomputeModel`, `BlendModel`), and its implementation for transformers.
+"""The interface of models for blending (`RecomputeModel`), and its implementation for transformers.
 
 Selected tokens go through unmodified decoder layers. In place of its cache, each layer gets an object that writes the
 new keys and values among the cached ones and returns all of them. A mask by position restricts the attention of each
@@ -58,25 +58,6 @@ class RecomputeModel(Protocol):
         ...
 
 
-class BlendModel(RecomputeModel, Protocol):
-    """A model that can blend a prompt from its first token to the logits after its last."""
-
-    vocabulary: int
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        ...
-
-    def first_values(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the first layer's values `[H, S, D]` of tokens int64 `[S]`, which depend on the tokens only."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits `[S, V]` of hidden states `[S, C]` after the last layer."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
     position_ids: torch.Tensor
@@ -125,7 +106,7 @@ class TransformersModel:
         return device
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See `BlendModel`, also for the methods below."""
+        """See `RecomputeModel`, also for the methods below."""
         hidden: torch.Tensor = self._model.get_input_embeddings()(tokens.to(self.device))
         return hidden
 
@@ -168,7 +149,8 @@ class TransformersModel:
         rotated: torch.Tensor = torch.cat((turned, kept), -1).transpose(0, 1) * attention.scaling
         return rotated
 
-    def first_values(self, tokens: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def first_values(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the first layer's values `[H, S, D]` of tokens int64 `[S]`, which depend on the tokens only."""
         layer = self.layout.layers[0]
         start = self._query_width(0) + layer.key_values
         return self._projected(0, self.embed(tokens), "v_proj", slice(start, None))[1].transpose(0, 1)
@@ -186,7 +168,8 @@ class TransformersModel:
         states: torch.Tensor = getattr(attention, name)(normed) if fused is None else fused(normed)[:, part]
         return attention, states.unflatten(-1, (-1, self.layout.layers[index].head_dim))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits `[S, V]` of hidden states `[S, C]` after the last layer."""
         result: torch.Tensor = self._model.get_output_embeddings()(self._base.norm(hidden))
         return result.float()
 

@@ -24,7 +24,6 @@ from cuvee.blend import (
     Prompt,
     Segment,
     Selector,
-    TransformersModel,
     blender,
 )
 from cuvee.blend.correction import Correction, Window
@@ -740,10 +739,3 @@ def test_models_must_be_causal_language_models(llama: Any) -> None:
     for other, named in ((torch.nn.Linear(2, 2), "Linear"), (llama.model, "LlamaModel")):
         with pytest.raises(InputError, match=rf"^model: must be a transformers causal language model, got {named}"):
             Blender(other)  # type: ignore[arg-type]
-
-
-def test_a_model_behind_the_protocol(llama: Any) -> None:
-    tokens = ids(24)
-    segments = stale(llama, tokens, (8, 16, 24), (0, 1))
-    behind = Blender(TransformersModel(llama), lossless(llama), Random(0.3)).blend(segments)
-    assert equal(behind, Blender(llama, selector=Random(0.3)).blend(segments))

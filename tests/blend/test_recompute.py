@@ -17,10 +17,10 @@ from cuvee.blend import (
     Nothing,
     Segment,
     Selector,
-    TransformersModel,
     recompute,
 )
 from cuvee.blend.recompute import KVExchange, Observer, Placed, Recompute, Recomputed, same
+from cuvee.blend.recompute_model import TransformersModel
 
 # Text that stays exact, two chunks with text between them, text, and text that is left to somebody else.
 ENDS = (9, 18, 21, 30, 34, 42)
