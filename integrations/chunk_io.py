@@ -203,31 +203,16 @@ class ChunkIO:
         blob = opened.blob
         while True:
             try:
-                self.write(cache, blob, slots, start, layers, write)
+                if write is not None:
+                    write(blob, slots, start)
+                else:
+                    at = None if start is None else [start]
+                    self.codec.decode_paged([blob], cache, slots, at, layers).check()
                 return blob
             except CuveeError as error:
                 if not blob.refinements or not error.blames_blob:
                     raise
                 blob = self.open_parts(opened.entry, len(blob.refinements))
-
-    def write(
-        self,
-        cache: PagedCache,
-        blob: OpenBlob,
-        slots: Sequence[torch.Tensor],
-        start: int | None = None,
-        layers: range | None = None,
-        write: Writer | None = None,
-    ) -> None:
-        """Decode one blob into its slots, on this thread and its stream; the arguments are those of `place`.
-
-        Raises:
-            CuveeError: the blob is damaged.
-        """
-        if write is not None:
-            write(blob, slots, start)
-        else:
-            self.codec.decode_paged([blob], cache, slots, None if start is None else [start], layers).check()
 
     def in_a_row(self, works: Iterable[Callable[[], T]]) -> tuple[list[T], CuveeError | None]:
         """Return the results up to the first work that failed, and its error. All works have ended on return, and also
