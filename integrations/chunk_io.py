@@ -115,30 +115,26 @@ class ChunkIO:
                 return [error]
         return [outcome for chunk in chunks for outcome in self.encode(cache, [chunk])]  # tells which
 
-    def open(self, entry: Stored) -> Opened:
-        """Open an entry from as many of its parts as are sound; decoding verifies the rest.
+    def open(self, entry: Stored, most: int | None = None) -> Opened:
+        """Open an entry from as many of its parts as are sound, and `most` of them; decoding verifies the rest.
 
         Raises:
             CuveeError: the base belongs to another entry, is damaged, or has no valid tag.
         """
-        for count in range(len(entry.parts), 1, -1):
+        for count in range(len(entry.parts) if most is None else most, 0, -1):
+            base, *refinements = entry.parts[:count]
+            bound, expected = entry.bound, entry.expected
             try:
-                return Opened(entry, self.open_parts(entry, count))
+                blob = self.codec.open(base, refinements=refinements, associated_data=bound, expected=expected)
+                return Opened(entry, blob)
             except CuveeError as error:
-                logger.debug("cuvee: a part of an entry is left out: %s", error)
-        return Opened(entry, self.open_parts(entry, 1))
-
-    def open_parts(self, entry: Stored, count: int) -> OpenBlob:
-        """Open an entry from its first `count` parts.
-
-        Raises:
-            CuveeError: one of them belongs to another entry, is damaged, or has no valid tag.
-        """
-        base, *refinements = entry.parts[:count]
-        try:
-            return self.codec.open(base, refinements=refinements, associated_data=entry.bound, expected=entry.expected)
-        except CorruptError as error:
-            raise CorruptError(f"{entry.name}: {error}") from error
+                if count > 1:
+                    logger.debug("cuvee: %s: a part is left out: %s", entry.name, error)
+                elif isinstance(error, CorruptError):
+                    raise CorruptError(f"{entry.name}: {error}") from error
+                else:
+                    raise
+        raise ValueError("parts: must hold a base, got none")
 
     def open_all(self, entries: Iterable[Stored]) -> tuple[list[Opened], CuveeError | None]:
         """Return the entries up to the first that cannot be opened, and its error."""
@@ -212,7 +208,7 @@ class ChunkIO:
             except CuveeError as error:
                 if not blob.refinements or not error.blames_blob:
                     raise
-                blob = self.open_parts(opened.entry, len(blob.refinements))
+                blob = self.open(opened.entry, len(blob.refinements)).blob
 
     def in_a_row(self, works: Iterable[Callable[[], T]]) -> tuple[list[T], CuveeError | None]:
         """Return the results up to the first work that failed, and its error. All works have ended on return, and also

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from cuvee.codec.errors import InputError
@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 
 Data = dict[str, float]
 
-# Results of store_operations, and metrics, by the field of TierCounters.
 _OPERATIONS = "store_operations"
-_TIER_RESULTS = {
-    "hits": "hit", "misses": "miss", "corrupt": "corrupt",
-    "errors": "error", "skipped": "skipped", "dropped": "dropped",
+# The metric of each field of TierCounters, and the result that it counts.
+_OF_TIERS = {
+    "hits": (_OPERATIONS, "hit"), "misses": (_OPERATIONS, "miss"), "corrupt": (_OPERATIONS, "corrupt"),
+    "errors": (_OPERATIONS, "error"), "skipped": (_OPERATIONS, "skipped"), "dropped": (_OPERATIONS, "dropped"),
+    "hit_bytes": ("hit_bytes", ""), "put_bytes": ("put_bytes", ""),
+    "queued": ("store_queue_depth", ""), "bytes": ("store_bytes", ""),
 }  # fmt: skip
-_TIER_BYTES = {"hit_bytes": "hit_bytes", "put_bytes": "put_bytes"}
-_TIER_GAUGES = {"queued": "store_queue_depth", "bytes": "store_bytes"}
-_TIER_FIELDS = (*_TIER_RESULTS, *_TIER_BYTES, *_TIER_GAUGES)
 
 
 def metric_of(key: str) -> tuple[Metric, str]:
@@ -108,7 +107,7 @@ class Recorder:
         elif self._rank == 0:
             self._set(f"{name}|{label}|", value)
 
-    def record_store(self, counters: Mapping[str, TierCounters], fields: Sequence[str] = _TIER_FIELDS) -> None:
+    def record_store(self, counters: Mapping[str, TierCounters], fields: Iterable[str] = _OF_TIERS) -> None:
         """Count what a store did since the last call, and set the gauges of its tiers.
 
         Call it in one place per store: two connectors that share a store would count the same operations twice.
@@ -126,13 +125,12 @@ class Recorder:
                 value, last = getattr(now, name), seen.get(name)
                 if value is None or value == last:
                     continue  # most often: the rest would take tens of microseconds of every step
-                new = value if last is None or value < last else value - last
-                if name in _TIER_GAUGES:
-                    self.gauge(_TIER_GAUGES[name], value, tier)
-                elif name in _TIER_BYTES:
-                    self.count(_TIER_BYTES[name], new, tier)
+                metric, result = _OF_TIERS[name]
+                if METRICS[metric].kind == "gauge":
+                    self.gauge(metric, value, tier)
                 else:
-                    self.count(_OPERATIONS, new, f"{tier}:{_TIER_RESULTS[name]}")
+                    new = value if last is None or value < last else value - last
+                    self.count(metric, new, f"{tier}:{result}" if result else tier)
                 seen[name] = value
 
     def absorb(self, data: Mapping[str, float]) -> None:
