@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -108,7 +107,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         from cuvee.integrations.adapters import Adapters, watch_loads
         from cuvee.integrations.vllm.scheduler import SchedulerSide
-        from cuvee.integrations.vllm.setup import Setup, stop_advice
+        from cuvee.integrations.vllm.setup import Setup
 
         self._setup = Setup.of_engine(vllm_config, kv_cache_config)
         outer = multi_connector()
@@ -147,9 +146,13 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 breaks=line_breaks(self._setup.options.blend, model),
                 make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,
             )  # fmt: skip
-            advice = stop_advice(sys.argv[0], multiprocessing.parent_process() is None)
-            if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1) and advice:
-                logger.info("cuvee: %s", advice)
+            alone = multiprocessing.parent_process() is None  # then this process stores what waits before it exits
+            if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1) and not alone:
+                logger.info(
+                    "cuvee: vLLM ends this engine when it is stopped, and chunks that wait to be stored are lost; "
+                    "--shutdown-timeout 60 gives it time, or llm.llm_engine.engine_core.shutdown(timeout=60) at the "
+                    "end of a program"
+                )
         atexit.register(self.shutdown)
 
     @classmethod

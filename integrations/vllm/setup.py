@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -321,27 +321,6 @@ def default_store(executor: str | None) -> tuple[str, ...]:
         )  # fmt: skip
     # Ranks must agree on it, and other users' folders are refused.
     return (f"file://{_SHARED_MEMORY}/cuvee-{os.getuid()}?max_gb={size:.3g}",)
-
-
-def stop_advice(program: str, in_process: bool) -> str | None:
-    """Return how to give the engine time to finish storing when it is stopped; None: it has that time.
-
-    Args:
-        program: path of the program that started the engine (`sys.argv[0]`).
-        in_process: the engine runs in the program's own process, which stores what waits before it exits.
-    """
-    if in_process:
-        return None
-    path = PurePath(program)
-    if path.name == "vllm" or {"vllm", "entrypoints"} <= set(path.parts):
-        return (
-            "vLLM kills this engine at once when the server is stopped, and chunks that wait to be stored are lost; "
-            "--shutdown-timeout 60 gives it time"
-        )
-    return (
-        "vLLM gives this engine a few seconds when the program ends, and chunks that still wait to be stored are lost; "
-        "llm.llm_engine.engine_core.shutdown(timeout=60) at the program's end gives it time"
-    )
 
 
 def _key_ids(codec: Codec) -> str:

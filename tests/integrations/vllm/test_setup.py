@@ -30,7 +30,7 @@ from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm import draft_layers, setup
 from cuvee.integrations.vllm.draft_layers import Drafts
 from cuvee.integrations.vllm.layer_groups import LayerGroup
-from cuvee.integrations.vllm.setup import Setup, stop_advice
+from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
 CONFIG = LlamaConfig(
@@ -712,24 +712,6 @@ def test_the_id_of_the_key_is_logged_and_not_the_key(
     caplog.clear()
     Setup.of_engine(*_engine(extra={"quality": "lossless"})).codec(0)
     assert "signed" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("program", "in_process", "advice"),
-    [
-        ("/venv/bin/vllm", False, "--shutdown-timeout 60"),
-        ("/venv/lib/python3.11/site-packages/vllm/entrypoints/openai/api_server.py", False, "--shutdown-timeout 60"),
-        ("/home/me/offline.py", False, "engine_core.shutdown(timeout=60)"),
-        ("-c", False, "engine_core.shutdown(timeout=60)"),
-        ("", False, "engine_core.shutdown(timeout=60)"),
-        ("/home/me/offline.py", True, None),
-    ],
-)
-def test_the_advice_for_the_end_fits_how_the_engine_was_started(
-    program: str, in_process: bool, advice: str | None
-) -> None:
-    said = stop_advice(program, in_process)
-    assert said is None if advice is None else said is not None and advice in said
 
 
 def test_a_checkpoint_that_changes_while_the_engine_starts_is_not_used(
