@@ -46,13 +46,11 @@ class Estimate:
     Attributes:
         prefill_rate: tokens/s computed, of a prompt of as many tokens as `break_even`, or of 1,024 if that is infinite.
         load_rate: tokens/s loaded, beyond the overhead; `math.inf` if length makes no difference.
-        overhead: seconds of a load that do not depend on its length.
         break_even: the length from which loads pay: at least 1; `math.inf` if they never do.
     """
 
     prefill_rate: float
     load_rate: float
-    overhead: float
     break_even: float
 
     @classmethod
@@ -68,7 +66,7 @@ class Estimate:
         break_even = max(1.0, math.ceil(length)) if length < _LONGEST else math.inf
         tokens = break_even if break_even < math.inf else 1024.0
         rate = tokens / max(prefill(*prefill_quantities(0, int(tokens))), 1e-9)
-        return cls(rate, 1 / load.first if load.first > 0 else math.inf, load.constant, break_even)
+        return cls(rate, 1 / load.first if load.first > 0 else math.inf, break_even)
 
 
 class BreakEven:
@@ -109,18 +107,6 @@ class BreakEven:
         if min(self._prefill.samples, self._load.samples) < MIN_SAMPLES:
             return None
         return Estimate.of(self._prefill, self._load)
-
-    def describe(self) -> str:
-        """Return one line: `loads pay from 384 tokens on: prefill 21.3 k tokens/s, load 96 k tokens/s + 3.1 ms`."""
-        estimate = self.estimate
-        if estimate is None:
-            return (
-                f"break-even length not measured yet: {min(self._load.samples, MIN_SAMPLES)} of {MIN_SAMPLES} loads, "
-                f"{min(self._prefill.samples, MIN_SAMPLES)} of {MIN_SAMPLES} prefill steps"
-            )
-        pays = f"pay from {estimate.break_even:g} tokens on" if estimate.break_even < math.inf else "pay at no length"
-        load = f"{_rate(estimate.load_rate)} + " if estimate.load_rate < math.inf else ""
-        return f"loads {pays}: prefill {_rate(estimate.prefill_rate)}, load {load}{estimate.overhead * 1e3:.3g} ms"
 
 
 Shape = tuple[int, int]
@@ -206,7 +192,3 @@ class BlendPays:
 def _octave(number: float) -> int:
     """Return the `n` for which a number is in `2 ** (n - 1) … 2 ** n`; 0 for numbers below 1."""
     return max(math.frexp(number)[1], 0)
-
-
-def _rate(rate: float) -> str:
-    return f"{rate / 1e3:.3g} k tokens/s" if rate >= 999.5 else f"{rate:.3g} tokens/s"

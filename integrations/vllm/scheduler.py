@@ -321,7 +321,7 @@ class SchedulerSide:
         with self._guard("close"):
             self._pool.dismiss(0, cancel=True)
         with self._guard("close"):
-            logger.info("cuvee: %s; %s", self._recorder.summary(), self._rates.break_even.describe())
+            logger.info("cuvee: %s", self._recorder.summary())
 
     # Across tasks ----------------------------------------------------------------------------------------------
 

@@ -85,7 +85,6 @@ def test_loads_until_both_sides_are_known() -> None:
     few = BreakEven(computing(1e-5, steps=MIN_SAMPLES - 1))
     loading(few, 1.0, 1.0)
     assert few.estimate is None and few.worth_loading(0, 100, 100)
-    assert f"8 of {MIN_SAMPLES} loads" not in few.describe() and f"4 of {MIN_SAMPLES} prefill steps" in few.describe()
 
 
 def test_one_in_so_many_declined_is_tried_and_notices_a_store_that_has_recovered() -> None:
@@ -95,15 +94,6 @@ def test_one_in_so_many_declined_is_tried_and_notices_a_store_that_has_recovered
     assert [at for at, tried in enumerate(answers, 1) if tried] == [TRIAL_EVERY, 2 * TRIAL_EVERY, 3 * TRIAL_EVERY]
     loading(decision, 1e-4, 1e-6, loads=32)
     assert all(decision.worth_loading(0, 512, 512) for _ in range(8))
-
-
-def test_the_decision_is_described() -> None:
-    decision = BreakEven(computing(1e-3))
-    assert "not measured yet: 0 of 5 loads, 5 of 5 prefill steps" in decision.describe()
-    loading(decision, 0.1, 1e-4)
-    assert decision.describe().startswith("loads pay from 10") and "prefill 1 k tokens/s" in decision.describe()
-    loading(decision, 0.5, 1e-2, loads=32)
-    assert "pay at no length" in decision.describe()
 
 
 # Blends --------------------------------------------------------------------------------------------------------------
