@@ -31,7 +31,6 @@ class LinearCost:
     Args:
         first: seconds per unit of `x`, initially.
         second: seconds per unit of `y`, initially.
-        spread: standard deviation of a cost's logarithm, initially.
         constant: seconds whatever the quantities, initially.
 
     Attributes:
@@ -45,8 +44,8 @@ class LinearCost:
         2.0
     """
 
-    def __init__(self, first: float, second: float, spread: float = 0.2, constant: float = 0.0) -> None:
-        self.first, self.second, self.spread, self.constant = first, second, spread, constant
+    def __init__(self, first: float, second: float, constant: float = 0.0) -> None:
+        self.first, self.second, self.constant = first, second, constant
         self.samples = 0
         self._given = self.learned
         self._window: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
@@ -60,9 +59,9 @@ class LinearCost:
         return self.first * x + self.second * y
 
     @property
-    def learned(self) -> tuple[float, float, float, float]:
+    def learned(self) -> tuple[float, float, float]:
         """What `LinearCost(*learned)` expects as this one does."""
-        return self.first, self.second, self.spread, self.constant
+        return self.first, self.second, self.constant
 
     def observe(self, x: float, y: float, seconds: float) -> None:
         """Note that `x` and `y` took `seconds`.
@@ -77,7 +76,7 @@ class LinearCost:
         self._fit()
 
     def _fit(self) -> None:
-        # Plain Python: for so few samples, arrays take ten times as long, and a load fits after every chunk.
+        # Plain Python: for so few samples, arrays take ten times as long.
         weights: list[float] = [0.5 ** (age / _HALF_LIFE) for age in reversed(range(len(self._window)))]
         whole = sum(weights)
 
@@ -87,7 +86,7 @@ class LinearCost:
         # Of `constant * row[0] + first * row[1] + second * row[2] = 1` for each row.
         cc, ca, cb, aa, ab, bb = (moment(*pair) for pair in ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)))
         c, a, b = (sum(weight * row[at] for weight, row in zip(weights, self._window, strict=True)) for at in range(3))
-        given_first, given_second, given_spread, given_constant = self._given
+        given_first, given_second, given_constant = self._given
         for_c, for_a, for_b = _CONSTANT_PULL * cc / whole, _PULL * aa / whole, _PULL * bb / whole  # whatever the units
         cc, aa, bb = cc + for_c, aa + for_a, bb + for_b
         c, a, b = c + for_c * given_constant, a + for_a * given_first, b + for_b * given_second
@@ -99,12 +98,6 @@ class LinearCost:
         if self.constant < 0:
             self.constant = 0.0
             self.first, self.second = _not_negative((aa, ab, bb), (a, b))
-        square = sum(
-            weight * math.log(max(self.constant * row[0] + self.first * row[1] + self.second * row[2], 1e-9)) ** 2
-            for weight, row in zip(weights, self._window, strict=True)
-        )
-        oldest = 0.5 ** (len(weights) / _HALF_LIFE)  # the initial spread counts as one more sample
-        self.spread = math.sqrt((square + oldest * given_spread**2) / (whole + oldest))
 
 
 def prefill_quantities(start: int, stop: int) -> tuple[float, float]:

@@ -25,8 +25,8 @@ HICCUP = 0.02  # seconds by which anything may be late because another thread or
 _REFINED = 0.15  # what a chunk of both parts loses, over what its base alone loses
 _COMPUTED = 0.75  # what computing a chunk counts for, on the same scale: the engine's time has other uses
 _CANDIDATES = 12  # numbers of chunks that are compared
-_Z = 1.64  # standard deviations by which what must be in time may be slower than expected: 5% of cases
-_SPREAD = 0.3  # standard deviation of the logarithm of a transfer's time
+# Times that transfers and computing may take longer than expected where something must be in time.
+_SLOW = 1.64, 1.28
 
 
 class Rates:
@@ -122,10 +122,9 @@ def choose(
     to_bases, to_refinements = list(accumulate(bases, initial=0.0)), list(accumulate(refinements, initial=0.0))
     count = len(goal.tokens)
 
-    def option(chunks: int, z: float, z_prefill: float) -> tuple[float, Choice]:
-        """Return a choice if all is `z` deviations slower, and what it loses."""
-        slow, compute = math.exp(z * _SPREAD), math.exp(z_prefill * goal.prefill.spread)
-        compute *= goal.prefill(*prefill_quantities(edges[chunks], edges[-1] + goal.rest))
+    def option(chunks: int, slow: float, slow_engine: float) -> tuple[float, Choice]:
+        """Return a choice if all is so many times slower, and what it loses."""
+        compute = slow_engine * goal.prefill(*prefill_quantities(edges[chunks], edges[-1] + goal.rest))
         there = now + slow * (ready - now + to_bases[chunks])
         last = max(goal.deadline - compute - HICCUP, goal.engine_free)
         refined = min(bisect_right(to_refinements, (last - there) / slow) - 1, chunks) if there <= last else 0
@@ -134,9 +133,9 @@ def choose(
         return loss, Choice(chunks, refined, max(there, goal.engine_free) + compute)
 
     numbers = dict.fromkeys((*range(count, loaded, -max((count - loaded) // _CANDIDATES, 1)), loaded))
-    for z in (_Z, 0.0):
-        found = [option(chunks, z, z) for chunks in numbers]
+    for slow, slow_engine in (_SLOW, (1.0, 1.0)):
+        found = [option(chunks, slow, slow_engine) for chunks in numbers]
         in_time = [each for each in found if each[1].end <= goal.deadline]
         if in_time:
-            return option(min(in_time, key=lambda each: each[0])[1].chunks, 0.0, z)[1]
+            return option(min(in_time, key=lambda each: each[0])[1].chunks, 1.0, slow_engine)[1]
     return min((each for _, each in found), key=lambda each: each.end)

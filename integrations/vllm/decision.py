@@ -82,7 +82,7 @@ class BreakEven:
 
     def __init__(self, prefill: LinearCost) -> None:
         self._prefill = prefill
-        self._load = LinearCost(1e-5, 0.0, 1.1, 1e-3)
+        self._load = LinearCost(1e-5, 0.0, 1e-3)
         self._declined = 0
 
     def observe_load(self, work: int, seconds: float) -> None:

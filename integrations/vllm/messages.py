@@ -117,7 +117,7 @@ class Aim:
     seconds: float
     rest: int
     queued: int
-    prefill: tuple[float, float, float, float]
+    prefill: tuple[float, float, float]
 
 
 @dataclass(slots=True)

@@ -87,8 +87,7 @@ class SchedulerSide:
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
         self._lookups = Lookups(self._pool, state.contains, setup.ranks)
-        # Before anything is measured: 1,000 tokens per second, or a third or three times as many.
-        prefill = LinearCost(1e-3, 0.0, 1.1)
+        prefill = LinearCost(1e-3, 0.0)  # before anything is measured: 1,000 tokens per second
         self._planner: BlendPlanner | None = None
         if options.blend is not None:
             self._planner = BlendPlanner(

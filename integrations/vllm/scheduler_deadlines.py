@@ -59,9 +59,7 @@ class SchedulerDeadlines:
             waited = max(time.time() - request.arrival_time, 0.0)
             tracked.due = Due(deadline, self._state.clock() - waited)
 
-    def loading(
-        self, tracked: Tracked, queued: Callable[[], int], prefill: tuple[float, float, float, float]
-    ) -> Aim | None:
+    def loading(self, tracked: Tracked, queued: Callable[[], int], prefill: tuple[float, float, float]) -> Aim | None:
         """Return what a load aims at that is about to begin; None: it restores everything.
 
         Args:

@@ -29,7 +29,7 @@ class Rates:
         self._timed_steps: dict[int, tuple[int, float]] = {}
 
     @property
-    def prefill(self) -> tuple[float, float, float, float]:
+    def prefill(self) -> tuple[float, float, float]:
         """What computing costs, as in `messages.Aim`."""
         return self._prefill.learned
 

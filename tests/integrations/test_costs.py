@@ -17,7 +17,7 @@ def test_prefill_is_learned_with_its_attention() -> None:
             x, y = prefill_quantities(start, start + tokens)
             cost.observe(x, y, 4e-4 * x + 2e-8 * y)
     assert cost.samples == 9
-    assert (cost.first, cost.second) == pytest.approx((4e-4, 2e-8), rel=0.02) and cost.spread < 0.1
+    assert (cost.first, cost.second) == pytest.approx((4e-4, 2e-8), rel=0.02)
     x, y = prefill_quantities(8192, 9216)
     assert cost(x, y) == pytest.approx(4e-4 * x + 2e-8 * y, rel=0.02)
 
@@ -31,7 +31,7 @@ def test_loads_of_several_lengths_tell_latency_from_bandwidth() -> None:
 
 def test_short_steps_do_not_make_long_ones_look_dear() -> None:
     """A step of 64 tokens takes 0.05 s, most of it whatever their number; one of 1,088 takes 0.43 s."""
-    cost = LinearCost(1e-3, 0.0, 1.1)
+    cost = LinearCost(1e-3, 0.0)
     for start, stop in [(0, 1088)] * 4 + [(1024, 1088)] * 24:
         x, y = prefill_quantities(start, stop)
         cost.observe(x, y, 0.027 + 3.6e-4 * x)

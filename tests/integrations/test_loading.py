@@ -29,7 +29,7 @@ def chosen(
     **goal: Any,
 ) -> Choice:
     """The choice for chunks whose parts take so many seconds each, some of which are there."""
-    asked = Goal(NOW + deadline, [TOKENS] * count, LinearCost(compute, 0.0, 0.0), rest=16, **goal)
+    asked = Goal(NOW + deadline, [TOKENS] * count, LinearCost(compute, 0.0), rest=16, **goal)
     bases = [0.0] * loaded + [base] * (count - loaded)
     refinements = [0.0] * refined + [refinement] * (count - refined)
     return choose(asked, NOW, NOW + under_way, loaded, bases, refinements)
