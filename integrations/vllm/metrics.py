@@ -5,15 +5,14 @@
 
 Recorders exchange plain dicts of numbers, which hold changes only. Their keys are `name|label|rank`: the label's value
 if the metric has a label, and the rank for a gauge that ranks add up. A histogram's label is the observed value to 3
-digits, and its number the count of that value; so all but gauges merge by addition. Totals count observations by the
-upper edge of their bucket, so they do not grow with the load.
+digits, and its number the count of that value; so all but gauges merge by addition. Totals count observations without
+their values, so they do not grow with the load.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -72,7 +71,6 @@ class Recorder:
         self._rank = rank
         self._lock = threading.Lock()
         self._totals: Data = {}
-        self._sums: dict[str, float] = {}  # of the values of histograms
         self._pending: Data = {}
         self._ranks: set[str] = set()  # that have gauges of their own
         self._stores: dict[str, dict[str, float]] = {}  # figures of tiers, as counted so far
@@ -153,35 +151,23 @@ class Recorder:
 
     def totals(self) -> dict[tuple[str, str], float]:
         """Return all figures since the start by name and label, as `collect`: of this process, whatever its rank, and
-        those it absorbed. The label of a histogram is the upper edge of a bucket.
+        those it absorbed; of a histogram the number of observations.
         """
         with self._lock:
             return collect(self._totals)
 
     def summary(self) -> str:
-        """Return everything that was counted since the start, but not gauges, in one line; of histograms the mean."""
-        totals = self.totals()
-        parts = []
+        """Return everything that was counted since the start, but not gauges, in one line."""
+        totals, parts = self.totals(), []
         for metric in METRICS.values():
-            own = {label: value for (name, label), value in totals.items() if name == metric.name}
-            if not own or metric.kind == "gauge":
-                continue
-            if metric.kind == "histogram":
-                count = sum(own.values())
-                parts.append(f"{metric.name} {count:,}, {self._sums[metric.name] / count:.3g} on average")
-            else:
-                figures = (f"{_shown(value)} {label}".strip() for label, value in own.items())
-                parts.append(f"{metric.name} {', '.join(figures)}")
+            own = [f"{_shown(value)} {label}".strip() for (name, label), value in totals.items() if name == metric.name]
+            if own and metric.kind != "gauge":
+                parts.append(f"{metric.name} {', '.join(own)}")
         return "; ".join(parts) or "nothing counted"
 
     def _add(self, metric: Metric, key: str, value: float) -> None:
         with self._lock:
-            total = key
-            if metric.kind == "histogram":
-                observed = float(key.split("|")[1])
-                self._sums[metric.name] = self._sums.get(metric.name, 0) + observed * value
-                edges = (*metric.buckets, math.inf)
-                total = f"{metric.name}|{edges[bisect_left(edges, observed)]:g}|"
+            total = f"{metric.name}||" if metric.kind == "histogram" else key
             self._totals[total] = _number(key, self._totals.get(total, 0) + value)
             if metric.ranks == "sum" or self._rank == 0:
                 self._pending[key] = _number(key, self._pending.get(key, 0) + value)

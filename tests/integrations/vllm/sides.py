@@ -27,7 +27,6 @@ from cuvee.integrations.adapters import AdapterFiles, Adapters
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Blend, Entry, Load, Save, StepPlan
-from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.scheduler_events import EventPair
@@ -446,6 +445,5 @@ def _flat(recorder: Recorder) -> dict[str, float]:
     """What was counted, by `name{label}`; of histograms, how often."""
     flat: dict[str, float] = {}
     for (name, label), value in recorder.totals().items():
-        key = name if not label or METRICS[name].kind == "histogram" else f"{name}{{{label}}}"
-        flat[key] = flat.get(key, 0) + value
+        flat[f"{name}{{{label}}}" if label else name] = value
     return flat

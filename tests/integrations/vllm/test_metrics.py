@@ -59,21 +59,14 @@ def test_a_histogram_is_counted_by_value() -> None:
 
 
 def test_what_is_kept_does_not_grow_with_the_observations() -> None:
-    """Nor does a drain walk through it, and the mean is still that of the values."""
+    """Nor does a drain walk through it."""
     worker, scheduler = Recorder(), Recorder()
     for index in range(50_000):
         worker.count("lookup_seconds", 1e-6 * 1.0004**index)
         if index % 1000 == 0:
             scheduler.absorb(worker.drain() or {})
     scheduler.absorb(worker.drain() or {})
-    buckets = METRICS["lookup_seconds"].buckets
-    for recorder in (worker, scheduler):
-        totals = recorder.totals()
-        assert set(totals) == {("lookup_seconds", f"{edge:g}") for edge in (*buckets, math.inf)}
-        assert sum(totals.values()) == 50_000
-        assert totals["lookup_seconds", "0.001"] == pytest.approx(math.log(2) / math.log(1.0004), rel=1e-2)
-        mean = sum(1e-6 * 1.0004**index for index in range(50_000)) / 50_000
-        assert float(recorder.summary().partition("50,000, ")[2].split()[0]) == pytest.approx(mean, rel=1e-2)
+    assert worker.totals() == scheduler.totals() == {("lookup_seconds", ""): 50_000}
 
     class Walked(dict[str, float]):
         def __iter__(self) -> Any:
@@ -278,7 +271,7 @@ def test_the_summary_is_one_line() -> None:
         recorder.count("load_seconds", seconds)
     recorder.record_store({"memory": TierCounters(hits=500, misses=20), "disk": TierCounters(errors=2)})
     assert recorder.summary() == (
-        "raw_bytes 1,100,000,000; stored 1,024 chunk, 7 tail; load_seconds 3, 0.2 on average; "
+        "raw_bytes 1,100,000,000; stored 1,024 chunk, 7 tail; load_seconds 3; "
         "store_operations 500 memory:hit, 20 memory:miss, 2 disk:error"
     )
 
