@@ -15,11 +15,9 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-
-from cuvee.integrations.costs import LinearCost, prefill_quantities
 
 HICCUP = 0.02  # seconds by which anything may be late because another thread or process has the core
 _REFINED = 0.15  # what a chunk of both parts loses, over what its base alone loses
@@ -73,26 +71,6 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """A prompt whose first token is due.
-
-    Attributes:
-        deadline: of the first token, in seconds on the clock of `choose`. It may have passed.
-        tokens: of each chunk that could be loaded, in order.
-        prefill: seconds to compute, of `prefill_quantities`.
-        start, rest: tokens of the prompt before the first chunk, and behind the last one, which are computed.
-        engine_free: when the engine can begin with this prompt.
-    """
-
-    deadline: float
-    tokens: Sequence[int]
-    prefill: LinearCost
-    start: int = 0
-    rest: int = 1
-    engine_free: float = -math.inf
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """Load this many leading chunks, the first `refined` with their refinements; the first token comes at `end`."""
 
@@ -102,40 +80,43 @@ class Choice:
 
 
 def choose(
-    goal: Goal, now: float, ready: float, loaded: int, bases: Sequence[float], refinements: Sequence[float]
-) -> Choice:
+    deadline: float, engine_free: float, edges: Sequence[int], compute: Callable[[int], float], now: float,
+    ready: float, loaded: int, bases: Sequence[float], refinements: Sequence[float],
+) -> Choice:  # fmt: skip
     """Return the choice that loses least of those in time even if everything is slow, or else of those expected in
     time, or else the one with which the first token is expected earliest.
 
     Bases have to be in time. Refinements may be left out at any moment, so it is enough if they are expected in time.
 
     Args:
-        goal: what is asked for.
-        now: seconds, on any clock.
+        deadline: of the first token, in seconds on any clock. It may have passed.
+        engine_free: when the engine can begin with this prompt.
+        edges: of the chunks that could be loaded, in order: the first position of each, and the last one's end.
+        compute: seconds to compute what follows so many of them.
+        now: on the same clock.
         ready: when all that is under way will be there.
         loaded: number of leading chunks whose bases are there, which are loaded in any case.
         bases: seconds that fetching and decoding the base of each chunk takes from now on; 0 where it is there or under
             way.
         refinements: the same for refinements; 0 also where there is none.
     """
-    edges = list(accumulate(goal.tokens, initial=goal.start))
     to_bases, to_refinements = list(accumulate(bases, initial=0.0)), list(accumulate(refinements, initial=0.0))
-    count = len(goal.tokens)
+    count = len(bases)
 
     def option(chunks: int, slow: float, slow_engine: float) -> tuple[float, Choice]:
         """Return a choice if all is so many times slower, and what it loses."""
-        compute = slow_engine * goal.prefill(*prefill_quantities(edges[chunks], edges[-1] + goal.rest))
+        computing = slow_engine * compute(chunks)
         there = now + slow * (ready - now + to_bases[chunks])
-        last = max(goal.deadline - compute - HICCUP, goal.engine_free)
+        last = max(deadline - computing - HICCUP, engine_free)
         refined = min(bisect_right(to_refinements, (last - there) / slow) - 1, chunks) if there <= last else 0
         loss = _REFINED * (edges[refined] - edges[0]) + edges[chunks] - edges[refined]
         loss += _COMPUTED * (edges[-1] - edges[chunks])
-        return loss, Choice(chunks, refined, max(there, goal.engine_free) + compute)
+        return loss, Choice(chunks, refined, max(there, engine_free) + computing)
 
     numbers = dict.fromkeys((*range(count, loaded, -max((count - loaded) // _CANDIDATES, 1)), loaded))
     for slow, slow_engine in (_SLOW, (1.0, 1.0)):
         found = [option(chunks, slow, slow_engine) for chunks in numbers]
-        in_time = [each for each in found if each[1].end <= goal.deadline]
+        in_time = [each for each in found if each[1].end <= deadline]
         if in_time:
             return option(min(in_time, key=lambda each: each[0])[1].chunks, 1.0, slow_engine)[1]
     return min((each for _, each in found), key=lambda each: each.end)

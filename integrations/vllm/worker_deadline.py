@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.chunk_io import BATCH
-from cuvee.integrations.costs import LinearCost
-from cuvee.integrations.loading import HICCUP, Choice, Goal, Rates, choose
+from cuvee.integrations.costs import LinearCost, prefill_quantities
+from cuvee.integrations.loading import HICCUP, Choice, Rates, choose
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.messages import Aim, Entry
 from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob, Restorer
@@ -98,11 +98,10 @@ class _Run:
         keys = [self._state.keys.written(load.tenant, entry.digest) for entry in load.prefix]
         found = self._state.store.locate([part_key(key, number) for key in keys for number in range(parts)])
         self._tiers = [found[at : at + parts] for at in range(0, len(found), parts)]
-        prefill = LinearCost(*aim.prefill)
-        self._goal = Goal(
-            job.begun + aim.seconds, [len(load.placed(entry)) for entry in load.prefix],
-            prefill, load.start, aim.rest, job.begun + prefill.marginal(aim.queued, 0.0),
-        )  # fmt: skip
+        self._edges = list(accumulate((len(load.placed(entry)) for entry in load.prefix), initial=load.start))
+        self._prefill, self._end = LinearCost(*aim.prefill), self._edges[-1] + aim.rest
+        self._deadline = job.begun + aim.seconds
+        self._engine_free = job.begun + self._prefill.marginal(aim.queued, 0.0)
         self._held: list[Fetched | None] = [None] * len(keys)
         self._asked, self._decoded = [0] * len(keys), [0] * len(keys)  # parts of each entry
         self.requests: deque[_Request] = deque()
@@ -135,7 +134,13 @@ class _Run:
         # What has come is decoded meanwhile.
         ready = max(there + min(pending, decode * max(entry.tokens for entry in entries)), now + pending)
         loaded = sum(1 for _ in takewhile(lambda held: held and held.parts, self._held))
-        return choose(self._goal, now, ready, loaded, bases, seconds(1))
+        return choose(
+            self._deadline, self._engine_free, self._edges, self._compute, now, ready, loaded, bases, seconds(1)
+        )
+
+    def _compute(self, chunks: int) -> float:
+        """Return the seconds to compute what follows so many chunks."""
+        return self._prefill(*prefill_quantities(self._edges[chunks], self._end))
 
     def missing(self) -> list[int]:
         """Return the numbers of the entries that the store does not have."""

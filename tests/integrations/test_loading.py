@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from cuvee.integrations import loading
-from cuvee.integrations.costs import LinearCost
-from cuvee.integrations.loading import Choice, Goal, Rates, choose
+from cuvee.integrations.loading import Choice, Rates, choose
 
 TOKENS, MB = 256, 1e6
 NOW = 100.0
@@ -26,13 +25,18 @@ def chosen(
     loaded: int = 0,
     refined: int = 0,
     under_way: float = 0.0,
-    **goal: Any,
+    engine_free: float = -math.inf,
 ) -> Choice:
     """The choice for chunks whose parts take so many seconds each, some of which are there."""
-    asked = Goal(NOW + deadline, [TOKENS] * count, LinearCost(compute, 0.0), rest=16, **goal)
+    edges = [TOKENS * at for at in range(count + 1)]
+
+    def computing(chunks: int) -> float:
+        return compute * (edges[-1] - edges[chunks] + 16)
+
     bases = [0.0] * loaded + [base] * (count - loaded)
     refinements = [0.0] * refined + [refinement] * (count - refined)
-    return choose(asked, NOW, NOW + under_way, loaded, bases, refinements)
+    due, ready = NOW + deadline, NOW + under_way
+    return choose(due, engine_free, edges, computing, NOW, ready, loaded, bases, refinements)
 
 
 def end(chunks: int, refined: int, count: int = 4) -> float:
