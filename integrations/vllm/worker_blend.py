@@ -6,28 +6,19 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from cuvee.codec.errors import CuveeError, allocations
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Blend
 from cuvee.integrations.vllm.worker_load import WorkerLoads
-from cuvee.integrations.vllm.worker_restore import LoadJob, SlicedBlend
+from cuvee.integrations.vllm.worker_restore import LoadJob
 from cuvee.integrations.vllm.worker_state import WorkerState
 
+if TYPE_CHECKING:  # engines that do not blend do without it
+    from cuvee.integrations.vllm.blending.executing import PageBlend, PageBlender
+
 logger = logging.getLogger(__name__)
-
-
-class Blender(Protocol):
-    """Begins blends on one rank. See `blending.executing.PageBlender`."""
-
-    def agree(self, well: bool, /) -> bool:
-        """Tell the other ranks whether this rank can go on; return whether all of them can."""
-        ...
-
-    def begin(self, blend: Blend, end: int, /) -> SlicedBlend:
-        """Return the blend of the tokens `blend.start … end`, of which nothing is computed yet."""
-        ...
 
 
 class WorkerBlends:
@@ -44,7 +35,7 @@ class WorkerBlends:
         self._loads = loads
         self._guard = guard
 
-    def advance(self, requests: Sequence[str], tokens: int, blender: Blender) -> None:
+    def advance(self, requests: Sequence[str], tokens: int, blender: PageBlender) -> None:
         """Compute this step's slice of what these requests' blends leave to be computed, one blend after the other.
 
         Runs in the engine's thread, between the engine's own passes. All ranks do the same in the same order, because
@@ -64,7 +55,7 @@ class WorkerBlends:
             with self._guard("blend", None if job is None else partial(self._loads.abandon, job)):
                 left = before - self._slice(job, before, blender)
 
-    def _slice(self, job: LoadJob | None, tokens: float, blender: Blender) -> float:
+    def _slice(self, job: LoadJob | None, tokens: float, blender: PageBlender) -> float:
         """Compute a slice of one blend; return the number of tokens it took, which is the same on all ranks."""
         blend = None if job is None else job.load.blend
         if job is None or blend is None:
@@ -94,7 +85,7 @@ class WorkerBlends:
                 self._blended(job, blend, job.blending)
             return spent
 
-    def _blended(self, job: LoadJob, blend: Blend, done: SlicedBlend) -> None:
+    def _blended(self, job: LoadJob, blend: Blend, done: PageBlend) -> None:
         """Book a blend that is completely computed; `job.lock` is held."""
         recorder, tokens = self._state.recorder, done.tokens
         for kind, count in tokens.items():

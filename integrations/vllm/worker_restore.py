@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +22,9 @@ from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import send
 from cuvee.naming.part_keys import part_key
+
+if TYPE_CHECKING:
+    from cuvee.integrations.vllm.blending.executing import PageBlend
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +43,6 @@ class Fetched:
     key: str
     parts: tuple[bytes, ...]
     drafts: Fetched | None = None
-
-
-class SlicedBlend(Protocol):
-    """A blend that is computed slice by slice. See `blending.executing.PageBlend`."""
-
-    done: bool
-    tokens: dict[str, int]
-
-    def advance(self, budget: float, /) -> float:
-        """Compute a slice of at most so many tokens, or one unit; return the number of computed tokens."""
-        ...
 
 
 @dataclass(slots=True)
@@ -78,7 +70,7 @@ class LoadJob:
     lock: threading.Lock = field(default_factory=threading.Lock)
     over: bool = False
     placed: bool = False
-    blending: SlicedBlend | None = None
+    blending: PageBlend | None = None
     place_seconds: float = 0.0
     computed: float = 0.0
     compute_seconds: float = 0.0

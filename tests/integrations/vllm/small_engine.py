@@ -170,7 +170,7 @@ class SmallEngine:
         worker.loads.void(plan.voids)
         worker.loads.start(plan.loads)
         worker.loads.drop(plan.drops)
-        worker.blends.advance(plan.blends, plan.blend_tokens, self.blender)
+        worker.blends.advance(plan.blends, plan.blend_tokens, self.blender)  # type: ignore[arg-type]  # not vLLM's layers
         for request, before, count in planned:
             blocks = self.blocks[request.request_id]
             self.write(request.all_token_ids, request.cache_salt, blocks, before, before + count)

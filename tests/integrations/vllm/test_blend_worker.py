@@ -95,7 +95,7 @@ def run_blend(b: Bench, load: Load, blender: FakeBlender) -> Report:
 
 def compute(b: Bench, requests: list[str], blender: FakeBlender, tokens: int = 1000) -> None:
     """The blends' part of one step of the engine."""
-    b.worker.blends.advance(requests, tokens, blender)
+    b.worker.blends.advance(requests, tokens, blender)  # type: ignore[arg-type]  # as in `FakeBlender`
 
 
 def place(b: Bench, request: str = "r", beside: tuple[str, ...] = ()) -> Report:
