@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.checkpoint import checkpoint_files, checkpoint_identity
+from cuvee.integrations.guard import Once
 from cuvee.naming.identity import canonical
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Adapters:
     def __init__(self) -> None:
         self._folders = AdapterFolders()
         self._known: dict[int, tuple[str, Signature] | None] = {}  # where its weights are from; None: unknown
-        self._warned: set[tuple[str, str]] = set()
+        self._once = Once(logger)
 
     def find(self, number: int, name: str, path: str) -> AdapterFiles | None:
         """Return the files that the engine has an adapter's weights from; None: that is not known, and it is logged.
@@ -125,9 +126,7 @@ class Adapters:
             return None
 
     def _warn(self, name: str, path: str, reason: str) -> None:
-        if (name, path) not in self._warned:
-            self._warned.add((name, path))
-            logger.warning("cuvee: requests of adapter %r (%s) are not cached: %s", name, path, reason)
+        self._once((name, path), "cuvee: requests of adapter %r (%s) are not cached: %s", name, path, reason)
 
 
 _watching: WeakSet[Adapters] = WeakSet()

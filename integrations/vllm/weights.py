@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from cuvee.integrations.guard import Once
+
 logger = logging.getLogger(__name__)
 
 Digest = tuple[object, ...]
@@ -43,7 +45,7 @@ class Weights:
     def __init__(self, layer: torch.nn.Module | None, parameters: Callable[[torch.nn.Module], Any]) -> None:
         self._models = [weakref.ref(model) for model in _owners_of(layer)]
         self._parameters = parameters
-        self._warned = False
+        self._once = Once(logger, logging.INFO)
 
     @property
     def models(self) -> list[Any]:
@@ -62,12 +64,10 @@ class Weights:
                 return digest
             raise LookupError("the engine's model was not found")
         except Exception as error:
-            if not self._warned:
-                self._warned = True
-                logger.info(
-                    "cuvee: it cannot be told whether weights have changed, so nothing that was stored before a sleep "
-                    "is found after it (%s: %s)", type(error).__name__, error,
-                )  # fmt: skip
+            self._once(
+                "unknown", "cuvee: it cannot be told whether weights have changed, so nothing that was stored before a "
+                "sleep is found after it (%s: %s)", type(error).__name__, error,
+            )  # fmt: skip
             return None
 
 
