@@ -80,8 +80,8 @@ class Choice:
 
 
 def choose(
-    deadline: float, engine_free: float, edges: Sequence[int], compute: Callable[[int], float], now: float,
-    ready: float, loaded: int, bases: Sequence[float], refinements: Sequence[float],
+    deadline: float, edges: Sequence[int], compute: Callable[[int], float], now: float, ready: float, loaded: int,
+    bases: Sequence[float], refinements: Sequence[float],
 ) -> Choice:  # fmt: skip
     """Return the choice that loses least of those in time even if everything is slow, or else of those expected in
     time, or else the one with which the first token is expected earliest.
@@ -90,7 +90,6 @@ def choose(
 
     Args:
         deadline: of the first token, in seconds on any clock. It may have passed.
-        engine_free: when the engine can begin with this prompt.
         edges: of the chunks that could be loaded, in order: the first position of each, and the last one's end.
         compute: seconds to compute what follows so many of them.
         now: on the same clock.
@@ -107,11 +106,11 @@ def choose(
         """Return a choice if all is so many times slower, and what it loses."""
         computing = slow_engine * compute(chunks)
         there = now + slow * (ready - now + to_bases[chunks])
-        last = max(deadline - computing - HICCUP, engine_free)
+        last = deadline - computing - HICCUP
         refined = min(bisect_right(to_refinements, (last - there) / slow) - 1, chunks) if there <= last else 0
         loss = _REFINED * (edges[refined] - edges[0]) + edges[chunks] - edges[refined]
         loss += _COMPUTED * (edges[-1] - edges[chunks])
-        return loss, Choice(chunks, refined, max(there, engine_free) + computing)
+        return loss, Choice(chunks, refined, there + computing)
 
     numbers = dict.fromkeys((*range(count, loaded, -max((count - loaded) // _CANDIDATES, 1)), loaded))
     for slow, slow_engine in (_SLOW, (1.0, 1.0)):

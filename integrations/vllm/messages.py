@@ -110,13 +110,11 @@ class Aim:
     Attributes:
         seconds: from now until the first token is due; negative: it is late already.
         rest: tokens of the prompt behind the load, which are computed in any case.
-        queued: tokens that the engine computes before it can begin with this prompt.
         prefill: what computing costs: `LinearCost.learned`.
     """
 
     seconds: float
     rest: int
-    queued: int
     prefill: tuple[float, float, float]
 
 

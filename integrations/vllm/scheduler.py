@@ -156,7 +156,7 @@ class SchedulerSide:
             if tracked is None:
                 raise LookupError(f"{tokens} tokens are to be loaded for a request that is not cached")
             self._blends.allocate(tracked, blocks)
-            aim = self._deadlines.loading(tracked, partial(self._requests.queued, tracked), self._rates.prefill)
+            aim = self._deadlines.loading(tracked, self._rates.prefill)
             self._loads.allocate(tracked, blocks, tokens, others, aim)
 
     def outcome(self, request: Any) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cuvee.codec.errors import InputError
@@ -59,12 +59,11 @@ class SchedulerDeadlines:
             waited = max(time.time() - request.arrival_time, 0.0)
             tracked.due = Due(deadline, self._state.clock() - waited)
 
-    def loading(self, tracked: Tracked, queued: Callable[[], int], prefill: tuple[float, float, float]) -> Aim | None:
+    def loading(self, tracked: Tracked, prefill: tuple[float, float, float]) -> Aim | None:
         """Return what a load aims at that is about to begin; None: it restores everything.
 
         Args:
             tracked: the request.
-            queued: counts the tokens that the engine computes first, over all requests.
             prefill: what computing costs, as in `Aim`.
         """
         self._loading[tracked.request.request_id] = tracked
@@ -73,7 +72,7 @@ class SchedulerDeadlines:
         if due is None or due.first_token is not None:  # preempted after its first token: there is no hurry
             return None
         left = due.arrived + due.deadline - self._state.clock()
-        return Aim(left, tracked.request.num_tokens - tracked.end, queued(), prefill)
+        return Aim(left, tracked.request.num_tokens - tracked.end, prefill)
 
     def note_step(self, tracked: Tracked, before: int, after: int, step: int) -> None:
         """Note that a step computes a request's tokens `before … after`."""

@@ -56,11 +56,6 @@ class Requests:
         self.tracked[request.request_id] = tracked
         return tracked
 
-    def queued(self, tracked: Tracked) -> int:
-        """Return how many tokens of other prompts that have begun are still to be computed."""
-        begun = [other for other in self.tracked.values() if other is not tracked and other.computed]
-        return sum(max(other.request.num_prompt_tokens - other.computed, 0) for other in begun)
-
     def end(self, request_id: str) -> None:
         """Forget a request."""
         self.tracked.pop(request_id, None)

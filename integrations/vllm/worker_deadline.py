@@ -101,7 +101,6 @@ class _Run:
         self._edges = list(accumulate((len(load.placed(entry)) for entry in load.prefix), initial=load.start))
         self._prefill, self._end = LinearCost(*aim.prefill), self._edges[-1] + aim.rest
         self._deadline = job.begun + aim.seconds
-        self._engine_free = job.begun + self._prefill.marginal(aim.queued, 0.0)
         self._held: list[Fetched | None] = [None] * len(keys)
         self._asked, self._decoded = [0] * len(keys), [0] * len(keys)  # parts of each entry
         self.requests: deque[_Request] = deque()
@@ -134,9 +133,7 @@ class _Run:
         # What has come is decoded meanwhile.
         ready = max(there + min(pending, decode * max(entry.tokens for entry in entries)), now + pending)
         loaded = sum(1 for _ in takewhile(lambda held: held and held.parts, self._held))
-        return choose(
-            self._deadline, self._engine_free, self._edges, self._compute, now, ready, loaded, bases, seconds(1)
-        )
+        return choose(self._deadline, self._edges, self._compute, now, ready, loaded, bases, seconds(1))
 
     def _compute(self, chunks: int) -> float:
         """Return the seconds to compute what follows so many chunks."""

@@ -25,7 +25,6 @@ def chosen(
     loaded: int = 0,
     refined: int = 0,
     under_way: float = 0.0,
-    engine_free: float = -math.inf,
 ) -> Choice:
     """The choice for chunks whose parts take so many seconds each, some of which are there."""
     edges = [TOKENS * at for at in range(count + 1)]
@@ -36,7 +35,7 @@ def chosen(
     bases = [0.0] * loaded + [base] * (count - loaded)
     refinements = [0.0] * refined + [refinement] * (count - refined)
     due, ready = NOW + deadline, NOW + under_way
-    return choose(due, engine_free, edges, computing, NOW, ready, loaded, bases, refinements)
+    return choose(due, edges, computing, NOW, ready, loaded, bases, refinements)
 
 
 def end(chunks: int, refined: int, count: int = 4) -> float:
@@ -58,7 +57,6 @@ def end(chunks: int, refined: int, count: int = 4) -> float:
         ({"deadline": 0.6, "loaded": 4, "refined": 1}, (4, 3)),
         ({"deadline": 0.6, "loaded": 4, "refined": 1, "under_way": 0.3}, (4, 2)),
         ({"deadline": 0.1, "loaded": 2, "base": 5.0}, (2, 0)),  # what has come is used, and the rest computed
-        ({"deadline": 0.5, "engine_free": NOW + 1.3}, (4, 4)),  # refinements go on while the engine is busy
         ({"deadline": 0.0, "count": 0}, (0, 0)),
     ],
     ids=repr,

@@ -95,7 +95,7 @@ class Simulation:
         begun, load = self.now, self.bench.load(BLOCKS, 0, CHUNKS * CHUNK)
         job, parts = LoadJob(load, begun, 0), [0] * CHUNKS
         try:
-            for batch in self.loads.fetched(job, Aim(deadline, REST, 0, (token, 0.0, 0.0))):
+            for batch in self.loads.fetched(job, Aim(deadline, REST, (token, 0.0, 0.0))):
                 for entry, fetched in batch:
                     assert len(fetched.parts) > parts[entry.start // CHUNK], "nothing is decoded twice for nothing"
                     parts[entry.start // CHUNK] = len(fetched.parts)

@@ -16,7 +16,6 @@ from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Delivery, Load, Report
-from cuvee.integrations.vllm.scheduler_state import Tracked
 
 LOSSY = {"quality": None, "step": 0.25, "refinements": 1}
 
@@ -58,7 +57,7 @@ def test_a_load_aims_at_what_its_request_asks_for(desk: Callable[..., Desk]) -> 
     d, request = desk(), asking(deadline_ms=500)
     aim = loading(d, request, seconds=0.2).aim
     assert aim is not None and aim.seconds == pytest.approx(0.3)
-    assert (aim.rest, aim.queued) == (100 - 4 * CHUNK, 0)
+    assert aim.rest == 100 - 4 * CHUNK
     assert loading(d, asking(name="other")).aim is None
 
 
@@ -76,15 +75,6 @@ def test_the_engine_has_a_default_that_a_request_replaces(desk: Callable[..., De
     own = loading(d, asking(name="own", deadline_ms=70)).aim
     assert own is not None and own.seconds == pytest.approx(0.07)
     assert loading(d, asking(name="none", deadline_ms=None)).aim is None
-
-
-def test_prompts_that_are_being_computed_stand_in_front(desk: Callable[..., Desk]) -> None:
-    d, running = desk(), asking(90, "running")
-    d.side.arrived(running)
-    d.plan((running, 0, 40))
-    d.side.arrived(asking(80, "waiting"))
-    aim = loading(d, asking(name="r", deadline_ms=100)).aim
-    assert aim is not None and aim.queued == 50
 
 
 def test_a_deadline_has_its_plan_decide_whether_loading_pays(desk: Callable[..., Desk]) -> None:
@@ -148,21 +138,6 @@ def test_an_engine_with_windows_refuses_deadlines_by_name(desk: Callable[..., De
 def test_options_are_checked_at_the_start(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Options.from_dict(options)
-
-
-def test_without_a_target_no_request_is_counted(desk: Callable[..., Desk]) -> None:
-    """A burst of requests would take the square of their number."""
-    d = desk()
-    counted: list[str] = []
-
-    def queued(tracked: Tracked) -> int:
-        counted.append(tracked.request.request_id)
-        return 5
-
-    d.side._requests.queued = queued  # type: ignore[method-assign]
-    assert loading(d, asking(name="a")).aim is None
-    aim = loading(d, asking(name="b", deadline_ms=5000)).aim
-    assert aim is not None and aim.queued == 5 and counted == ["b"]
 
 
 # What was delivered --------------------------------------------------------------------------------------------------

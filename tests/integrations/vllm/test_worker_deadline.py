@@ -58,7 +58,7 @@ def keys_of(b: Bench, chunk: int) -> list[str]:
 
 
 def aim(seconds: float = 60.0, rest: int = 1) -> Aim:
-    return Aim(seconds, rest, 0, PREFILL)
+    return Aim(seconds, rest, PREFILL)
 
 
 def run(b: Bench, chunks: int = 4, planned: Aim | None = None, request: str = "r", start: int = 0) -> Report:
@@ -262,7 +262,7 @@ def test_where_there_is_time_to_compute_nothing_is_loaded_coarsely(bench: Callab
     b = stored(bench(store=store))
     b.worker.loads._deadlines.rates.observe("memory", 1, 3600.0)  # a byte took an hour
     load = b.load(BLOCKS, 0, 4 * CHUNK)
-    load.aim = Aim(0.5, 1, 0, (1e-6, 0.0, 0.0))
+    load.aim = Aim(0.5, 1, (1e-6, 0.0, 0.0))
     b.worker.loads.start([load])
     b.wait()
     report = b.worker.report(1)
