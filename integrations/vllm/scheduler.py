@@ -102,7 +102,7 @@ class SchedulerSide:
         self._loads = SchedulerLoads(state, self._prefixes, self._rates, setup.prefix_caching)
         self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
-        self._deadlines = SchedulerDeadlines(state, setup.loads_in_part)
+        self._deadlines = SchedulerDeadlines(state, setup.loads_in_part, prefill)
 
     # Requests, in the order in which the engine calls ------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class SchedulerSide:
             if tracked is None:
                 raise LookupError(f"{tokens} tokens are to be loaded for a request that is not cached")
             self._blends.allocate(tracked, blocks)
-            aim = self._deadlines.loading(tracked, self._rates.prefill)
+            aim = self._deadlines.loading(tracked)
             self._loads.allocate(tracked, blocks, tokens, others, aim)
 
     def outcome(self, request: Any) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cuvee.codec.errors import InputError
+from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.messages import Aim, Delivery
@@ -31,11 +32,11 @@ class SchedulerDeadlines:
     Args:
         state: of the scheduler's side.
         possible: whether loads may end early in this engine.
+        prefill: what computing costs.
     """
 
-    def __init__(self, state: SchedulerState, possible: bool) -> None:
-        self._state = state
-        self._possible = possible
+    def __init__(self, state: SchedulerState, possible: bool, prefill: LinearCost) -> None:
+        self._state, self._possible, self._prefill = state, possible, prefill
         self._engine = state.options.deadline
         # Of each request's last load, also if the request is not cached any more: who asked, and what ranks delivered.
         self._loading: dict[str, Tracked] = {}
@@ -59,20 +60,15 @@ class SchedulerDeadlines:
             waited = max(time.time() - request.arrival_time, 0.0)
             tracked.due = Due(deadline, self._state.clock() - waited)
 
-    def loading(self, tracked: Tracked, prefill: tuple[float, float, float]) -> Aim | None:
-        """Return what a load aims at that is about to begin; None: it restores everything.
-
-        Args:
-            tracked: the request.
-            prefill: what computing costs, as in `Aim`.
-        """
+    def loading(self, tracked: Tracked) -> Aim | None:
+        """Return what a load aims at that is about to begin; None: it restores everything."""
         self._loading[tracked.request.request_id] = tracked
         self._delivered.pop(tracked.request.request_id, None)
         due = tracked.due
         if due is None or due.first_token is not None:  # preempted after its first token: there is no hurry
             return None
         left = due.arrived + due.deadline - self._state.clock()
-        return Aim(left, tracked.request.num_tokens - tracked.end, prefill)
+        return Aim(left, tracked.request.num_tokens - tracked.end, self._prefill.learned)
 
     def note_step(self, tracked: Tracked, before: int, after: int, step: int) -> None:
         """Note that a step computes a request's tokens `before … after`."""

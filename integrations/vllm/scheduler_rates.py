@@ -28,11 +28,6 @@ class Rates:
         self.break_even = BreakEven(prefill)
         self._timed_steps: dict[int, tuple[int, float]] = {}
 
-    @property
-    def prefill(self) -> tuple[float, float, float]:
-        """What computing costs, as in `messages.Aim`."""
-        return self._prefill.learned
-
     def pays(self, tracked: Tracked, computed: int) -> bool:
         """Return whether it pays to load what was found after the first `computed` tokens. With a deadline, the load
         itself decides.
