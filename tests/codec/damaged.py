@@ -138,6 +138,7 @@ FIELDS: dict[str, tuple[int, str, int]] = {
     "reserved word": (10, "<H", 1),
     "class words": (12, "<I", 2**32 - 1),
     "class state": (16, "<I", 0xFFFF),
+    "first state": (20, "<I", 0xFFFF),
 }
 ONE_CLASS: dict[str, tuple[int, str, int]] = {
     "an escape": (4, "<I", 1),
