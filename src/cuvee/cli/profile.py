@@ -24,6 +24,7 @@ _WHERE_HELP = (
     "the Hugging Face hub (hf://owner/name, or hf://owner/name@revision)."
 )
 
+_STORE = "From a store"
 # Parameters of `learn` that go with --from-store.
 _OF_STORE = {
     "model_path", "out", "from_store", "salt", "ranks", "tokens_read", "key_env", "group", "force",
@@ -43,20 +44,21 @@ def profile_learn(
         typer.Option(
             "--from-store",
             metavar="URL",
+            rich_help_panel=_STORE,
             help="Learn from the lossless entries that vLLM's connector has stored here, instead of from texts: no "
-            "gradients, and of MODEL only the files. Goes with --salt, --ranks, --tokens, --key-env and --group.",
+            "gradients, and of MODEL only the files. Of the options above it takes --out, --group and --force.",
         ),
     ] = None,
-    salt: Annotated[str, typer.Option(help="With --from-store: the tenant's cache_salt. Default: none.")] = "",
+    salt: Annotated[str, typer.Option(help="The tenant's cache_salt. Default: none.", rich_help_panel=_STORE)] = "",
     ranks: Annotated[
-        int, typer.Option(min=1, help="With --from-store: the tensor_parallel_size of the engines that stored.")
+        int, typer.Option(min=1, help="The tensor_parallel_size of the engines that stored.", rich_help_panel=_STORE)
     ] = 1,
     tokens_read: Annotated[
-        int, typer.Option("--tokens", min=1, help="With --from-store: learn from about this many tokens.")
+        int, typer.Option("--tokens", min=1, help="Learn from about this many tokens.", rich_help_panel=_STORE)
     ] = 40_000,
     key_env: Annotated[
         str | None,
-        typer.Option(help="With --from-store: the environment variable with the secret that signs the entries."),
+        typer.Option(help="The environment variable with the secret that signs the entries.", rich_help_panel=_STORE),
     ] = None,
     texts: Annotated[
         list[str] | None,
