@@ -691,12 +691,20 @@ def test_an_entry_that_may_not_be_read_or_deleted(
     assert used(root) <= 5000 and counters(store).dropped == 1 and "is full" in caplog.text
 
 
-def test_a_tenant_that_cannot_be_deleted_is_no_success(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["unlink", "open"])
+def test_a_tenant_that_cannot_be_deleted_is_no_success(root: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     store = DiskStore(root)
     for name in range(6):
         store.put(f"ab/{name:04x}", b"x")
+    usual = getattr(os, call)
+
+    def fail(path: str, *arguments: Any, **named: Any) -> Any:
+        if path[:2] == "00":  # a shard or an entry
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return usual(path, *arguments, **named)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", raising(errno.EPERM))
+        patch.setattr(os, call, fail)
         with pytest.raises(StoreError, match="not permitted"):
             store.delete_tenant("ab")
     assert store.delete_tenant("ab") == 6 and not (root / "ab").exists()

@@ -419,6 +419,23 @@ def test_odd_replies_are_errors(operation: str, odd: str, peer: FakeRedis, open_
     assert work(store) in (None, True, [False], False, 0), "it goes on"
 
 
+def test_a_request_whose_connection_breaks_is_sent_once_more(peer: FakeRedis, open_redis: Open) -> None:
+    asked: list[list[bytes]] = []
+
+    def breaks(command: list[bytes]) -> bytes:
+        asked.append(command)
+        if len(asked) != 2:
+            raise ConnectionResetError
+        return b":0\r\n"
+
+    peer.replies["STRLEN"] = breaks
+    store = open_redis(peer.url)
+    assert store.contains([KEY]) == [False] and len(asked) == 2
+    with pytest.raises(StoreError, match="ConnectionError"):
+        store.contains([KEY])
+    assert len(asked) == 4
+
+
 def test_names_of_other_programs_are_not_touched(peer: FakeRedis, open_redis: Open) -> None:
     names = [b"cuvee:ab/01", b"cuvee:ab/\xff", b"other", b"cuvee:ab/../01", b"cuvee:" + b"a" * 70_000]
     page = b"*2\r\n$1\r\n0\r\n*%d\r\n" % len(names) + b"".join(map(bulk, names))
