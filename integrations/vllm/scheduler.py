@@ -81,7 +81,8 @@ class SchedulerSide:
         self._own_store = store if own_store else None
         self._step = 0
         self._confirmed = 0  # all ranks have ended this step and all steps before it
-        self._told = self._saving = 0  # of these, the last that ranks know of; and the last step that saves anything
+        self._told = 0  # of these, the last that ranks know of
+        self._saving = 0  # the last step of which something is stored
         self._alone = setup.alone
         self._guard = Guard(recorder)
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
@@ -212,14 +213,15 @@ class SchedulerSide:
             self._plan_requests(plan, output)
         self._told = plan.confirmed
         if plan.saves or plan.last_saves:
-            self._saving = plan.step
+            self._saving = plan.step if plan.saves else max(self._saving, plan.step - 1)
         return plan
 
     @property
     def waits_for_a_step(self) -> bool:
         """Whether ranks hold copies that they store once another step tells them that all ranks have computed these.
 
-        A step that has failed is never confirmed; so an engine without requests does no more than a few for that.
+        With asynchronous scheduling, vLLM's own step after the last request is planned too early for that. A step that
+        has failed is never confirmed; so an engine without requests does no more than a few for it.
         """
         return not self._alone and self._told < self._saving and self._step < self._saving + _CONFIRMING
 
