@@ -27,7 +27,7 @@ _CANDIDATES = 12  # numbers of chunks that are compared
 _SLOW = 1.64, 1.28
 
 
-class Rates:
+class RecentRates:
     """Amounts per unit, such as bytes per second of tiers, by the last samples. May be used from several threads.
 
     Args:
@@ -39,7 +39,7 @@ class Rates:
             would look so for ever.
 
     Example:
-        >>> rates = Rates({"memory": 1e9}, otherwise=5e7)
+        >>> rates = RecentRates({"memory": 1e9}, otherwise=5e7)
         >>> rates("memory"), rates("s3")
         (1000000000.0, 50000000.0)
     """

@@ -20,7 +20,7 @@ from itertools import accumulate, takewhile
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.chunk_io import BATCH
 from cuvee.integrations.costs import LinearCost, prefill_quantities
-from cuvee.integrations.loading import HICCUP, Choice, Rates, choose
+from cuvee.integrations.loading import HICCUP, Choice, RecentRates, choose
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.messages import Aim, Entry
 from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob, Restorer
@@ -61,7 +61,7 @@ class DeadlineLoads:
 
     def __init__(self, state: WorkerState, fetchers: ThreadPool, restorer: Restorer) -> None:
         self.state, self.fetchers, self.restorer = state, fetchers, restorer
-        self.rates = Rates(_RATES, _REMOTE)
+        self.rates = RecentRates(_RATES, _REMOTE)
 
     def fetched(self, job: LoadJob, aim: Aim) -> Iterator[list[tuple[Entry, Fetched]]]:
         """Yield entries of a load, some at a time: those that are to be refined with their refinements, once these are

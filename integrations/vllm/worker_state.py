@@ -12,7 +12,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.entry_keys import EntryKeys
-from cuvee.integrations.loading import Rates
+from cuvee.integrations.loading import RecentRates
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.copied_pages import CopiedPages
@@ -117,7 +117,7 @@ class WorkerState:
         self.parts = 1 + codec.refinements
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
         guess = values * (_LOSSLESS_BITS if codec.lossless else _BITS) / 8
-        self.sizes = Rates({}, guess, half_life=8 * self.chunk, given=1, stale=math.inf)
+        self.sizes = RecentRates({}, guess, half_life=8 * self.chunk, given=1, stale=math.inf)
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
         self.report = Report()

@@ -1,4 +1,4 @@
-"""`choose`: how much to load by a deadline; `Rates`: how fast tiers are."""
+"""`choose`: how much to load by a deadline; `RecentRates`: how fast tiers are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cuvee.integrations import loading
-from cuvee.integrations.loading import Choice, Rates, choose
+from cuvee.integrations.loading import Choice, RecentRates, choose
 
 TOKENS, MB = 256, 1e6
 NOW = 100.0
@@ -85,7 +85,7 @@ def test_of_hundreds_of_chunks_a_few_numbers_are_compared() -> None:
 
 @pytest.mark.parametrize(("true", "told"), [(2 * MB, 20 * MB), (20 * MB, 2 * MB)])
 def test_a_rate_that_is_wrong_by_ten_times_is_corrected(true: float, told: float) -> None:
-    rates = Rates({"far": told}, otherwise=1.0)
+    rates = RecentRates({"far": told}, otherwise=1.0)
     for _ in range(60):
         rates.observe("far", 200_000, 200_000 / true)
     assert rates("far") == pytest.approx(true, rel=0.1) and rates("near") == 1.0
@@ -94,7 +94,7 @@ def test_a_rate_that_is_wrong_by_ten_times_is_corrected(true: float, told: float
 def test_a_rate_without_samples_for_long_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = NOW
     monkeypatch.setattr(loading, "time", SimpleNamespace(monotonic=lambda: now))
-    rates = Rates({"far": MB}, otherwise=1.0)
+    rates = RecentRates({"far": MB}, otherwise=1.0)
     rates.observe("far", 1, 3600.0)
     now += 59
     assert rates("far") < 1.0
@@ -103,7 +103,7 @@ def test_a_rate_without_samples_for_long_is_forgotten(monkeypatch: pytest.Monkey
 
 
 def test_sizes_begin_with_a_guess_and_follow_what_is_seen() -> None:
-    sizes = Rates({}, 12.0, half_life=800, given=1, stale=math.inf)
+    sizes = RecentRates({}, 12.0, half_life=800, given=1, stale=math.inf)
     assert sizes("0") == sizes("1") == 12
     sizes.observe("1", 777, 100)
     assert sizes("1") == pytest.approx(7.77, rel=0.01) and sizes("0") == 12

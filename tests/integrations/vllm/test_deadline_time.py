@@ -20,7 +20,7 @@ from tests.integrations.vllm.sides import CHUNK, Bench
 from tests.integrations.vllm.test_worker_deadline import BLOCKS, PARTS, STEP, keys_of, profile
 
 from cuvee.codec.errors import CuveeError
-from cuvee.integrations.loading import Rates
+from cuvee.integrations.loading import RecentRates
 from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.vllm import worker_deadline
 from cuvee.integrations.vllm.messages import Aim
@@ -48,7 +48,7 @@ class Simulation:
         self.loads = bench.worker.loads._deadlines
         self.loads.fetchers = self  # type: ignore[assignment]
         initial = {tier: told * rate(0.0) for tier, rate in rates.items()}
-        self.loads.rates = Rates({**initial, "decoding": CHUNK / DECODE}, otherwise=1e9)
+        self.loads.rates = RecentRates({**initial, "decoding": CHUNK / DECODE}, otherwise=1e9)
         self.tier: Callable[[bytes], str] = lambda digest: "memory"
         monkeypatch.setattr(worker_deadline, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(worker_deadline, "wait", self._wait)
