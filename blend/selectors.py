@@ -97,7 +97,7 @@ class _Scored(ABC):
     def select(self, prompt: Prompt) -> torch.Tensor:
         """See `Selector`. Tokens are scored only if there is a choice."""
         spent = self.overhead(prompt)
-        count = affordable(self.ratio, self.cost, prompt, spent, "the pass of the query")
+        count = affordable(self.ratio, self.cost, prompt, spent)
         if count in (0, prompt.cached_tokens):
             return prompt.cached.nonzero()[:count, 0]
         score, overheads = self.score(prompt), (self.run_overhead, self.context_overhead)
