@@ -228,6 +228,7 @@ ESCAPE_LISTS: dict[str, tuple[type[CuveeError], ListChange]] = {
     "an escape missing": (CorruptError, lambda index, value: (index.pop(4), value.pop(4))),
     "an escape too many": (CorruptError, _one_more),
     "an escape elsewhere": (CorruptError, lambda index, value: index.__setitem__(4, index[4] + 1)),
+    "an escape of another row": (CorruptError, lambda index, value: index.__setitem__(-1, index[-1] + TOKENS)),
     "an escape twice": (FormatError, lambda index, value: index.__setitem__(4, index[5])),
     "escapes out of order": (FormatError, lambda index, value: index.__setitem__(4, index[5] + 1)),
     "an escape outside": (FormatError, lambda index, value: index.__setitem__(-1, 0xFFFFFFFF)),
