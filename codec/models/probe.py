@@ -29,7 +29,7 @@ _TOLERANCES = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _FAR_TOLERANCE = 0.05  # angles of 10^5 radians differ in their last bits where a model computes them in another order
 _ENCODED = 3  # tokens of an encoder
 _MIN_POSITIONS = 512  # of a table of positions whose length a configuration does not say
-_CACHES = ("past_key_values", "cache", "cache_params")  # attributes of a model's output, by transformers' release
+_CACHES = ("cache", "past_key_values", "cache_params")  # of a model's output, the newest name first: old ones warn
 
 _Units = tuple[torch.Tensor, torch.Tensor]
 
