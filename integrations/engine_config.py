@@ -94,7 +94,7 @@ VLLM: Listed = {
             "enable_prefix_caching prefix_caching_hash_algo prefix_cache_retention_interval"
         ),
         "read from the checkpoint": "is_attention_free sliding_window",
-        "models with states of Mamba are refused": (
+        "the shapes and dtypes of states that the engine makes of them are in the key": (
             "mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
             "enable_mamba_shared_prefix_checkpoint"
         ),

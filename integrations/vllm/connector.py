@@ -44,6 +44,7 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.other_connectors import have_failed_loads_computed, multi_connector
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
+from cuvee.integrations.vllm.state_pages import StatePages
 from cuvee.integrations.vllm.weights import Weights
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
@@ -268,7 +269,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         in_order = {name: kv_caches[name] for name in self._cached_layers}
         setup, layers = self._setup, self._attention_layers()
         pages = find_pages(setup.layout_of_pages(worker.rank), layers, in_order, setup.codes)
-        worker.attach(pages, None if self._drafts is None else self._drafts.found(layers, kv_caches))
+        drafts = None if self._drafts is None else self._drafts.found(layers, kv_caches)
+        held = {layer.name: layers[layer.name].kv_cache for layer in setup.recurrent}
+        worker.attach(pages, drafts, StatePages(setup.recurrent, held, setup.layout.dtype) if held else None)
         if setup.options.blend is not None:
             self._blender = self._page_blender(pages, in_order)
 

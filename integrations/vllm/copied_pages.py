@@ -51,6 +51,8 @@ class CopiedPages:
         """
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group, each in zip(self._groups, slots, strict=True):
+            if not group.layers:
+                continue
             reader = self._cache.reader(each)
             read.update((layer, reader(layer)) for layer in group.layers)
         units: list[list[torch.Tensor]] = [
@@ -64,6 +66,8 @@ class CopiedPages:
         a group.
         """
         for group, each in zip(self._groups, slots, strict=True):
+            if not group.layers:
+                continue
             wanted = each != NOWHERE
             writer = self._cache.writer(each[wanted])
             for layer in group.layers:

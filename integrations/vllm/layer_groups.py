@@ -4,6 +4,8 @@
     latents (MLA)     the same: a token's page holds its latent and the rotated part of its keys
     sliding window    a table in which blocks before the window are `NULL_BLOCK`, once no token attends to them
     chunked           the same, with a window that begins anew at each multiple of its length
+    recurrent         a table in which block i is the state after (i + 1) blocks of tokens, or `NULL_BLOCK` where the
+                      engine has not kept that: it keeps states where its steps end (`mamba_cache_mode` "align")
 
 A model whose layers are all alike has one group. In other models a block's number means other memory in every group.
 With `--disable-hybrid-kv-cache-manager` vLLM keeps all tokens of a mixed model in one group; it does not where every
@@ -19,12 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cuvee.codec.errors import UnsupportedModelError
 
 NULL_BLOCK = 0  # stands in the table of a group with a window for a block that the engine has dropped, or never had
 
 _FULL, _WINDOW, _LATENT = "FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"
-_CHUNKED = "ChunkedLocalAttentionSpec"
+_CHUNKED, _RECURRENT = "ChunkedLocalAttentionSpec", "MambaSpec"
 _SUPPORTED = (_FULL, _WINDOW, _CHUNKED, _LATENT)
 _DRAFT = "draft_model."  # vLLM's prefix of the layers of a draft model that numbers its layers from 0
 
@@ -38,12 +42,35 @@ class LayerGroup:
         window: most tokens before the next one that the engine keeps for them; None: all.
         chunked: whether it drops all of them at each multiple of `window`.
         block: tokens of their blocks; None: as many as the scheduler's, which are whole blocks of every group.
+        recurrent: whether they keep a state in place of tokens. `layers` is empty then.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
     chunked: bool = False
     block: int | None = None
+    recurrent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLayer:
+    """A layer that keeps a state in place of tokens.
+
+    Attributes:
+        name: in vLLM.
+        group: number of its group.
+        shapes, dtypes: of the tensors of one state.
+    """
+
+    name: str
+    group: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one state."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +82,16 @@ class CachedLayers:
         numbers: of these layers in the model, from their names.
         specs: vLLM's description of each layer's pages.
         groups: all of vLLM's, in its order; one that holds draft layers alone has no layers.
+        recurrent: layers that keep states, in the model's order.
+        block: fewest tokens that are whole blocks of every layer.
     """
 
     names: tuple[str, ...]
     numbers: tuple[int, ...]
     specs: tuple[Any, ...]
     groups: tuple[LayerGroup, ...]
+    recurrent: tuple[RecurrentLayer, ...]
+    block: int
 
 
 def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: bool = False) -> CachedLayers:
@@ -78,11 +109,12 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
         {name: spec for name, spec in _specs_of(group).items() if is_draft(name, model_layers) is drafts}
         for group in kv_cache_config.kv_cache_groups
     ]
-    by_name = {name: spec for specs in by_group for name, spec in specs.items()}
+    every = {name: spec for specs in by_group for name, spec in specs.items()}
+    for spec in every.values():
+        _check_kind(spec)
+    by_name = {name: spec for name, spec in every.items() if _kind(spec) != _RECURRENT}
     if not by_name and not drafts:
         raise UnsupportedModelError("the model caches no keys and values: serve it without CuveeConnector")
-    for spec in by_name.values():
-        _check_kind(spec)
     if indexer := next((name for name in by_name if ".indexer." in name), None):
         raise UnsupportedModelError(
             f"{indexer}: sparse indexers (DeepSeek V3.2, GLM-5) are not supported, because they cache no keys and "
@@ -91,17 +123,25 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
     names = tuple(sorted(by_name, key=_number_of))
     order = {name: at for at, name in enumerate(names)}
     groups = []
-    common = block_tokens(list(by_name.values()))
+    common = block_tokens(list(every.values()))
     for group, specs in zip(kv_cache_config.kv_cache_groups, by_group, strict=True):
         kept = specs or _specs_of(group)
-        layers = tuple(sorted(order[name] for name in specs))
+        layers = tuple(sorted(order[name] for name in specs if name in order))
+        recurrent = any(_kind(spec) == _RECURRENT for spec in kept.values())
         windows = [int(spec.sliding_window) for spec in kept.values() if _kind(spec) == _WINDOW]
         chunks = [int(spec.attention_chunk_size) for spec in kept.values() if _kind(spec) == _CHUNKED]
         window = min(windows + chunks, default=None)
         block = block_tokens(list(kept.values())) if kept else common
-        groups.append(LayerGroup(layers, window, bool(chunks), None if block == common else block))
+        groups.append(LayerGroup(layers, window, bool(chunks), None if block == common else block, recurrent))
     numbers = tuple(_number_of(name) for name in names)
-    return CachedLayers(names, numbers, tuple(by_name[name] for name in names), tuple(groups))
+    states = tuple(
+        RecurrentLayer(name, number, tuple(map(tuple, specs[name].shapes)), tuple(specs[name].dtypes))
+        for number, specs in enumerate(by_group)
+        for name in specs
+        if name not in order
+    )
+    states = tuple(sorted(states, key=lambda layer: (_number_of(layer.name), layer.name)))
+    return CachedLayers(names, numbers, tuple(by_name[name] for name in names), tuple(groups), states, common)
 
 
 def block_tokens(specs: Sequence[Any]) -> int:
@@ -131,11 +171,15 @@ def is_draft(name: str, model_layers: int | None) -> bool:
 
 def _check_kind(spec: Any) -> None:
     kind = _kind(spec)
-    if kind == "MambaSpec":
-        raise UnsupportedModelError(
-            "recurrent layers (MambaSpec: Mamba, linear attention, hybrids with them) are not supported, because they "
-            "keep a state instead of keys and values: serve this model without CuveeConnector"
-        )
+    if kind == _RECURRENT:
+        mode = getattr(spec, "mamba_cache_mode", "none")
+        if mode != "align":
+            raise UnsupportedModelError(
+                f"recurrent layers (Mamba, linear attention, hybrids with them) with mamba_cache_mode={mode!r} are not "
+                "supported, because the engine keeps no state where blocks end: pass --enable-prefix-caching to vLLM, "
+                "and no --mamba-cache-mode but align"
+            )
+        return
     if kind not in _SUPPORTED:
         raise UnsupportedModelError(
             f"layers that cache a {kind} are not supported (supported: {', '.join(_SUPPORTED)}): serve this model "

@@ -18,7 +18,7 @@ from cuvee.integrations.vllm.metrics import Data, merge
 if TYPE_CHECKING:  # the connector imports this module before whatever imports Numba may be
     from cuvee.integrations.adapters import AdapterFiles
 
-Kind = Literal["chunk", "tail", "segment"]
+Kind = Literal["chunk", "tail", "segment", "state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class Entry:
 
     Attributes:
         kind: "chunk", a whole chunk of the sequence; "tail", the first tokens of a chunk that is not finished;
-            "segment", tokens that may stand anywhere in a prompt.
-        digest: of the sequence up to the entry's end (chunk, tail), or of the entry's tokens (segment).
+            "segment", tokens that may stand anywhere in a prompt; "state", what recurrent layers hold after its last
+            token, which is the last one of a block.
+        digest: of the sequence up to the entry's end (chunk, tail, state), or of the entry's tokens (segment).
         start: position of the first token in the prompt.
         tokens: number of tokens.
         blocks: the engine's blocks of these tokens, from the block of the first token on. In a load they end with the
@@ -131,6 +132,8 @@ class Load:
         blocks: the engine's blocks of the tokens `start … end`, in the first group of layers.
         blend: what follows the prefix, if anything does.
         aim: by when it has to be done; None: everything is loaded. There is no blend with an aim.
+        state: what recurrent layers hold at the end; None: the model has none. There is neither a blend nor an aim
+            with it.
     """
 
     request: str
@@ -141,11 +144,13 @@ class Load:
     blocks: list[int]
     blend: Blend | None = None
     aim: Aim | None = None
+    state: Entry | None = None
 
     @property
     def entries(self) -> list[Entry]:
-        """The prefix, then the segments of the blend."""
-        return self.prefix if self.blend is None else [*self.prefix, *self.blend.pieces]
+        """The state, without which the rest is of no use; the prefix, then the segments of the blend."""
+        first = [] if self.state is None else [self.state]
+        return [*first, *self.prefix, *(() if self.blend is None else self.blend.pieces)]
 
     @property
     def exact(self) -> int:

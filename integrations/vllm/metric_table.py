@@ -35,7 +35,7 @@ class Metric:
 _LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
-_KINDS = ("chunk", "tail", "segment", "drafts")
+_KINDS = ("chunk", "tail", "segment", "drafts", "state")
 _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "refinement", "drafts")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
 _ENTRIES = (
@@ -53,8 +53,8 @@ METRICS: dict[str, Metric] = {
         Metric("raw_bytes", "counter", "Bytes of stored KV before compression."),
         Metric("stored_bytes", "counter", "Bytes of stored KV after compression."),
         Metric("stored", "counter", "Entries stored, of all ranks: whole chunks, tails (unfinished chunks: ends "
-               "of prompts and of answers), segments for blends, and a drafter's layers beside chunks and tails.",
-               "kind", _KINDS),
+               "of prompts and of answers), segments for blends, a drafter's layers beside chunks and tails, and "
+               "states of recurrent layers.", "kind", _KINDS),
         Metric("loaded", "counter", "Entries loaded, of all ranks, by kind as in `stored`.", "kind", _KINDS),
         Metric("work_seconds", "counter", "Seconds of compression, of decompression and of reading from the "
                "store, summed over threads and ranks.", "step", ("encode", "decode", "fetch")),

@@ -131,6 +131,23 @@ def check_heads(layout: KVLayout, cached: CachedLayers, shards: int) -> None:
             )
 
 
+def check_recurrent(vllm_config: Any) -> None:
+    """Refuse settings with which the engine's tables of blocks do not tell where states are."""
+    cache = vllm_config.cache_config
+    refused = {
+        "speculative decoding with recurrent layers: leave --speculative-config out": (
+            vllm_config.speculative_config is not None
+        ),
+        "prefix_match_unit with recurrent layers: leave --prefix-match-unit out": (
+            getattr(cache, "prefix_match_unit", None) is not None
+        ),
+        "use_replayssm: leave --use-replayssm out": bool(getattr(cache, "use_replayssm", False)),
+    }
+    for name, there in refused.items():
+        if there:
+            raise UnsupportedModelError(f"CuveeConnector does not support {name}")
+
+
 def check_latents(vllm_config: Any, layout: KVLayout, options: Options) -> None:
     """Refuse latents behind which the engine does not compute, and profiles of another order of dimensions."""
     if not (vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching):
@@ -150,6 +167,7 @@ def check_latents(vllm_config: Any, layout: KVLayout, options: Options) -> None:
 def check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None, groups: Sequence[LayerGroup]) -> None:
     """Refuse to blend where that is not known to be right."""
     refused = {
+        "models with recurrent layers": layout.states,
         "models with sliding windows": any(layer.sliding_window is not None for layer in layout.layers),
         "models with heads of different sizes": any(group.block for group in groups),
         "models with latents (MLA)": any(layer.latent for layer in layout.layers),

@@ -384,7 +384,7 @@ class SchedulerSide:
             with self._guard("reset", partial(self._give_up, request_id)):
                 tracked.forget_lookups()
                 tracked.chain = self._requests.chain(tracked.request)
-                tracked.lookup, tracked.found, tracked.end, tracked.saved = None, NOTHING, 0, 0
+                tracked.lookup, tracked.found, tracked.end, tracked.saved, tracked.stated = None, NOTHING, 0, 0, 0
                 if tracked.request.num_computed_tokens > 0:
                     tracked.unstored = tracked.unstored or "reset"
                 self._blends.rename(tracked)

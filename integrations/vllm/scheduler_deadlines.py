@@ -55,7 +55,7 @@ class SchedulerDeadlines:
         if deadline is None:
             return
         if not self._possible:
-            self._refuse(tracked, "engine", "a model with sliding windows loads a prefix as a whole or not at all")
+            self._refuse(tracked, "engine", "windows and recurrent layers load a prefix as a whole or not at all")
         else:
             waited = max(time.time() - request.arrival_time, 0.0)
             tracked.due = Due(deadline, self._state.clock() - waited)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from cuvee.integrations.vllm.messages import Aim, Entry, Load
 from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
 from cuvee.integrations.vllm.scheduler_rates import Rates
-from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
+from cuvee.integrations.vllm.scheduler_state import Found, SchedulerState, Tracked
 
 
 class SchedulerLoads:
@@ -38,8 +39,10 @@ class SchedulerLoads:
         if found is None:
             return None
         usable = self._state.usable(request.num_tokens)
-        coded = found.chunks * self._state.chunk + found.tail
+        coded = found.stated if self._state.recurrent else found.chunks * self._state.chunk + found.tail
         tracked.found, tracked.end = found, min(coded, usable)
+        if self._state.recurrent:
+            self._have_state_kept(request, found)
         tokens = tracked.end - computed
         if tokens >= options.least_tokens and self._is_loaded_by_another(tracked, computed):
             return None
@@ -91,7 +94,11 @@ class SchedulerLoads:
         for digest in digests:
             self._loading.setdefault(digest, request_id)
         own = held[start // sizes[0] :]
-        self._loads[request_id] = Load(request_id, tracked.tenant, prefix, start, end, own, blend, aim)
+        load = Load(request_id, tracked.tenant, prefix, start, end, own, blend, aim)
+        if self._state.recurrent:
+            last = Entry("state", tracked.found.state, end - self._state.block, self._state.block)
+            load.state = self._state.placed(last, held, further)
+        self._loads[request_id] = load
         tracked.saved = max(tracked.saved, tracked.found.chunks)
 
     def void(self, request_id: str, blocks: list[int]) -> None:
@@ -122,6 +129,15 @@ class SchedulerLoads:
             if self._loading.get(digest) == request_id:
                 del self._loading[digest]
 
+    def _have_state_kept(self, request: Any, found: Found) -> None:
+        """Have a step of the engine end with the chunks that were found, if the store has no state after them: others
+        begin with these chunks, too, and will find it. vLLM keeps a state there for its own cache as well.
+        """
+        shared = min(found.chunks * self._state.chunk, self._state.usable(request.num_tokens))
+        shared = shared // self._state.chunk * self._state.chunk
+        if shared > max(found.stated, getattr(request, "shared_prefix_boundary", shared)):
+            request.shared_prefix_boundary = shared
+
     def _prefix(
         self, tracked: Tracked, first: int, blocks: Sequence[int], others: Sequence[Sequence[int]]
     ) -> list[Entry]:
@@ -133,6 +149,8 @@ class SchedulerLoads:
         entries = [Entry("chunk", digests[at], at * chunk, chunk) for at in range(first, found.chunks)]
         if found.tail:
             entries.append(Entry("tail", found.digest, found.chunks * chunk, found.tail))
+        if self._state.recurrent:
+            entries = [entry for entry in entries if entry.start < tracked.end]
         placed = [self._state.placed(entry, blocks, others) for entry in entries]
         return [entry for entry in placed if self._state.is_needed(entry)]
 

@@ -97,7 +97,7 @@ class PrefixLookups:
         self._events.gone(found.missing)
         for digest in (*whole[found.chunks :], *found.absent):
             self._known.forget(digest)  # it is absent, or not known to be there
-        for digest in whole[: found.chunks] + [found.digest] * bool(found.tail):
+        for digest in whole[: found.chunks] + [found.digest] * bool(found.tail) + [found.state] * bool(found.stated):
             self._known.check(digest)
         return found
 
@@ -128,6 +128,8 @@ class PrefixLookups:
         begun = self._state.clock()
         try:
             found = self._find_in_parts(chain, ids, tokens, digests, lookup)
+            if self._state.recurrent:
+                found = self._with_state(chain, ids, tokens, found, lookup)
         except CancelledError:
             raise
         except Exception:
@@ -157,6 +159,27 @@ class PrefixLookups:
                 there = lookup.contains(tails, Found(chunk, missing=digests[chunk]))
                 return replace(_longest(chunk, sizes, tails, there), missing=digests[chunk])
         return _longest(chunk, sizes, tails, there[len(batch) :])
+
+    def _with_state(
+        self, chain: PrefixChain, ids: Sequence[int], tokens: int, found: Found, lookup: Lookup[Found]
+    ) -> Found:
+        """Return what was found with the last state in it. The engine keeps states where its steps end: at the last
+        block of a prompt, and at some ends of chunks.
+        """
+        state = self._state
+        end = min(found.chunks * state.chunk + found.tail, state.usable(tokens))
+        chunks = end // state.chunk
+        places = [*range(end, chunks * state.chunk, -state.block), *(at * state.chunk for at in range(chunks, 0, -1))]
+        size = self._lookups.batch
+        for first in range(0, len(places), size):
+            batch = places[first : first + size]
+            names = [state.state_after(chain, ids, at) for at in batch]
+            there = lookup.contains(names, found)
+            at = there.index(True) if any(there) else len(there)
+            found = replace(found, absent=(*found.absent, *names[:at]))
+            if at < len(there):
+                return replace(found, stated=batch[at], state=names[at])
+        return found
 
 
 def _longest(chunk: int, sizes: Sequence[int], tails: Sequence[bytes], there: Sequence[bool]) -> Found:

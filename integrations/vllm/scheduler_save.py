@@ -9,6 +9,9 @@ deleted when it is superseded. The store evicts unused tails first.
 What a chunk adds to a tail that was loaded is coded together with the decoded tail. That is exact at lossless. A
 learned profile codes each token by itself and finds the same numbers again: the squared error grows by 2 to 3% once,
 and then no more.
+
+What recurrent layers hold is an entry of its own, because the engine keeps it at few places: a chunk that one request
+has stored without it may be found by another one that has it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.vllm.blending.planning import BlendPlanner
+from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.scheduler_state import KnownEntries, SchedulerState, Tracked
 
@@ -38,8 +42,8 @@ class SchedulerSaves:
         self._last: list[Save] = []  # of requests that ended since the last step was planned
 
     def completed(self, tracked: Tracked, before: int, after: int, block_state: Any) -> list[Save]:
-        """Return the chunks and segments of a request that a step completes, and the prompt's tail if it computes the
-        prompt's end.
+        """Return the chunks, segments and states of a request that a step completes, and the prompt's tail if it
+        computes the prompt's end.
 
         Args:
             tracked: the request.
@@ -49,24 +53,24 @@ class SchedulerSaves:
         """
         request, chunk = tracked.request, self._state.chunk
         self._leave_out(tracked, before, after)
-        segments = self._segments(tracked, after, block_state)
+        beside = self._segments(tracked, after, block_state) + self._states(tracked, after, block_state)
         done = min(after, self._storable(tracked)) // chunk
         first = min(tracked.saved, before // chunk)  # fewer than saved: a load failed, or the request was preempted
         prompt_ends = before < request.num_prompt_tokens <= after
         if done <= first and not prompt_ends:
-            return segments
+            return beside
         digests = tracked.chain.digests(request.all_token_ids, max(done, first))
         tracked.saved = max(done, first)
         wanted = [at for at in range(first, done) if not self._known.check(digests[at])]
         if not wanted and not prompt_ends:
-            return segments
+            return beside
         blocks, *others = block_state.get_block_ids(request.request_id)
         saves = [
             self._save(tracked, self._state.placed(Entry("chunk", digests[at], at * chunk, chunk), blocks, others))
             for at in wanted
         ]
         end = min(request.num_prompt_tokens, self._storable(tracked))
-        return self._held(saves + (self._tail(tracked, end, blocks, others) if prompt_ends else [])) + segments
+        return self._held(saves + (self._tail(tracked, end, blocks, others) if prompt_ends else [])) + beside
 
     def end(self, tracked: Tracked, blocks: Sequence[int], others: Sequence[Sequence[int]] = ()) -> None:
         """Store the tail of a request that has ended with the next step; `others` are its blocks in further groups."""
@@ -118,6 +122,32 @@ class SchedulerSaves:
             return []
         blocks = block_state.get_block_ids(tracked.request.request_id)[0]
         return [self._save(tracked, segmented.entry(at).within(blocks, self._state.block)) for at in new]
+
+    def _states(self, tracked: Tracked, after: int, block_state: Any) -> list[Save]:
+        """Return the states that the engine holds after a step which ends `after` so many tokens.
+
+        It keeps a state where the step ends, and one at the last end of a block before that, which the step before has
+        left or this one has written beside. Those at the ends of chunks are stored, and that at the prompt's last
+        block: more than one in each chunk would outweigh the chunks.
+        """
+        state, request = self._state, tracked.request
+        saves: list[Save] = []
+        if not state.recurrent:
+            return []
+        tables = block_state.get_block_ids(request.request_id)
+        for end in sorted({(after - 1) // state.block * state.block, after // state.block * state.block}):
+            at_prompts_end = end == state.usable(request.num_prompt_tokens)
+            if end <= tracked.stated or not (at_prompts_end or end % state.chunk == 0) or end > self._storable(tracked):
+                continue
+            tracked.stated = end
+            if any(tables[group][end // state.blocks[group] - 1] == NULL_BLOCK for group in state.recurrent):
+                continue
+            tracked.chain.digests(request.all_token_ids, end // state.chunk)
+            digest = state.state_after(tracked.chain, request.all_token_ids, end)
+            if not self._known.check(digest):
+                entry = Entry("state", digest, end - state.block, state.block)
+                saves.append(Save(tracked.tenant, state.placed(entry, tables[0], tables[1:]), None, 0, tracked.adapter))
+        return saves
 
     def _held(self, saves: Sequence[Save]) -> list[Save]:
         """Return the saves whose tokens are in the engine's blocks in every layer.

@@ -21,7 +21,7 @@ from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.naming.identity import PrefixChain
+from cuvee.naming.identity import PrefixChain, beside_digest
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,10 @@ class Found:
         chunks: number of whole chunks in a row.
         tail: tokens of the longest tail after them; 0: there is none.
         digest: of that tail.
-        absent: digests of the tails that were asked for and are not there.
+        absent: digests of the tails and states that were asked for and are not there.
         missing: digest of the chunk after the last one if the store said that it has none; empty otherwise.
+        stated: tokens before the last state that can be used, if the model has recurrent layers; 0: there is none.
+        state: digest of that state.
     """
 
     chunks: int = 0
@@ -59,6 +61,8 @@ class Found:
     digest: bytes = b""
     absent: tuple[bytes, ...] = ()
     missing: bytes = b""
+    stated: int = 0
+    state: bytes = b""
 
 
 NOTHING = Found()
@@ -112,6 +116,7 @@ class Tracked:
         declined: its prefix is quicker to compute than to load.
         unstored: why nothing of it is stored, of `UNSTORED`; empty: it is stored.
         saved: number of chunks that need not be stored (again).
+        stated: tokens before the last state that need not be stored (again).
         segmented: the segments of it that may be blended.
         blend: the blend offered to the engine last, and the position where that ends.
         due: by when its first token has to come; None: whenever it comes.
@@ -131,6 +136,7 @@ class Tracked:
     declined: bool = False
     unstored: str = ""
     saved: int = 0
+    stated: int = 0
     segmented: Segmented | None = None
     blend: Blend | None = None
     blend_end: int = 0
@@ -155,6 +161,7 @@ class SchedulerState:
         chunk, block: tokens per chunk, and per block of the engine.
         blocks: tokens per block of each group of layers.
         windows: of each group of layers, how many tokens the engine keeps; None: all.
+        recurrent: numbers of the groups of recurrent layers.
         positions: number of positions the model has; None: no limit.
         tails: whether tails are stored (see `scheduler_save`).
         parts: of how many parts the store has its chunks at best.
@@ -174,6 +181,7 @@ class SchedulerState:
         self.chunk = setup.options.chunk_tokens
         self.block = setup.block_tokens
         self.blocks, self.windows = setup.blocks, setup.windows
+        self.recurrent = [number for number, group in enumerate(setup.groups) if group.recurrent]
         self.positions = setup.layout.max_positions
         self.encodes = setup.encodes
         self.parts = 1 + setup.options.refinements
@@ -229,8 +237,18 @@ class SchedulerState:
 
     def is_needed(self, entry: Entry) -> bool:
         """Return whether some layer has room for a part of an entry: a window ends with the entries that follow."""
-        tables = zip(entry.tables, self.windows, strict=True)
-        return any(window is None or any(block != NULL_BLOCK for block in blocks) for blocks, window in tables)
+        tables = enumerate(zip(entry.tables, self.windows, strict=True))
+        return any(
+            window is None or any(block != NULL_BLOCK for block in blocks)
+            for number, (blocks, window) in tables
+            if number not in self.recurrent
+        )
+
+    def state_after(self, chain: PrefixChain, ids: Sequence[int], tokens: int) -> bytes:
+        """Return the digest of the state after the first `tokens` of `ids`, whole blocks whose chunks are hashed."""
+        chunks, rest = divmod(tokens, self.chunk)
+        prefix = chain.tails(ids, chunks, [rest])[0] if rest else chain.digests(ids, chunks)[-1]
+        return beside_digest(prefix, b"states")
 
     def overdue(self) -> None:
         """Tell the store that a lookup took too long, so that a call that hangs delays no other request as well."""

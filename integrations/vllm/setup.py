@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +36,7 @@ from cuvee.integrations.vllm.copied_pages import pairs_of_codes
 from cuvee.integrations.vllm.layer_groups import (
     CachedLayers,
     LayerGroup,
-    block_tokens,
+    RecurrentLayer,
     is_draft,
     read_layers,
 )
@@ -45,6 +45,7 @@ from cuvee.integrations.vllm.refusals import (
     check_heads,
     check_latents,
     check_layers,
+    check_recurrent,
     check_windows,
     codes_of_cache,
     dtype_of_cache,
@@ -122,9 +123,14 @@ class Setup:
         return tuple(group.block or self.block_tokens for group in self.groups) or (self.block_tokens,)
 
     @property
+    def recurrent(self) -> tuple[RecurrentLayer, ...]:
+        """Layers of this process that keep states in place of tokens."""
+        return () if self.layers is None else self.layers.recurrent
+
+    @property
     def loads_in_part(self) -> bool:
         """Whether a part of a load can be restored and the rest computed."""
-        return self.windows == (None,)
+        return self.windows == (None,) and not self.recurrent
 
     @property
     def predicts(self) -> bool:
@@ -155,14 +161,18 @@ class Setup:
         drafted = vllm_config.speculative_config is not None
         cached = read_layers(kv_cache_config, text_config.num_hidden_layers if drafted else None)
         groups, specs = cached.groups, cached.specs
-        block, tokens = block_tokens(specs), options.chunk_tokens
+        block, tokens = cached.block, options.chunk_tokens
         if tokens % block:
             raise InputError(f"chunk_tokens: must be a multiple of the engine's block size {block}, got {tokens}")
         check_windows(groups, tokens, block)
         codes = codes_of_cache(vllm_config, specs)
         layout = KVLayout.from_config(
-            text_config, dtype_of_cache(specs) if codes is None else vllm_config.model_config.dtype
+            text_config,
+            dtype_of_cache(specs) if codes is None else vllm_config.model_config.dtype,
+            states=bool(cached.recurrent),
         )
+        if cached.recurrent:
+            check_recurrent(vllm_config)
         if options.blend is not None:
             check_blend(vllm_config, layout, codes, groups)
         if layout.max_positions is not None and tokens > layout.max_positions:
@@ -201,7 +211,8 @@ class Setup:
         )  # fmt: skip
         if options.deadline is not None and not setup.loads_in_part:
             raise UnsupportedModelError(
-                "deadline_ms: a model with sliding windows loads a prefix as a whole or not at all; remove it"
+                f"deadline_ms: a model with {'recurrent layers' if cached.recurrent else 'sliding windows'} loads a "
+                "prefix as a whole or not at all; remove it"
             )
         return setup
 
@@ -214,6 +225,8 @@ class Setup:
         """
         model, named = vllm_config.model_config, self.options.model_id
         options = vllm_options(vllm_config, named=named is not None)
+        if self.recurrent:  # their dtypes decide what later layers compute
+            options = {**options, "recurrent_states": _states_in_keys(self.recurrent)}
         logger.info("cuvee: options of the engine that are part of the keys: %s", options or "none")
         return Identity(
             model=name_of_weights(
@@ -286,7 +299,7 @@ class Setup:
             raise UnsupportedModelError("blend: models whose layers share a cache cannot be blended; remove the option")
         drafted = vllm_config.speculative_config is not None
         most = vllm_config.model_config.hf_text_config.num_hidden_layers if drafted else None
-        known = () if self.layers is None else self.layers.names
+        known = () if self.layers is None else (*self.layers.names, *(layer.name for layer in self.recurrent))
         for name, shared in shares.items():
             if not {name, shared} & {*known} and not is_draft(name, most):
                 raise UnsupportedModelError(
@@ -326,6 +339,12 @@ def default_store(executor: str | None) -> tuple[str, ...]:
 def _key_ids(codec: Codec) -> str:
     first, *others = (key_id.hex() for key_id in codec.key_ids)
     return first + (f"; also accepted: {', '.join(others)}" if others else "")
+
+
+def _states_in_keys(layers: Sequence[RecurrentLayer]) -> list[list[str]]:
+    """Return the shapes and dtypes of states, each once, as JSON."""
+    each = {(str(layer.shapes), ", ".join(str(dtype) for dtype in layer.dtypes)) for layer in layers}
+    return [list(pair) for pair in sorted(each)]
 
 
 @lru_cache(maxsize=1)

@@ -28,6 +28,7 @@ from cuvee.integrations.vllm.draft_layers import DraftPages, Drafts
 from cuvee.integrations.vllm.messages import Report
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.state_pages import StatePages
 from cuvee.integrations.vllm.step_times import StepTimes
 from cuvee.integrations.vllm.worker_blend import WorkerBlends
 from cuvee.integrations.vllm.worker_load import WorkerLoads
@@ -78,12 +79,18 @@ class WorkerSide:
         self.saves = WorkerSaves(self._state, self._pools, self._guard, budget)
         self._times = StepTimes()
 
-    def attach(self, cache: PagedCache, drafts: tuple[Drafts, PagedCache] | None = None) -> None:
-        """Use the engine's pages, and those of a drafter's layers; nothing can be loaded or stored before.
+    def attach(
+        self,
+        cache: PagedCache,
+        drafts: tuple[Drafts, PagedCache] | None = None,
+        states: StatePages | None = None,
+    ) -> None:
+        """Use the engine's pages, those of a drafter's layers, and the states of recurrent layers; nothing can be
+        loaded or stored before.
 
         Codes a chunk of zeros, so that no request waits for compilers.
         """
-        self._state.attach(cache, None if drafts is None else DraftPages(*drafts, self._pools.coders))
+        self._state.attach(cache, None if drafts is None else DraftPages(*drafts, self._pools.coders), states)
         self._pools.use_free_cores()
         if cache.device.type == "cpu":  # threads of the codec run on the cores of the thread that first needs them
             self._pools.coders.submit(self._warm_up, cache).result()

@@ -20,7 +20,7 @@ from cuvee.integrations.chunk_io import ChunkIO, Stored, Writer, fetch_ahead
 from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
-from cuvee.kernels.devices import send
+from cuvee.kernels.devices import Mark, send
 from cuvee.naming.part_keys import part_key
 
 if TYPE_CHECKING:
@@ -149,6 +149,9 @@ class Restorer:
             CuveeError: why the first one failed that did.
         """
         count = self._state.recorder.count
+        if batch[0][0].kind == "state":
+            self._restore_state(job, *batch[0])
+            batch = batch[1:]
         with self._pools.decoding:
             begun = time.monotonic()
             decoded, problem = self._decode(job.load, batch)
@@ -170,6 +173,29 @@ class Restorer:
         if fetched.parts and problem.blames_blob:
             job.bad.append((fetched.key, 0))
         raise problem
+
+    def _restore_state(self, job: LoadJob, entry: Entry, fetched: Fetched) -> None:
+        """Put what recurrent layers hold at a load's end into the engine's blocks.
+
+        Raises:
+            CuveeError: it is not in the store, or not sound.
+        """
+        state = self._state
+        if not fetched.parts:
+            raise CuveeError(f"{self.name(entry)} is no longer in the store")
+        with self._pools.decoding:
+            begun = time.monotonic()
+            bound = state.keys.bound_to(job.load.tenant, entry.digest)
+            try:
+                states = state.codec.decode_states(fetched.parts[0], associated_data=bound)
+                state.state_pages.write(entry, states)
+            except CuveeError as error:
+                if error.blames_blob:
+                    job.bad.append((fetched.key, 0))
+                raise
+            Mark(state.pages.device).wait()  # the engine reads it on another stream
+        state.recorder.count("loaded", label=entry.kind)
+        state.recorder.count("work_seconds", time.monotonic() - begun, "decode")
 
     def _decode(self, load: Load, batch: Sequence[tuple[Entry, Fetched]]) -> tuple[list[int], CuveeError | None]:
         """Decode entries of a load into their pages.
@@ -258,4 +284,6 @@ class Restorer:
         """Name an entry in messages."""
         if entry.kind == "segment":
             return f"the segment of tokens {entry.start} … {entry.end}"
+        if entry.kind == "state":
+            return f"the state after {entry.end} tokens"
         return f"chunk {entry.start // self._state.chunk}"

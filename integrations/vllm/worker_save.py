@@ -29,6 +29,7 @@ import torch
 
 from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.states import States
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.adapters import AdapterFolders
 from cuvee.integrations.chunk_io import Chunk, ChunkIO
@@ -41,7 +42,8 @@ from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
 
-Copies = tuple[PagedCache, tuple[DraftPages, PagedCache] | None]  # of the model's layers, and of a drafter's
+# Of the model's layers, or the states of recurrent ones; and of a drafter's layers.
+Copies = tuple[PagedCache | States, tuple[DraftPages, PagedCache] | None]
 Beside = tuple[str, tuple[bytes, ...]]  # key and blob of a drafter's layers
 
 
@@ -122,14 +124,16 @@ class WorkerSaves:
             on_device = self._state.codec.on_device(self._state.pages.device)
             batches = 1 if on_device else self._pools.encoders.threads
         admitted = self._admit(saves)
-        for batch in filter(None, (admitted[first::batches] for first in range(batches))):
+        states = [[save] for save in admitted if save.entry.kind == "state"]
+        chunks = [save for save in admitted if save.entry.kind != "state"]
+        for batch in filter(None, (*states, *(chunks[first::batches] for first in range(batches)))):
             with self._guard("save", partial(self._release, batch)):
                 try:
                     copy = self._copy(batch)
                 except OutOfMemoryError as error:
                     self._fail(batch, "encode", error)
                 else:
-                    self._unconfirmed.append((self._ended, batch, copy, Mark(copy[0].device)))
+                    self._unconfirmed.append((self._ended, batch, copy, Mark(self._state.pages.device)))
         self._submit_confirmed()
 
     def _refuse(self, saves: Sequence[Save]) -> None:
@@ -196,7 +200,8 @@ class WorkerSaves:
         return admitted
 
     def _copy(self, batch: Sequence[Save]) -> Copies:
-        """Copy the entries' tokens, one entry after the other, into a cache of one block.
+        """Copy the entries' tokens, one entry after the other, into a cache of one block; or a state, alone in its
+        batch.
 
         A device copies them behind the engine's step, and the engine's thread does not wait for that. The copy belongs
         to the engine's stream: a reader on another stream must have waited for that before the copy is freed.
@@ -207,6 +212,9 @@ class WorkerSaves:
         """
         pages, drafts = self._state.pages, self._state.drafts
         refuse_capture(pages.device)
+        if batch[0].entry.kind == "state":
+            with allocations("copying a state"):
+                return self._state.state_pages.copy(batch[0].entry), None
         each = zip(*(self._state.slots(save.entry) for save in batch), strict=True)
         slots = [send(torch.cat(parts), pages.device) for parts in each]
         with allocations(f"copying {len(slots[0])} tokens"):
@@ -262,7 +270,8 @@ class WorkerSaves:
         codec = self._state.codec
         keys, counts = [], []
         for save in batch:
-            count = codec.settings.part_count(ids=save.token_ids is None or NO_TOKEN not in save.token_ids)
+            ids = save.token_ids is None or NO_TOKEN not in save.token_ids
+            count = 1 if save.entry.kind == "state" else codec.settings.part_count(ids)
             own = sorted({0, count - 1})
             keys += [part_key(self._key(save), number) for number in own]
             counts.append(len(own))
@@ -272,9 +281,20 @@ class WorkerSaves:
         there = iter(self._state.store.contains(keys))
         return [all(list(islice(there, count))) for count in counts]
 
-    def _encode(self, batch: Sequence[Save], copy: PagedCache, which: Sequence[int]) -> dict[int, tuple[bytes, ...]]:
+    def _encode(
+        self, batch: Sequence[Save], copy: PagedCache | States, which: Sequence[int]
+    ) -> dict[int, tuple[bytes, ...]]:
         """Return the parts of those entries of a batch that can be encoded; book the others as not stored."""
         begun, state = time.monotonic(), self._state
+        if isinstance(copy, States):
+            bound = state.keys.bound_to(batch[0].tenant, batch[0].entry.digest)
+            try:
+                blob = state.codec.encode_states(copy, associated_data=bound)
+            except Exception as error:
+                self._fail(batch, "encode", error)
+                return {}
+            state.recorder.count("work_seconds", time.monotonic() - begun, "encode")
+            return {0: (blob,)}
         chunks = []
         for at, slots in self._copied_slots(batch, copy, which):
             save = batch[at]
@@ -334,7 +354,7 @@ class WorkerSaves:
                 if beside is not None and drafted:
                     recorder.count("stored", label="drafts")
                     recorder.count("stored_bytes", len(beside[1][0]))
-                for number, part in enumerate(parts):
+                for number, part in enumerate(parts if save.entry.kind != "state" else ()):
                     self._state.sizes.observe(str(number), len(part), save.entry.tokens)
             self._saved(save, kept > 0)
 
@@ -368,5 +388,5 @@ class WorkerSaves:
         return self._state.keys.written(save.tenant, drafts.digest(save.entry.digest))
 
     def _bytes(self, entry: Entry) -> int:
-        """Return the size of an entry's tokens, uncompressed."""
-        return entry.tokens * self._state.bytes_per_token
+        """Return the size of an entry's tokens or state, uncompressed."""
+        return self._state.bytes_per_state if entry.kind == "state" else entry.tokens * self._state.bytes_per_token

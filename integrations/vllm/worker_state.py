@@ -22,6 +22,7 @@ from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.state_pages import StatePages
 from cuvee.integrations.vllm.torch_threads import compute_alone
 
 # Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms
@@ -96,10 +97,12 @@ class WorkerState:
         blocks: tokens per block of each group of layers.
         windows: of each group of layers, how many tokens the engine keeps; None: all.
         bytes_per_token: of the pages, uncompressed.
+        bytes_per_state: of all recurrent layers, uncompressed.
         copied: the pages where there are several groups, or pairs of fp8 codes are coded; None: the codec reads and
             writes the pages.
         drafts: the pages of a drafter's layers; None: there are none.
         closed: nothing is admitted any more.
+        states: what recurrent layers hold; None: there are none, or the engine sleeps.
     """
 
     def __init__(self, setup: Setup, rank: int, codec: Codec, store: Store, recorder: Recorder) -> None:
@@ -126,14 +129,17 @@ class WorkerState:
         self.cache: PagedCache | None = None
         self.copied: CopiedPages | None = None
         self.drafts: DraftPages | None = None
+        self.states: StatePages | None = None
         self.bytes_per_token = 0
+        self.bytes_per_state = sum(layer.nbytes for layer in setup.recurrent)
         self._groups = setup.groups
+        self._recurrent = {number for number, group in enumerate(setup.groups) if group.recurrent}
         # An fp8 cache is coded as something else than it holds.
         self._layout = None if setup.pages is None else replace(codec.profile.layout, dtype=setup.layout.dtype)
 
-    def attach(self, cache: PagedCache, drafts: DraftPages | None = None) -> None:
-        """Use these pages."""
-        self.cache = cache
+    def attach(self, cache: PagedCache, drafts: DraftPages | None = None, states: StatePages | None = None) -> None:
+        """Use these pages, and these states of recurrent layers."""
+        self.cache, self.states = cache, states
         layout = cache.layout if self._layout is None else self._layout
         copied = len(self._groups) > 1 or layout.layers != cache.layout.layers
         self.copied = CopiedPages(cache, self._groups, layout) if copied else None
@@ -144,14 +150,14 @@ class WorkerState:
 
     def detach(self) -> None:
         """Forget the pages."""
-        self.cache = self.copied = self.drafts = None
+        self.cache = self.copied = self.drafts = self.states = None
 
     @property
     def fails_whole(self) -> bool:
         """Whether a load that fails in part fails as a whole.
 
         Block numbers mean nothing to the engine where there are several groups of layers; and where a layer has a
-        window, the part in front of the failure lacks the window that ends there.
+        window or a state, the part in front of the failure lacks the window or state that ends there.
         """
         return len(self.windows) > 1 or self.windows != (None,)
 
@@ -167,12 +173,24 @@ class WorkerState:
         return self.cache
 
     @property
+    def state_pages(self) -> StatePages:
+        """The engine's states.
+
+        Raises:
+            RuntimeError: there are none: not yet, or the engine sleeps.
+        """
+        if self.states is None:
+            raise RuntimeError("no states are attached")
+        return self.states
+
+    @property
     def coded(self) -> KVLayout:
         """The layout of what is coded of the pages."""
         return self.pages.layout if self.copied is None else self.copied.layout
 
     def slots(self, entry: Entry, placed: range | None = None) -> list[torch.Tensor]:
-        """Return the slot of each of an entry's tokens in every group of layers, int64 `[T]`.
+        """Return the slot of each of an entry's tokens in every group of layers, int64 `[T]`; recurrent layers have
+        none.
 
         Args:
             entry: with its blocks.
@@ -181,8 +199,11 @@ class WorkerState:
         """
         placed = range(entry.start, entry.end) if placed is None else placed
         each = []
-        for table, tokens, window in zip(entry.tables, self.blocks, self.windows, strict=True):
+        for number, (table, tokens, window) in enumerate(zip(entry.tables, self.blocks, self.windows, strict=True)):
             slots = torch.full((entry.tokens,), NOWHERE)
+            if number in self._recurrent:
+                each.append(slots)
+                continue
             offset = torch.arange(placed.start, placed.stop) - entry.start // tokens * tokens
             blocks = torch.tensor(table, dtype=torch.int64)[offset // tokens]
             at = blocks * tokens + offset % tokens

@@ -49,6 +49,10 @@ _SHARED = {
     "vocab_size_per_layer_input": 256,
     "hidden_size_per_layer_input": 32,
 }
+# Their states are smaller than the pages of a block of 32 tokens, so that the engine does not make larger blocks.
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 1}
+# On a CPU, vLLM 0.32 and 0.33 raise where a step of Mamba 2 spans several of these.
+_MAMBA2["mamba_chunk_size"] = 2048
 _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3TextConfig",
@@ -65,6 +69,33 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4": ("Gemma4TextConfig", {**_SHARED, "global_head_dim": 64}),
     "gpt_oss": ("GptOssConfig", {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA2,
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 128,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "tie_word_embeddings": True,
+            "block_auto_adjust_ff_dim": False,
+            # vLLM reads these, too.
+            "conv_dim": 128,
+            "conv_dim_out": 128,
+            "block_dim": 128,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+        },
+    ),
     "llama": ("LlamaConfig", {"head_dim": 32}),
     "llama4": (
         "Llama4TextConfig",

@@ -27,7 +27,7 @@ KINDS = (
     "CrossAttentionSpec", "SinkFullAttentionSpec", "HiSparseHotSpec", "SlidingWindowMLASpec", "CircularBufferSpec",
 )  # fmt: skip
 WINDOWS = {"SlidingWindowSpec": "sliding_window", "ChunkedLocalAttentionSpec": "attention_chunk_size"}
-REMEDY = re.compile(r"\b(set|pass|use|serve|remove|give|must|only|supported: |there are)")
+REMEDY = re.compile(r"\b(set|pass|use|serve|remove|give|leave|must|only|supported: |there are)")
 MODELS = {"llama": engines.CONFIG, "mistral": engines.WINDOWED, "deepseek": engines.LATENTS}
 
 

@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import fitted_to
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, LlamaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
@@ -29,7 +36,7 @@ from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm import draft_layers, setup
 from cuvee.integrations.vllm.draft_layers import Drafts
-from cuvee.integrations.vllm.layer_groups import LayerGroup
+from cuvee.integrations.vllm.layer_groups import LayerGroup, RecurrentLayer
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
@@ -39,6 +46,11 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 LAYOUT = KVLayout.from_config(CONFIG)
 WINDOWED = MistralConfig(**{**CONFIG.to_dict(), "sliding_window": 64})
+HYBRID = Lfm2Config(
+    vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, layer_types=["conv", "full_attention"],
+    block_auto_adjust_ff_dim=False, dtype=torch.bfloat16,
+)  # fmt: skip
 LATENTS = DeepseekV3Config(
     vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, first_k_dense_replace=2,
     num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=8, qk_rope_head_dim=4,
@@ -199,6 +211,34 @@ def test_groups_of_the_engines_own_classes_are_read() -> None:
     recurrent = kinds.MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
         Setup.of_engine(*_engine([full, recurrent], extra=extra))
+    kept = kinds.MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    made = Setup.of_engine(*_engine([kept, full], extra=extra, model__hf_text_config=HYBRID))
+    assert made.groups == (LayerGroup((), recurrent=True), LayerGroup((0,)))
+    assert made.recurrent == (RecurrentLayer("model.layers.0", 0, ((2, 2),), (torch.float32,)),)
+
+
+def _hybrid(dtype: torch.dtype = torch.bfloat16, mode: str = "align", **changes: Any) -> dict[str, Any]:
+    """An engine whose first layer keeps states, of larger blocks than the other's."""
+    states = _spec(MambaSpec, block_size=64, shapes=((2, 32),), dtypes=(dtype,), mamba_cache_mode=mode)
+    return {"specs": [states, _spec()], "model__hf_text_config": HYBRID, **changes}
+
+
+def test_recurrent_layers_keep_states_in_place_of_tokens() -> None:
+    made = Setup.of_engine(*_engine(**_hybrid()))
+    assert made.layout.states and made.layout.num_layers == 1
+    assert made.groups == (LayerGroup((), recurrent=True), LayerGroup((0,), block=32))
+    assert made.block_tokens == 64 and not made.loads_in_part
+    with pytest.raises(InputError, match="chunk_tokens: must be a multiple of the engine's block size 64, got 96"):
+        Setup.of_engine(*_engine(**_hybrid(extra={"chunk_tokens": 96})))
+
+
+def test_states_of_another_dtype_have_other_keys(checkpoint: Callable[..., None]) -> None:
+    """Later layers compute something else of them, so chunks have, too."""
+    names = []
+    for dtype in (torch.bfloat16, torch.float32):
+        engine = _engine(**_hybrid(dtype))
+        names.append(Setup.of_engine(*engine).identity(engine[0]).model)
+    assert names[0] != names[1]
 
 
 def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
@@ -398,7 +438,34 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
             UnsupportedModelError,
             "blend: fp8 caches .*remove the option",
         ),
-        ({"specs": [_spec(), _spec(MambaSpec)]}, UnsupportedModelError, r"recurrent layers \(MambaSpec.*without Cuvee"),
+        (
+            _hybrid(mode="none"),
+            UnsupportedModelError,
+            "recurrent layers .*mamba_cache_mode='none' are not supported, .*pass --enable-prefix-caching to vLLM",
+        ),
+        (
+            {"specs": [_spec(MambaSpec, mamba_cache_mode="align", shapes=(), dtypes=())]},
+            UnsupportedModelError,
+            "caches no keys and values: serve it without",
+        ),
+        (
+            _hybrid(speculative=_drafts("ngram")),
+            UnsupportedModelError,
+            "speculative decoding with recurrent layers: leave --speculative-config out",
+        ),
+        (_hybrid(cache__prefix_match_unit=32), UnsupportedModelError, "leave --prefix-match-unit out"),
+        (_hybrid(cache__use_replayssm=True), UnsupportedModelError, "leave --use-replayssm out"),
+        (_hybrid(extra={"blend": {}}), UnsupportedModelError, "blend: models with recurrent layers .*remove the opt"),
+        (
+            _hybrid(extra={"deadline_ms": 100}),
+            UnsupportedModelError,
+            "deadline_ms: a model with recurrent layers loads a prefix as a whole or not at all; remove it",
+        ),
+        (
+            _hybrid(parallel__pipeline_parallel_size=2),
+            UnsupportedModelError,
+            "pipeline parallelism is supported only where each layer has a cache.*set --pipeline-parallel-size 1",
+        ),
         (
             {"specs": [_spec(), _spec(ChunkedLocalAttentionSpec, attention_chunk_size=384)]},
             InputError,
@@ -491,7 +558,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ({"extra": {"key_env": "CUVEE_NOT_SET"}}, InputError, "CUVEE_NOT_SET is not set"),
     ],
 )
-@pytest.mark.serves(model="recurrent layers", where="refused")
+@pytest.mark.serves(model="recurrent layers, no states kept", where="refused")
 @pytest.mark.serves(model="latents (MLA) with a sparse indexer", where="refused")
 @pytest.mark.serves(cache="nvfp4", where="refused")
 @pytest.mark.serves(drafts="dflash", where="refused")
