@@ -105,7 +105,8 @@ def choose(
     def option(chunks: int, slow: float, slow_engine: float) -> tuple[float, Choice]:
         """Return a choice if all is so many times slower, and what it loses."""
         computing = slow_engine * compute(chunks)
-        there = now + slow * (ready - now + to_bases[chunks])
+        under_way = ready - now if chunks > loaded or loaded == count else 0.0  # of bases that are not wanted: no wait
+        there = now + slow * (under_way + to_bases[chunks])
         last = deadline - computing - HICCUP
         refined = min(bisect_right(to_refinements, (last - there) / slow) - 1, chunks) if there <= last else 0
         loss = _REFINED * (edges[refined] - edges[0]) + edges[chunks] - edges[refined]

@@ -9,7 +9,7 @@ keys from them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from cuvee.integrations.vllm.decision import BlendCost
@@ -271,10 +271,12 @@ class Report:
 
     def add(self, other: Report) -> None:
         """Merge the report of another rank into this one."""
-        for name in ("steps", "loaded", "delivered", "placed", "blended", "stored", "kept"):
-            getattr(self, name).extend(getattr(other, name))
-        for name in ("ended", "failed", "unsaved"):
-            getattr(self, name).update(getattr(other, name))
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, list):
+                mine.extend(theirs)
+            elif isinstance(mine, set):
+                mine.update(theirs)
         for step, seconds in other.step_seconds.items():
             self.step_seconds[step] = max(seconds, self.step_seconds.get(step, 0.0))
         if other.metrics is not None:

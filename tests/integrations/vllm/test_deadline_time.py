@@ -174,6 +174,18 @@ def test_what_can_be_met_is_met(
     assert {0, CHUNKS} <= set(kept_at)
 
 
+def test_a_link_that_stops_does_not_keep_the_engine_from_computing(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has delivered some bases, and would take a minute for the others."""
+    b = bench()
+    b.store_all(CHUNKS)
+    bases, _ = bytes_of(b)
+    simulation = Simulation(b, {"memory": lambda at: bases / 0.1 if at < 0.05 else bases / 60}, 1.0, monkeypatch)
+    end, parts, job = simulation.run(deadline=1.5, token=4e-3)
+    assert end <= 1.5 and 0 < len(parts) < CHUNKS and job.as_planned
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_two_tiers_that_fail_at_random_cost_no_more_than_computing(
     bench: Callable[..., Bench], seed: int, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.vllm.decision import BlendCost, load_work
-from cuvee.integrations.vllm.messages import Entry, Load, Report, Save
+from cuvee.integrations.vllm.messages import Delivery, Entry, Load, Report, Save
 from cuvee.naming.identity import store_key
 
 
@@ -752,6 +752,11 @@ def test_reports_of_ranks_add_up() -> None:
     assert (one.steps, one.ended, one.loaded) == ([1, 1], {"c", "d"}, [(16, 0.5), (16, 0.7)])
     assert (one.failed, one.unsaved) == ({"a", "b"}, {b"x", b"y"})
     assert sorted(one.placed) == ["a", "a", "b"] and one.blended == [cost, cost]
+    one.add(Report(stored=[b"z"], kept=[3], delivered=[Delivery("r", 0, (), (), True)], step_seconds={1: 0.5}))
+    one.add(Report(step_seconds={1: 0.2, 2: 0.1}, metrics={"raw_bytes||": 2}))
+    one.add(Report(metrics={"raw_bytes||": 3}))
+    assert (one.stored, one.kept, len(one.delivered), one.step_seconds) == ([b"z"], [3], 1, {1: 0.5, 2: 0.1})
+    assert one.metrics == {"raw_bytes||": 5}
 
 
 # Tails -----------------------------------------------------------------------------------------------------------
