@@ -846,8 +846,7 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
     # by an engine that nothing befalls. Here the engine ends.
     raising, others = ids(CHUNKS * CHUNK + 58, "raising"), files()
 
-    def all_stored() -> bool:
-        ask([1])
+    def all_stored() -> bool:  # without another request
         return len(files() - others) == 2 * (CHUNKS + 2)  # with one chunk more, and the prompt's tail
 
     try:
