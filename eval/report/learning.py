@@ -73,7 +73,7 @@ def learning_sequences(
         tokenizer = load_tokenizer(config.model)
         return mixture(model, tokenizer, config.learned_sequences, config.length, config.seed, progress=True)
     tokens = calibration_windows(corpora, config.length, config.learned_sequences)
-    return reread(tokens, prefix, config.seed) if config.reread else tokens
+    return reread(tokens, prefix, config.seed)
 
 
 def learning_text(config: ReportConfig) -> torch.Tensor | None:

@@ -43,8 +43,7 @@ class ReportConfig:
         methods: methods to measure, by key, family or the first part of a family ("kivi4", "pca/layer", "cuvee"); all
             if there are none. The 16-bit cache is always measured, because scores are compared with its scores.
         evaluation: texts to measure on, at most `sequences` sequences.
-        length, prefix: tokens in a sequence, and cached tokens (default: three quarters).
-        reread: whether the rest of every second sequence repeats a part of its cache.
+        length: tokens in a sequence. Three quarters are cached; the rest of every second one repeats a part of them.
         chunk_tokens: tokens coded together.
         tasks: lm-eval tasks, with at most `limit` documents each; None: all of them for a model of up to
             `SMALL_PARAMETERS`, else `LARGE_LIMIT`.
@@ -75,8 +74,6 @@ class ReportConfig:
     evaluation: tuple[str, ...] = EVALUATION_TEXTS
     sequences: int = 32
     length: int = LENGTH
-    prefix: int | None = None
-    reread: bool = True
     chunk_tokens: int = CHUNK_TOKENS
     tasks: tuple[str, ...] = LOCAL_TASKS
     limit: int | None = None

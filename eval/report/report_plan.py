@@ -67,8 +67,8 @@ class ReportPlan:
         self.calibration = self._learning_corpora if learned or not self.given else []
         self.evaluation = [read_corpus(text, config.model) for text in config.evaluation]
         tokens, self.texts = sequences_by_text(self.evaluation, config.length, config.sequences)
-        self.prefix = check_tokens(self.model, tokens, config.prefix)
-        self.tokens = reread(tokens, self.prefix, config.seed) if config.reread else tokens
+        self.prefix = check_tokens(self.model, tokens, None)
+        self.tokens = reread(tokens, self.prefix, config.seed)
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = self._scorer() if config.tasks else None
         self.alone = self._scorer(context="absent") if config.controls else None
@@ -119,7 +119,7 @@ class ReportPlan:
     def _chosen_group(self) -> str:
         """Return the group that `cuvee profile learn` would choose."""
         config = self.config
-        prefix = 3 * config.length // 4 if config.prefix is None else config.prefix
+        prefix = 3 * config.length // 4
         flops = CPU_FLOPS if torch.device(config.device).type == "cpu" else GPU_FLOPS
         return choose_group(self.layout, cached_tokens(config, self._learning_corpora, prefix), flops)[0]
 
@@ -152,7 +152,7 @@ class ReportPlan:
         found: dict[tuple[int, bool], list[int]] = {}
         for row, text in enumerate(self.texts):
             # `reread` changes rows 0, 2, 4 …
-            found.setdefault((text, self.config.reread and row % 2 == 0), []).append(row)
+            found.setdefault((text, row % 2 == 0), []).append(row)
         names = [text_entry(corpus)["name"] for corpus in self.evaluation]
         return [Kind(names[text], again, rows) for (text, again), rows in sorted(found.items())]
 
@@ -189,7 +189,7 @@ class ReportPlan:
         }
         decided = json.loads(json.dumps(decided, allow_nan=False))  # in the form in which it will be read back
         text = TextInfo(
-            calibration, evaluation, None, len(self.tokens), config.length, self.prefix, config.reread,
+            calibration, evaluation, None, len(self.tokens), config.length, self.prefix,
             tokens_sha256(self.tokens), self._kinds(),
         )  # fmt: skip
         plain = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)

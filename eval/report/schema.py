@@ -222,7 +222,6 @@ class TextInfo:
     sequences: int
     length: int
     prefix: int
-    reread: bool
     tokens_sha256: str
     kinds: list[Kind]
 

@@ -14,7 +14,7 @@ from cuvee.eval.report.curve_sections import by_kind, equal_kl, headline, sizes
 from cuvee.eval.report.families import name_of
 from cuvee.eval.report.method_sections import blends, curves, layers, methods, tasks
 from cuvee.eval.report.report_plots import machine_name
-from cuvee.eval.report.schema import Report, TextInfo
+from cuvee.eval.report.schema import Report
 
 __all__ = ["against", "report_preface", "report_sections", "report_title"]
 
@@ -100,7 +100,6 @@ def _provenance(report: Report) -> ReportSection:
     facts = {
         "cache stored as": configuration.get("cache_dtype"),
         "sequences": f"{text.sequences} of {text.length} tokens, the first {text.prefix} cached",
-        "repeats": _repeats(text),
         "tokens coded together": configuration.get("chunk_tokens"),
         "sequences to calibrate on": text.calibration_sequences,
         "SHA-256 of the tokens": text.tokens_sha256,
@@ -145,15 +144,12 @@ def _limits(report: Report) -> ReportSection:
             f"{model.name} has {model.parameters / 1e6:.3g} million parameters. A large model may lose more or less "
             f"at the same size: run this report on it."
         )
-    if text.reread:
-        says.append(
-            "Half of the sequences repeat a part of their cache, which a model must read to predict them: KL is larger "
-            "here than on ordinary text."
-        )
-    says.append(
+    says += [
+        "Half of the sequences repeat a part of their cache, which a model must read to predict them: KL is larger "
+        "here than on ordinary text.",
         "Baselines are written from their descriptions. Where a table says ideal entropy, or that levels are counted, "
-        "no bytes were written: their real sizes are at least that."
-    )
+        "no bytes were written: their real sizes are at least that.",
+    ]
     if report.scores:
         says.append(
             "Documents of a task share text and templates, so they are not independent trials. "
@@ -162,10 +158,6 @@ def _limits(report: Report) -> ReportSection:
     if any(e.encode_gb_per_s is not None for e in report.quality):
         says.append("Speeds are of one pass on this machine. For a benchmark, run make bench in a checkout.")
     return ReportSection("limits", "Limits", [ReportBlock("list", items=tuple(says))])
-
-
-def _repeats(text: TextInfo) -> str:
-    return "every second sequence repeats a part of its cache" if text.reread else "none: ordinary text"
 
 
 def _date(report: Report) -> str:

@@ -103,15 +103,14 @@ class Fixed(torch.nn.Module):
         return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sample_reads_all_that_came_before(bundled: tuple[Any, Any], temperature: float) -> None:
+def test_sample_reads_all_that_came_before(bundled: tuple[Any, Any]) -> None:
     """One pass without a cache gives each token's interval of [0, 1): the draw must have fallen into it."""
     model, _ = bundled
-    sample = sample_text(model, count=3, length=64, seed=5, temperature=temperature)
+    sample = sample_text(model, count=3, length=64, seed=5)
     assert len(set(sample.flatten().tolist())) > 30
     with torch.no_grad():
         logits = model(input_ids=sample).logits[:, :-1].double()
-    upper = (logits / temperature).softmax(-1).cumsum(-1)
+    upper = logits.softmax(-1).cumsum(-1)
     lower = torch.nn.functional.pad(upper, (1, 0))
     chosen = sample[:, 1:, None]
     draws = torch.rand(64, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64).T[:, 1:]
@@ -138,9 +137,6 @@ def test_sample_follows_the_distribution(bundled: tuple[Any, Any]) -> None:
     assert torch.allclose(frequency, p, atol=0.015)
     assert (frequency[p == 0] == 0).all()
     assert len({tuple(row) for row in drawn.tolist()}) == 130
-    hot = sample_text(model, count=64, length=101, seed=3, temperature=1e6)[:, 1:]
-    frequency = torch.bincount(hot.flatten(), minlength=6) / hot.numel()
-    assert torch.allclose(frequency[p > 0], torch.full((3,), 1 / 3), atol=0.03)
 
 
 def test_sample_goes_on_from_what_is_given(bundled: tuple[Any, Any]) -> None:
@@ -157,9 +153,6 @@ def test_sample_goes_on_from_what_is_given(bundled: tuple[Any, Any]) -> None:
     [
         ("count", {"count": 0}),
         ("length", {"length": 0}),
-        ("temperature", {"temperature": 0.0}),
-        ("temperature", {"temperature": float("nan")}),
-        ("temperature", {"temperature": float("inf")}),
         ("starts", {"starts": torch.tensor([1])}),
         ("starts", {"starts": torch.tensor([[1], [2]])}),
         ("starts", {"starts": torch.tensor([[1, 2, 3]])}),

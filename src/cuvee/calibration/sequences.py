@@ -100,7 +100,6 @@ def sample_text(
     count: int,
     length: int,
     seed: int,
-    temperature: float = 1.0,
     starts: Tensor | None = None,
     progress: bool = False,
 ) -> Tensor:
@@ -115,7 +114,6 @@ def sample_text(
         length: tokens per row, T, including the first.
         seed: seed of the draws. Equal arguments give equal rows on the same machine with the same number of threads.
             Elsewhere, a rounding difference in the logits may change a draw and the rest of its row.
-        temperature: divides the logits; 1 is the model's own distribution.
         starts: integer [N, S], the first tokens of each row; None for the model's own first token.
         progress: show progress on standard error.
 
@@ -127,8 +125,6 @@ def sample_text(
     """
     _check_at_least("count", count, 1)
     _check_at_least("length", length, 1)
-    if not 0.0 < temperature < float("inf"):
-        raise InputError(f"temperature: must be positive and finite, got {temperature}")
     from transformers import StaticCache
 
     if starts is None:
@@ -146,7 +142,7 @@ def sample_text(
         cached = cache_argument(model, StaticCache(config=model.config, max_cache_len=length))
         for t in tracked(range(1, length), "sampling", progress):
             logits = model(input_ids=rows[:, t - 1 : t], **cached, use_cache=True).logits[:, -1]
-            cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+            cumulative = logits.double().softmax(-1).cumsum(-1)
             # Scaled by the total, which is not exactly 1, so that no draw falls past the last token.
             drawn = torch.searchsorted(cumulative, draws[t, :, None] * cumulative[:, -1:], right=True)
             if t >= given:

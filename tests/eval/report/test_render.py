@@ -107,7 +107,7 @@ def measured(books: Any) -> dict[str, Any]:
         "text": {
             "calibration": [{"name": "harbour", "sha256": "aa" * 32, "tokens": 6444}],
             "evaluation": [{"name": "orchard", "sha256": "bb" * 32, "tokens": 9000}],
-            "calibration_sequences": 25, "sequences": 4, "length": 256, "prefix": 192, "reread": True,
+            "calibration_sequences": 25, "sequences": 4, "length": 256, "prefix": 192,
             "tokens_sha256": "cc" * 32,
         },
         "profiles": {
@@ -500,7 +500,7 @@ def only_baselines(report: dict[str, Any]) -> None:
 def a_given_profile(report: dict[str, Any]) -> None:
     report["profiles"]["layer"] |= {"seconds": None}
     report["quality"] = [e for e in report["quality"] if e["setting"] in ("", "balanced")]
-    report["text"] |= {"calibration": [], "calibration_sequences": None, "reread": False}
+    report["text"] |= {"calibration": [], "calibration_sequences": None}
 
 
 MISSING = [no_tasks, one_sequence, unpaired, nothing_measured, only_baselines, a_given_profile]
@@ -532,8 +532,6 @@ def test_what_is_missing_leaves_no_hole(report: dict[str, Any], tmp_path: Path, 
         assert all(row[4] == "" for _, rows in tables["Scores of tasks"] for row in rows)
     if change is no_tasks:
         assert "tasks" not in tables["Quality by size"][0][0] and "Documents of a task" not in text
-    if change is a_given_profile:
-        assert "ordinary text" in text and "Half of the sequences" not in text
 
 
 def test_a_curve_that_is_too_short_says_so(report: dict[str, Any]) -> None:

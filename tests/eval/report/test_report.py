@@ -268,23 +268,6 @@ def test_a_profile_that_was_exchanged_is_noticed(
         run_report(CONFIG, tmp_path / "run", console)
 
 
-def test_sequences_may_go_without_repeats(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    learned: list[torch.Tensor] = []
-    calibrate = cuvee.calibrate
-
-    def listen(model: Any, tokens: torch.Tensor, *args: Any, **more: Any) -> Profile:
-        learned.append(tokens)
-        return calibrate(model, tokens, *args, **more)
-
-    monkeypatch.setattr(cuvee, "calibrate", listen)
-    Interrupted(monkeypatch, 0)  # nothing is measured
-    for name, repeated in (("texts", True), ("plain", False)):
-        with pytest.raises(KeyboardInterrupt):
-            run_report(replace(CONFIG, reread=repeated), tmp_path / name, console)
-    texts, plain = learned
-    assert torch.equal(plain[1::2], texts[1::2]) and not torch.equal(plain[::2], texts[::2])
-
-
 def test_a_profile_of_another_model_is_refused(
     tmp_path: Path, console: Console, books: Any, fitted: Callable[..., Profile]
 ) -> None:
@@ -326,8 +309,6 @@ def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Cons
         ({"tasks": ("cuvee_kv_9",)}, r"^tasks: 'cuvee_kv_9' is not known; did you mean 'cuvee_kv_8'"),
         ({"length": 4096}, "token_ids: must be at most 2048 long, the model's positions, got 4096"),
         ({"evaluation": ("nowhere.txt",)}, "no such text file"),
-        ({"prefix": 40}, "^prefix: must lie in"),
-        ({"prefix": 127, "reread": False}, "prefix: must lie in 1 … 126, to leave two tokens"),
         ({"groups": ("layer", "sphere")}, "sphere"),
     ],
 )
@@ -623,8 +604,6 @@ def test_kinds_of_text_are_compared_apart(tmp_path: Path, console: Console, monk
         assert anchor["anchor"] == "kivi4" and anchor["kl"] == pytest.approx(sum(kivi[row] for row in rows) / 2)
         assert {r["against"] for r in anchor["ratios"]} == {"kivi4", "pca/layer"}
     assert {e["family"] for e in data["sizes"]} == {"cuvee/layer", "pca/layer"}
-    plain = run_report(replace(config, reread=False, methods=("kivi4",)), tmp_path / "plain", console)
-    assert [kind["reread"] for kind in plain["text"]["kinds"]] == [False, False]
 
 
 def test_large_models_are_asked_fewer_documents(
