@@ -28,6 +28,7 @@ END = 3 * CHUNK
 HELD = [[NULL_BLOCK] * 5 + [7], [1, 2, 3, 4, 5, 6], [NULL_BLOCK] * 5 + [9]]  # after a step that ends there
 LOADED = [[NULL_BLOCK] * 5 + [11], [20, 13, 17, 14, 19, 22], [NULL_BLOCK] * 5 + [12]]
 STATE = Entry("state", bytes(range(32)), END - BLOCK, BLOCK)
+OTHER = bytes([99]) * 32  # digest of another sequence's state
 
 
 def caches() -> dict[str, list[torch.Tensor]]:
@@ -101,10 +102,12 @@ def test_a_state_is_bound_to_its_key_by_the_secret(bench: Callable[..., Bench]) 
     """Another sequence's state under this key is none of this one's."""
     held = caches()
     b = stored(bench, held, codec={"key": b"s" * 32})
-    other = place(Entry("state", bytes(32), STATE.start, BLOCK), HELD)
+    b.load_now([load()])
+    assert not b.worker.loads.take_failed(b.worker.loads.take_arrived()), "its own"
+    other = place(Entry("state", OTHER, STATE.start, BLOCK), HELD)
     b.worker.saves.save([Save(TENANT, other)])
     b.drain()
-    b.store.entries[state_key(b)] = b.store.entries[store_key(TENANT, bytes(32), b.rank, *b.codec.key_ids[:1])]
+    b.store.entries[state_key(b)] = b.store.entries[store_key(TENANT, OTHER, b.rank, *b.codec.key_ids[:1])]
     b.load_now([load()])
     assert b.worker.loads.take_failed(b.worker.loads.take_arrived()) == {"r"}
 
@@ -120,10 +123,10 @@ def damaged(b: Bench) -> None:
 
 
 def of_another_step(b: Bench) -> None:
-    other = place(Entry("state", bytes(32), STATE.start - BLOCK, BLOCK), [[5] * 6] * 3)
+    other = place(Entry("state", OTHER, STATE.start - BLOCK, BLOCK), [[5] * 6] * 3)
     b.worker.saves.save([Save(TENANT, other)])
     b.drain()
-    b.store.entries[state_key(b)] = b.store.entries[store_key(TENANT, bytes(32), b.rank)]
+    b.store.entries[state_key(b)] = b.store.entries[store_key(TENANT, OTHER, b.rank)]
 
 
 def of_other_layers(b: Bench) -> None:
