@@ -112,6 +112,25 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", _WINDOW),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 64}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            # vLLM's operators for CPUs take heads of 128 and bfloat16; wide keys and values keep blocks at 32 tokens.
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 1,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_hidden_layers": 4,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
 }
 
 
