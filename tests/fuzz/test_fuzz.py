@@ -24,9 +24,11 @@ from tests.fuzz.peers import HttpTarget, RedisTarget
 from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
 
+from cuvee.codec.errors import CorruptError
 from cuvee.codec.format import rules
 from cuvee.codec.stages.compiled import sections
 from cuvee.codec.stages.reference import rans
+from cuvee.integrations.stores.envelope import verify
 
 ROOT = Path(__file__).parents[2]
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
@@ -89,6 +91,15 @@ def off_by_one(*arguments: Any, decode: Any = rans.rans_decode) -> Any:
     return out
 
 
+def _verify_without_payload(*entry: Any) -> None:
+    """Check an entry, but not the checksum of its payload."""
+    try:
+        verify(*entry)
+    except CorruptError as error:
+        if "checksum of the payload" not in str(error):
+            raise
+
+
 REFERENCE = ("tests.fuzz.blobs.REFERENCE_EVERY", 1)
 # Who finds it, in how many cases, what the finding says, and what is put in the place of what.
 DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
@@ -109,7 +120,7 @@ DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
     ),
     "checksums of payloads": (
         EntryTarget, 300, "no writer makes",
-        [("cuvee.integrations.stores.envelope._check_payload", lambda *_: None)],
+        [("tests.fuzz.entries.verify", _verify_without_payload)],
     ),
     "places": (
         PagesTarget, 300, "other contents",
