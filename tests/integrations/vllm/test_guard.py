@@ -133,6 +133,8 @@ NEVER = {
     "s._requests._media_names.name",
     "s._state.store.report_overdue",
     "s._rates.break_even.worth_loading",
+    "w.loads._restorer._restore_drafts",
+    "w.saves._encode_drafts",
 }
 
 
