@@ -1,7 +1,7 @@
 """`CuveeConnector`: hands the calls of vLLM's V1 connector interface to the scheduler's side and the workers' side.
 
-Only this module, `engine_text`, `kv_events`, `other_connectors`, `prometheus` and `blending.paged_model` import vLLM.
-Tested with vLLM 0.32 and 0.33.
+Only this module, `engine_text`, `kv_events`, `other_connectors`, `prometheus`, `weights` and
+`blending.paged_model` import vLLM. Tested with vLLM 0.32 and 0.33.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
 when a connector is made, because it imports numba. With numba's llvmlite in memory, vLLM 0.32 cannot start a worker on
@@ -45,7 +45,7 @@ from cuvee.integrations.vllm.other_connectors import have_failed_loads_computed,
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
 from cuvee.integrations.vllm.state_pages import StatePages
-from cuvee.integrations.vllm.weights import Weights
+from cuvee.integrations.vllm.weights import Weights, named_weights
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
 # of llvmlite's. So whatever imports Numba is imported later.
@@ -230,7 +230,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         codec = self._setup.codec(rank)
         first = next(iter(self._cached_layers), "")  # a drafter's layers have another model
         self._drafts = Drafts.of_engine(self._vllm_config, self._kv_cache_config, self._setup)
-        self._weights = Weights(layers.get(first), _named_weights)
+        self._weights = Weights(layers.get(first), named_weights)
         worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, self._weights.digest)
         self._attach(worker, kv_caches)
         self._worker = worker
@@ -391,14 +391,6 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         rows = min(MOST_ROWS, least_slice(self._setup.step_tokens))
         runs.prepare()
         return PageBlender(pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows)
-
-
-def _named_weights(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the parameters as vLLM enumerates them for its own checksums: some hold others."""
-    from vllm.model_executor.model_loader.weight_checksum import _weights
-
-    named: Iterable[tuple[str, torch.Tensor]] = _weights(model)
-    return named
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +30,14 @@ def _owners_of(layer: torch.nn.Module | None) -> list[Any]:
         and hasattr(type(each), "compute_logits")
         and any(layer is part for part in each.modules())
     ]
+
+
+def named_weights(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return a model's parameters as vLLM enumerates them for its own checksums: some hold others."""
+    from vllm.model_executor.model_loader.weight_checksum import _weights
+
+    named: Iterable[tuple[str, torch.Tensor]] = _weights(model)
+    return named
 
 
 class Weights:
