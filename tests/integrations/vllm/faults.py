@@ -28,6 +28,7 @@ from typing import Any, cast
 
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import RedisServer, redis_server, wait_until
+from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm.engines import (
     cuvee,
     ids,
@@ -568,6 +569,8 @@ def forward_raises_before_a_blend(engine: Driven) -> None:
 
 
 Scenarios = dict[str, Callable[[Driven], None]]
+# With asynchronous scheduling vLLM waits for ever for the tokens of a step that raised: no engine goes on after one.
+_GOES_ON = () if gpu_defaults.wanted() else (forwards_raise, forward_raises_before_a_blend)
 INJECTED: Scenarios = {
     scenario.__name__: scenario
     for scenario in (
@@ -579,8 +582,7 @@ INJECTED: Scenarios = {
         reset,
         reset_while_running,
         abort_during_hanging_load,
-        forwards_raise,
-        forward_raises_before_a_blend,
+        *_GOES_ON,
     )
 }
 
