@@ -13,6 +13,8 @@ import sys
 import types
 from typing import Any
 
+import pytest
+
 _VARIABLE = "CUVEE_VLLM_DEFAULTS"
 GPU = {_VARIABLE: "gpu", "VLLM_USE_V2_MODEL_RUNNER": "1"}  # in the environment of a process of engines
 PATIENCE = 4  # times as long as otherwise may a process of engines take
@@ -28,6 +30,12 @@ def wanted() -> bool:
     if value not in ("", GPU[_VARIABLE]):
         raise ValueError(f"{_VARIABLE}: must be {GPU[_VARIABLE]} or not set, got {value!r}")
     return bool(value)
+
+
+def need_one_process() -> None:
+    """Skip a test of several ranks: vLLM's own worker processes do not get these defaults."""
+    if wanted():
+        pytest.skip("worker processes of vLLM do not get a GPU's defaults")
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import fitted_to
-from tests.integrations.vllm import faults
+from tests.integrations.vllm import faults, gpu_defaults
 from tests.integrations.vllm.engines import (
     Answer,
     Engine,
@@ -388,6 +388,7 @@ class RanksRan:
 @pytest.fixture(scope="module")
 def ranks(folder: Path, models: dict[str, Path]) -> RanksRan:
     """An engine of two workers that computes and stores, then loads; then a rank misses entries; then one raises."""
+    gpu_defaults.need_one_process()
     place, root = folder / "ranks", folder / "ranks-store"
     place.mkdir()
     stored = 2 * distinct_chunks(faults.CHUNK, *PROMPTS.values())

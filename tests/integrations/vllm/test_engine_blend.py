@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm.engines import (
     Answer,
     Engine,
@@ -231,6 +232,7 @@ def later(folder: Path, models: dict[str, Path], first: Results) -> Results:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path, models: dict[str, Path]) -> Ran:
+    gpu_defaults.need_one_process()
     options = {
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
