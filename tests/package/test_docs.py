@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -204,6 +205,18 @@ def test_files_that_pages_show_and_targets_that_they_name_exist() -> None:
             assert f"\n{target}:" in makefile, f"{page}: make {target}"
         for names in re.findall(r"--targets ([\w,]+)", text):
             assert set(names.split(",")) <= set(TARGETS), f"{page}: --targets {names}"
+
+
+def test_members_that_the_reference_lists_exist() -> None:
+    """MkDocs leaves out, without a word, what is not there."""
+    listed = 0
+    for path in sorted((DOCS / "reference").glob("*.md")):
+        shown = re.findall(r"^::: ([\w.]+)\n +options:\n(?: +.*\n)*? +members: \[(.+)\]", path.read_text("utf-8"), re.M)
+        for owner, members in shown:
+            there = pkgutil.resolve_name(owner)
+            listed += 1
+            assert not [name for name in members.split(", ") if not hasattr(there, name)], f"{path.name}: {owner}"
+    assert listed > 10
 
 
 def test_the_version_has_a_section_in_the_changelog() -> None:
