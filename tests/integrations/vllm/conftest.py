@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,15 @@ from cuvee.integrations.guard import Guard
 if TYPE_CHECKING:  # they import the codec, which some modules here must not have before vLLM
     from tests.integrations.vllm.sides import Bench, Desk
     from tests.integrations.vllm.small_engine import SmallEngine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """For the files of the engines of a module; skips its tests without vLLM."""
+    from tests.integrations.vllm.engines import need_vllm
+
+    need_vllm()
+    return tmp_path_factory.mktemp(request.module.__name__.rpartition("_")[2])
 
 
 @pytest.fixture

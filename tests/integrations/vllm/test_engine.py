@@ -41,7 +41,6 @@ from tests.integrations.vllm.engines import (
     distance,
     distinct_chunks,
     ids,
-    need_vllm,
     read_results,
     run_engines,
     save_tiny_model,
@@ -153,12 +152,6 @@ def tails(*prompts: list[int], size: int, block: int) -> int:
     """Distinct tails of some prompts."""
     ends = [(prompt, len(prompt) // block * block) for prompt in prompts]
     return len({tuple(prompt[:end]) for prompt, end in ends if end % size and end >= 64})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_vllm()
-    return tmp_path_factory.mktemp("vllm_engine")
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ from tests.integrations.vllm.engines import (
     Step,
     cuvee,
     distance,
-    need_vllm,
     run_engines,
     save_tiny_model,
 )
@@ -135,12 +134,6 @@ def connector(store: Path, **blend: Any) -> dict[str, Any]:
     """Our connector, for short documents."""
     few = {"segment_tokens": 48, "min_context": 0, **blend}
     return {**PLAIN, "kv_transfer_config": cuvee(f"file://{store}", blend=few)}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_vllm()
-    return tmp_path_factory.mktemp("blend")
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,11 @@ from tests.integrations.vllm.engines import (
     Engine,
     Ran,
     Step,
-    cuvee,
     distance,
     ids,
-    need_vllm,
     run_engines,
     save_tiny_model,
+    transfer,
 )
 
 pytestmark = pytest.mark.slow
@@ -62,22 +61,17 @@ def save_with_head(kind: str, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_vllm()
-    made = tmp_path_factory.mktemp("drafts")
-    save_tiny_model("llama", made / "draft_model")
+def folder(folder: Path) -> Path:
+    """With the models, and heads that draft."""
+    save_tiny_model("llama", folder / "draft_model")
     for kind in ("eagle", "mtp"):
-        save_with_head(kind, made)
-    return made
+        save_with_head(kind, folder)
+    return folder
 
 
 def drafting(folder: Path, kind: str) -> dict[str, Any]:
     drafters = {"eagle": {"model": str(folder / "head")}, "draft_model": {"model": str(folder / kind)}}
     return {"speculative_config": {"method": kind, "num_speculative_tokens": 3, **drafters.get(kind, {})}}
-
-
-def connected(folder: Path, store: str) -> dict[str, Any]:
-    return {"kv_transfer_config": cuvee(f"file://{folder / 'stores' / store}", chunk_tokens=CHUNK)}
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +83,8 @@ def first(folder: Path) -> Mapping[str, Ran]:
     for kind in KINDS:
         drafts = drafting(folder, kind)
         engines.append(Engine(f"cached {kind}", folder / kind, [ONCE, ONCE], drafts))
-        engines.append(Engine(f"stored {kind}", folder / kind, [ONCE], {**drafts, **connected(folder, kind)}))
-        engines.append(Engine(f"plain {kind}", folder / kind, [ONCE], connected(folder, f"plain {kind}")))
+        engines.append(Engine(f"stored {kind}", folder / kind, [ONCE], {**drafts, **transfer(folder, kind)}))
+        engines.append(Engine(f"plain {kind}", folder / kind, [ONCE], transfer(folder, f"plain {kind}")))
     return run_engines(folder / "first", engines)
 
 
@@ -99,9 +93,9 @@ def second(folder: Path, first: Mapping[str, Ran]) -> Mapping[str, Ran]:
     engines = []
     for kind in KINDS:
         drafts = drafting(folder, kind)
-        engines.append(Engine(f"loaded {kind}", folder / kind, [ONCE], {**drafts, **connected(folder, kind)}))
+        engines.append(Engine(f"loaded {kind}", folder / kind, [ONCE], {**drafts, **transfer(folder, kind)}))
         engines.append(
-            Engine(f"without {kind}", folder / kind, [ONCE], {**drafts, **connected(folder, f"plain {kind}")})
+            Engine(f"without {kind}", folder / kind, [ONCE], {**drafts, **transfer(folder, f"plain {kind}")})
         )
     return run_engines(folder / "second", engines)
 

@@ -23,12 +23,11 @@ from tests.integrations.vllm.engines import (
     EngineFailure,
     Ran,
     Step,
-    cuvee,
     distance,
     ids,
-    need_vllm,
     run_engines,
     save_tiny_model,
+    transfer,
 )
 
 pytestmark = pytest.mark.slow
@@ -54,17 +53,6 @@ FAMILIES = tuple(STEPS)
 def options(family: str) -> dict[str, Any]:
     """Of an engine."""
     return {"enable_prefix_caching": True, **STEPS[family]}
-
-
-def transfer(folder: Path, store: str, **given: Any) -> dict[str, Any]:
-    """The connector, as an option of an engine."""
-    return {"kv_transfer_config": cuvee(f"file://{folder / 'stores' / store}", chunk_tokens=CHUNK, **given)}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_vllm()
-    return tmp_path_factory.mktemp("hybrids")
 
 
 @pytest.fixture(scope="module")

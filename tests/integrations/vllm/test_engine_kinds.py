@@ -16,13 +16,12 @@ from tests.integrations.vllm.engines import (
     Engine,
     Ran,
     Step,
-    cuvee,
     distance,
     ids,
-    need_vllm,
     run_engines,
     save_tiny_model,
     spread,
+    transfer,
 )
 from transformers import AutoModelForCausalLM
 
@@ -58,12 +57,6 @@ def options(kind: str, model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_vllm()
-    return tmp_path_factory.mktemp("kinds")
-
-
-@pytest.fixture(scope="module")
 def first_process(folder: Path) -> Mapping[str, Ran]:
     """Engines without us, and engines that fill a store."""
     model = save_tiny_model("llama", folder / "model")
@@ -83,11 +76,6 @@ def save_drafter(model: Path) -> None:
         for weight in network.parameters():
             weight.mul_(1 + 0.03 * torch.randn_like(weight))
     network.save_pretrained(model.with_name("drafter"))
-
-
-def transfer(folder: Path, store: str, **given: Any) -> dict[str, Any]:
-    """The connector, as an option of an engine."""
-    return {"kv_transfer_config": cuvee(f"file://{folder / 'stores' / store}", chunk_tokens=CHUNK, **given)}
 
 
 @pytest.fixture(scope="module")

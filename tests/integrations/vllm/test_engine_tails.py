@@ -20,7 +20,6 @@ from tests.integrations.vllm.engines import (
     cuvee,
     distance,
     ids,
-    need_vllm,
     run_engines,
     save_tiny_model,
     spread,
@@ -53,12 +52,6 @@ PRIVATE = ids(100, 8)  # asks not to be stored
 
 def whole_blocks(tokens: int) -> int:
     return tokens // BLOCK * BLOCK
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_vllm()
-    return tmp_path_factory.mktemp("tails")
 
 
 @pytest.fixture(scope="module")

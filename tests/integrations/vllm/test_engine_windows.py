@@ -26,14 +26,13 @@ from tests.integrations.vllm.engines import (
     EngineFailure,
     Ran,
     Step,
-    cuvee,
     distance,
     distinct_chunks,
     ids,
-    need_vllm,
     run_engines,
     save_tiny_model,
     spread,
+    transfer,
 )
 from transformers import AutoModelForCausalLM
 
@@ -74,12 +73,6 @@ PIECES = {"max_num_batched_tokens": 48}  # no multiple of a block: chunks are co
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_vllm()
-    return tmp_path_factory.mktemp("windows")
-
-
-@pytest.fixture(scope="module")
 def first_process(folder: Path) -> Mapping[str, Ran]:
     """Engines without us, and engines that fill a store in pieces."""
     engines = []
@@ -103,11 +96,6 @@ def fitted(path: Path) -> Profile:
     layout = KVLayout.from_config(model.config, "float32")
     with torch.no_grad():
         return fit(layout, prefill(model, torch.randint(1, 256, (8, 256)), layout), "layer")
-
-
-def transfer(folder: Path, store: str, **options: Any) -> dict[str, Any]:
-    """The connector, as an option of an engine."""
-    return {"kv_transfer_config": cuvee(f"file://{folder / 'stores' / store}", **{"chunk_tokens": CHUNK, **options})}
 
 
 @pytest.fixture(scope="module")

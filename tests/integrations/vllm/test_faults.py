@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.integrations.stores.redis_server import require_redis
 from tests.integrations.vllm import faults
-from tests.integrations.vllm.engines import need_vllm, save_tiny_model
+from tests.integrations.vllm.engines import save_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +26,6 @@ class Outcome:
         """Fail as the scenario did."""
         problem = self.scenarios.get(scenario, f"the process ended before it, with {self.status}\n{self.log[-4000:]}")
         assert not problem, f"{scenario}: {problem}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_vllm()
-    return tmp_path_factory.mktemp("vllm_faults")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.stores.redis_server import redis_server
-from tests.integrations.vllm.engines import Engine, Server, Step, cuvee, need_vllm, run_engines, run_script
+from tests.integrations.vllm.engines import Engine, Server, Step, cuvee, run_engines, run_script
 
 pytestmark = pytest.mark.slow
 
@@ -21,12 +21,6 @@ CACHED = 3 * CHUNK
 def prompt(seed: int, tokens: int = TOKENS) -> list[int]:
     """Random tokens of the bundled model."""
     return random.Random(seed).choices(range(1, 4096), k=tokens)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need_vllm()
-    return tmp_path_factory.mktemp("vllm_serve")
 
 
 def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path) -> None:
