@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import math
+import operator
 import os
 import random
 import runpy
@@ -25,8 +26,9 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -211,6 +213,7 @@ class Step:
         forget: empty the engine's own prefix cache before each submission.
         sleeps: let the engine sleep and wake up first; "changed": and change its weights in place meanwhile.
         until: repeat a request of one token until a counter has reached a value: (name, value).
+        settles: repeat one until nothing waits to be stored.
     """
 
     prompts: Sequence[Any] = ()
@@ -223,6 +226,7 @@ class Step:
     forget: bool = False
     sleeps: bool | Literal["changed"] = False
     until: tuple[str, float] | None = None
+    settles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -694,14 +698,18 @@ def _forget(llm: Any) -> None:
     raise RuntimeError("the engine did not empty its prefix cache")
 
 
-def _wait_for(llm: Any, metric: str, least: float) -> None:
+def _wait_for(llm: Any, metric: str, reached: Callable[[float], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not reached(value := total(snapshot(llm), metric)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{metric} is {value}")
+        _take_a_step(llm)
+
+
+def _take_a_step(llm: Any) -> None:
     from vllm import SamplingParams
 
-    deadline = time.monotonic() + 30
-    while (value := total(snapshot(llm), metric)) < least:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{metric} is {value}, not {least}")
-        llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+    llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
 
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
@@ -748,7 +756,12 @@ def run_steps(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
             _sleep(llm, step["sleeps"] == "changed")
         done.append(_answer(llm, prompts, step))
         if step["until"]:
-            _wait_for(llm, *step["until"])
+            metric, least = step["until"]
+            _wait_for(llm, metric, partial(operator.le, least))
+        if step["settles"]:
+            for _ in range(3):  # ranks report one step later what they hold
+                _take_a_step(llm)
+            _wait_for(llm, "vllm:cuvee_pending_bytes", operator.not_)
         metrics.append(snapshot(llm))
     return {"steps": done, "metrics": metrics}
 

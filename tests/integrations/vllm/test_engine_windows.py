@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,8 @@ def loaded(folder: Path, first_process: Mapping[str, Ran]) -> Mapping[str, Ran]:
         shutil.copytree(folder / "stores" / family, folder / "stores" / f"damaged-{family}")
         for path in sorted((folder / "stores" / f"damaged-{family}").glob("*/*/*"))[::3]:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
-        engines.append(
-            Engine(f"damaged-{family}", folder / family, [ALONE, ALONE], transfer(folder, f"damaged-{family}"))
-        )
+        twice = [replace(ALONE, settles=True), ALONE]
+        engines.append(Engine(f"damaged-{family}", folder / family, twice, transfer(folder, f"damaged-{family}")))
     gemma, whole = folder / "gemma3", {"disable_hybrid_kv_cache_manager": True}
     engines.append(Engine("whole", gemma, [ALONE], {**whole, **transfer(folder, "gemma3")}))
     filled = Step(PROMPTS, together=True, until=("vllm:cuvee_stored{kind=chunk}", WHOLE))
