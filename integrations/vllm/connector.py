@@ -178,8 +178,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `SchedulerSide.allocated`."""
-        first, *others = blocks.get_block_ids()
-        self._scheduling.allocated(request, list(first), num_external_tokens, others)
+        self._scheduling.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `SchedulerSide.plan`."""
@@ -200,8 +199,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the engine free the blocks at once: they were copied, or are before anything overwrites them."""
         outcome = self._scheduling.outcome(request)
-        first, *others = block_ids
-        self._scheduling.finished(request, first, others)
+        self._scheduling.finished(request, block_ids)
         return False, None if outcome is None else {"cuvee": outcome}
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -32,45 +32,30 @@ class Entry:
         digest: of the sequence up to the entry's end (chunk, tail, state), or of the entry's tokens (segment).
         start: position of the first token in the prompt.
         tokens: number of tokens.
-        blocks: the engine's blocks of these tokens, from the block of the first token on. In a load they end with the
-            load; they are empty before the engine has allocated blocks.
-        others: the same in every further group of layers (`layer_groups`).
+        tables: the engine's blocks of these tokens in each group of layers (`layer_groups`), from the block of the
+            first token on. In a load they end with the load; empty before the engine has allocated blocks.
     """
 
     kind: Kind
     digest: bytes
     start: int
     tokens: int
-    blocks: tuple[int, ...] = ()
-    others: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def tables(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks in every group of layers."""
-        return (self.blocks, *self.others)
+    tables: tuple[tuple[int, ...], ...] = ()
 
     @property
     def end(self) -> int:
         """Position after the last token."""
         return self.start + self.tokens
 
-    def within(
-        self,
-        blocks: Sequence[int],
-        block_tokens: int,
-        others: Sequence[Sequence[int]] = (),
-        others_tokens: Sequence[int] | None = None,
-    ) -> Entry:
-        """Return the entry with its blocks, out of a request's blocks from the first token on. Those in `others` have
-        as many tokens unless `others_tokens` says otherwise.
+    def within(self, tables: Sequence[Sequence[int]], sizes: Sequence[int]) -> Entry:
+        """Return the entry with its blocks, out of a request's blocks from the first token on.
+
+        Args:
+            tables: the request's blocks in each group of layers.
+            sizes: tokens per block of each group.
         """
-
-        def own(table: Sequence[int], tokens: int) -> tuple[int, ...]:
-            return tuple(table[self.start // tokens : -(-self.end // tokens)])
-
-        sizes = [block_tokens] * len(others) if others_tokens is None else others_tokens
-        held = tuple(own(table, tokens) for table, tokens in zip(others, sizes, strict=True))
-        return replace(self, blocks=own(blocks, block_tokens), others=held)
+        own = (table[self.start // size : -(-self.end // size)] for table, size in zip(tables, sizes, strict=True))
+        return replace(self, tables=tuple(map(tuple, own)))
 
 
 @dataclass(slots=True)

@@ -137,15 +137,15 @@ class SchedulerSide:
             return tokens, bool(tokens)
         return 0, False
 
-    def allocated(self, request: Any, blocks: list[int], tokens: int, others: Sequence[Sequence[int]] = ()) -> None:
-        """Plan the load of a request for which the engine allocated `blocks` and wants `tokens` loaded (0: none);
-        `others` are its blocks in further groups of layers.
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """Plan the load of a request for which the engine allocated blocks in each group of layers, and wants `tokens`
+        loaded (0: none).
         """
         first = self._loads.take_promise(request.request_id) // self._state.blocks[0]
 
         def give_up() -> None:
             if tokens:  # the engine waits for them
-                self._loads.void(request.request_id, list(blocks[first:]))
+                self._loads.void(request.request_id, list(tables[0][first:]))
             self._give_up(request.request_id)
 
         with self._guard("allocated", give_up):
@@ -156,9 +156,8 @@ class SchedulerSide:
                 return
             if tracked is None:
                 raise LookupError(f"{tokens} tokens are to be loaded for a request that is not cached")
-            self._blends.allocate(tracked, blocks)
-            aim = self._deadlines.loading(tracked)
-            self._loads.allocate(tracked, blocks, tokens, others, aim)
+            self._blends.allocate(tracked, tables[0])
+            self._loads.allocate(tracked, tables, tokens, self._deadlines.loading(tracked))
 
     def outcome(self, request: Any) -> dict[str, Any] | None:
         """Return what the client of a request learns of its blend, or of its planned load; None: there was neither."""
@@ -169,9 +168,8 @@ class SchedulerSide:
                 return said if tracked.segmented is None else {**(said or {}), **tracked.segmented.outcome}
         return None
 
-    def finished(self, request: Any, blocks: Sequence[int], others: Sequence[Sequence[int]] = ()) -> None:
-        """Forget a request that is done or was aborted; `blocks` are those it had, which are free now, and `others`
-        those in further groups of layers.
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
+        """Forget a request that is done or was aborted; `tables` are the blocks it had, which are free now.
 
         They keep their content until the next step begins: that is when the request's tail is copied.
         """
@@ -179,7 +177,7 @@ class SchedulerSide:
         tracked = self._requests.tracked.get(request_id)
         with self._guard("finished"):
             if tracked is not None and self._state.stores and not tracked.unstored:
-                self._saves.end(tracked, blocks, others)
+                self._saves.end(tracked, tables)
         with self._guard("finished"):
             if tracked is not None:
                 tracked.forget_lookups()

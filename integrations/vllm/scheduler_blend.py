@@ -64,7 +64,7 @@ class SchedulerBlends:
             if self._planner is not None and tracked.segmented is not None:
                 self._planner.take(tracked.request, tracked.segmented, blend)
             blend.blocks = list(blocks[: -(-tracked.blend_end // block)])
-            blend.pieces = [piece.within(blend.blocks, block) for piece in blend.pieces]
+            blend.pieces = [piece.within([blend.blocks], [block]) for piece in blend.pieces]
             self._placed[tracked.request.request_id] = 0
 
     def ready(self) -> list[str]:

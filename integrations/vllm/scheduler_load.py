@@ -67,37 +67,34 @@ class SchedulerLoads:
     def allocate(
         self,
         tracked: Tracked,
-        blocks: Sequence[int],
+        tables: Sequence[Sequence[int]],
         tokens: int,
-        others: Sequence[Sequence[int]] = (),
         aim: Aim | None = None,
     ) -> None:
         """Plan a load of the request's last `tokens` tokens before the end of its prefix or blend.
 
         Args:
             tracked: the request, with its blend if it has one.
-            blocks: the engine's blocks for it.
+            tables: the engine's blocks for it in each group of layers.
             tokens: to restore.
-            others: the engine's blocks in further groups of layers.
             aim: what the load is planned for.
         """
         request_id, blend, sizes = tracked.request.request_id, tracked.blend, self._state.blocks
         end = tracked.end if blend is None else tracked.blend_end
         start = end - tokens
-        tables = zip((blocks, *others), sizes, strict=True)
-        held, *further = ([*table[: -(-end // size)]] for table, size in tables)
+        held = [table[: -(-end // size)] for table, size in zip(tables, sizes, strict=True)]
         prefix: list[Entry] = []
         if blend is None or blend.start > start:
-            prefix = self._prefix(tracked, start // self._state.chunk, held, further)
+            prefix = self._prefix(tracked, start // self._state.chunk, held)
         digests = [entry.digest for entry in prefix]
         self._under_way[request_id] = digests
         for digest in digests:
             self._loading.setdefault(digest, request_id)
-        own = held[start // sizes[0] :]
+        own = [*held[0][start // sizes[0] :]]
         load = Load(request_id, tracked.tenant, prefix, start, end, own, blend, aim)
         if self._state.recurrent:
             last = Entry("state", tracked.found.state, end - self._state.block, self._state.block)
-            load.state = self._state.placed(last, held, further)
+            load.state = last.within(held, sizes)
         self._loads[request_id] = load
         tracked.saved = max(tracked.saved, tracked.found.chunks)
 
@@ -138,9 +135,7 @@ class SchedulerLoads:
         if shared > max(found.stated, getattr(request, "shared_prefix_boundary", shared)):
             request.shared_prefix_boundary = shared
 
-    def _prefix(
-        self, tracked: Tracked, first: int, blocks: Sequence[int], others: Sequence[Sequence[int]]
-    ) -> list[Entry]:
+    def _prefix(self, tracked: Tracked, first: int, tables: Sequence[Sequence[int]]) -> list[Entry]:
         """Return the entries that were found, from chunk number `first` on, with their blocks; those alone that some
         layer needs.
         """
@@ -151,7 +146,7 @@ class SchedulerLoads:
             entries.append(Entry("tail", found.digest, found.chunks * chunk, found.tail))
         if self._state.recurrent:
             entries = [entry for entry in entries if entry.start < tracked.end]
-        placed = [self._state.placed(entry, blocks, others) for entry in entries]
+        placed = [entry.within(tables, self._state.blocks) for entry in entries]
         return [entry for entry in placed if self._state.is_needed(entry)]
 
     def _is_loaded_by_another(self, tracked: Tracked, computed: int) -> bool:

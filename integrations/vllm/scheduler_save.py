@@ -64,17 +64,14 @@ class SchedulerSaves:
         wanted = [at for at in range(first, done) if not self._known.check(digests[at])]
         if not wanted and not prompt_ends:
             return beside
-        blocks, *others = block_state.get_block_ids(request.request_id)
-        saves = [
-            self._save(tracked, self._state.placed(Entry("chunk", digests[at], at * chunk, chunk), blocks, others))
-            for at in wanted
-        ]
+        tables = block_state.get_block_ids(request.request_id)
+        saves = [self._save(tracked, Entry("chunk", digests[at], at * chunk, chunk), tables) for at in wanted]
         end = min(request.num_prompt_tokens, self._storable(tracked))
-        return self._held(saves + (self._tail(tracked, end, blocks, others) if prompt_ends else [])) + beside
+        return self._held(saves + (self._tail(tracked, end, tables) if prompt_ends else [])) + beside
 
-    def end(self, tracked: Tracked, blocks: Sequence[int], others: Sequence[Sequence[int]] = ()) -> None:
-        """Store the tail of a request that has ended with the next step; `others` are its blocks in further groups."""
-        self._last += self._held(self._last_tail(tracked, blocks, others))
+    def end(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> None:
+        """Store the tail of a request that has ended with the next step; its blocks are in these tables."""
+        self._last += self._held(self._last_tail(tracked, tables))
 
     def take_last(self) -> list[Save]:
         """Return and forget the tails of requests that have ended."""
@@ -120,8 +117,8 @@ class SchedulerSaves:
         new = [at for at in harvest if not self._known.check(segmented.digests[at])]
         if not new:
             return []
-        blocks = block_state.get_block_ids(tracked.request.request_id)[0]
-        return [self._save(tracked, segmented.entry(at).within(blocks, self._state.block)) for at in new]
+        tables = block_state.get_block_ids(tracked.request.request_id)
+        return [self._save(tracked, segmented.entry(at), tables) for at in new]
 
     def _states(self, tracked: Tracked, after: int, block_state: Any) -> list[Save]:
         """Return the states that the engine holds after a step which ends `after` so many tokens.
@@ -146,7 +143,7 @@ class SchedulerSaves:
             digest = state.state_after(tracked.chain, request.all_token_ids, end)
             if not self._known.check(digest):
                 entry = Entry("state", digest, end - state.block, state.block)
-                saves.append(Save(tracked.tenant, state.placed(entry, tables[0], tables[1:]), None, 0, tracked.adapter))
+                saves.append(Save(tracked.tenant, entry.within(tables, state.blocks), None, 0, tracked.adapter))
         return saves
 
     def _held(self, saves: Sequence[Save]) -> list[Save]:
@@ -161,18 +158,18 @@ class SchedulerSaves:
         self._state.recorder.count("stores_skipped", len(dropped), "window")
         return [save for save in saves if save not in dropped]
 
-    def _last_tail(self, tracked: Tracked, blocks: Sequence[int], others: Sequence[Sequence[int]]) -> list[Save]:
+    def _last_tail(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> list[Save]:
         """Return the tail of a request that has ended."""
         request = tracked.request
         # A preempted request has no blocks, and none of its tokens count as computed. The last token's KV is left out:
         # where the engine plans ahead it may be there, but the connector is not told.
-        held = len(blocks) * self._state.blocks[0]
+        held = len(tables[0]) * self._state.block
         end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, held)
-        return self._tail(tracked, min(end, self._storable(tracked)), blocks, others)
+        return self._tail(tracked, min(end, self._storable(tracked)), tables)
 
-    def _tail(self, tracked: Tracked, end: int, blocks: Sequence[int], others: Sequence[Sequence[int]]) -> list[Save]:
-        """Return the tail of a request's first `end` tokens, which have KV in `blocks`: the whole blocks after the last
-        whole chunk. Empty if it was stored a moment ago, or has too few tokens ever to be loaded.
+    def _tail(self, tracked: Tracked, end: int, tables: Sequence[Sequence[int]]) -> list[Save]:
+        """Return the tail of a request's first `end` tokens, which have KV in these blocks: the whole blocks after the
+        last whole chunk. Empty if it was stored a moment ago, or has too few tokens ever to be loaded.
         """
         state = self._state
         chunk, tokens = divmod(end // state.block * state.block, state.chunk)
@@ -184,11 +181,11 @@ class SchedulerSaves:
         (digest,) = tracked.chain.tails(ids, chunk, [tokens])
         if self._known.check(digest):
             return []
-        return [self._save(tracked, state.placed(Entry("tail", digest, start, tokens), blocks, others))]
+        return [self._save(tracked, Entry("tail", digest, start, tokens), tables)]
 
-    def _save(self, tracked: Tracked, entry: Entry) -> Save:
-        """Return the order to store an entry, with its tokens if they are wanted."""
-        request = tracked.request
+    def _save(self, tracked: Tracked, entry: Entry, tables: Sequence[Sequence[int]]) -> Save:
+        """Return the order to store an entry out of its request's blocks, with its tokens if they are wanted."""
+        request, entry = tracked.request, entry.within(tables, self._state.blocks)
         following = max(request.num_prompt_tokens - entry.end, 0)
         if not self._state.predicts:
             return Save(tracked.tenant, entry, None, following, tracked.adapter)

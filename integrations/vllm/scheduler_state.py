@@ -225,11 +225,6 @@ class SchedulerState:
         """
         return min(tokens - 1, self.addressed(tokens)) // self.block * self.block
 
-    def placed(self, entry: Entry, blocks: Sequence[int], others: Sequence[Sequence[int]]) -> Entry:
-        """Return an entry with its blocks in every group of layers, out of a request's from the first token on."""
-        first, *sizes = self.blocks
-        return entry.within(blocks, first, others, sizes)
-
     def has_dropped(self, entry: Entry) -> bool:
         """Return whether the engine has dropped a part of an entry from a layer with a window."""
         tables = zip(entry.tables, self.windows, strict=True)

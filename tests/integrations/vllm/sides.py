@@ -317,7 +317,7 @@ class Bench:
         )
 
     def saves(self, blocks: list[int], chunks: range) -> list[Save]:
-        return [Save(TENANT, self.chunk(c).within(blocks, BLOCK)) for c in chunks]
+        return [Save(TENANT, self.chunk(c).within([blocks], [BLOCK])) for c in chunks]
 
     def step(
         self, number: int, saves: list[Save], last: Sequence[Save] = (), error: BaseException | None = None,
@@ -335,11 +335,11 @@ class Bench:
     def save_tail(self, blocks: list[int], end: int) -> Save:
         """The tail of the sequence's first `end` tokens, which lie in `blocks`."""
         start = end // CHUNK * CHUNK
-        return Save(TENANT, Entry("tail", bytes([100 + end]) * 32, start, end - start).within(blocks, BLOCK))
+        return Save(TENANT, Entry("tail", bytes([100 + end]) * 32, start, end - start).within([blocks], [BLOCK]))
 
     def save_segment(self, blocks: list[int], start: int, tokens: int) -> Save:
         """Some tokens of the sequence, which lies in `blocks`, as a segment."""
-        return Save(TENANT, replace(self.piece(start, tokens, 0), start=start).within(blocks, BLOCK))
+        return Save(TENANT, replace(self.piece(start, tokens, 0), start=start).within([blocks], [BLOCK]))
 
     def piece(self, start: int, tokens: int, at: int) -> Entry:
         """Tokens of the sequence from `start` on, for a prompt that has them from position `at` on."""
@@ -353,9 +353,9 @@ class Bench:
     ) -> Load:
         """A load of the sequence's tokens `start … exact`, whole chunks, and of pieces behind them."""
         held = blocks[: -(-end // BLOCK)]
-        placed = [piece.within(held, BLOCK) for piece in pieces]
+        placed = [piece.within([held], [BLOCK]) for piece in pieces]
         blend = Blend(list(range(end + 1)), max(start, exact), placed, 0.5, held)
-        prefix = [self.chunk(at).within(held, BLOCK) for at in range(start // CHUNK, exact // CHUNK)]
+        prefix = [self.chunk(at).within([held], [BLOCK]) for at in range(start // CHUNK, exact // CHUNK)]
         return Load(request, TENANT, prefix, start, end, held[start // BLOCK :], blend)
 
     def load_tail(self, blocks: list[int], start: int, end: int, tail_end: int | None = None) -> Load:
@@ -368,7 +368,7 @@ class Bench:
     def _load(self, request: str, prefix: list[Entry], blocks: list[int], start: int, end: int) -> Load:
         first = start // CHUNK * CHUNK // BLOCK
         held = [*[-1] * first, *blocks][: -(-end // BLOCK)]
-        placed = [entry.within(held, BLOCK) for entry in prefix]
+        placed = [entry.within([held], [BLOCK]) for entry in prefix]
         return Load(request, TENANT, placed, start, end, held[start // BLOCK :])
 
     def store_all(self, chunks: int = 8) -> None:

@@ -207,7 +207,7 @@ class SmallEngine:
                     break
                 self.blocks[name] = [self.free.pop() for _ in range(need)]
             blocks = self.blocks[name]
-            self.side.allocated(request, blocks[: -(-tokens // BLOCK)] if tokens else list(blocks), tokens)
+            self.side.allocated(request, [blocks[: -(-tokens // BLOCK)] if tokens else list(blocks)], tokens)
             self.waiting.remove(request)
             request.num_computed_tokens = computed + tokens
             (self.loading if tokens else self.running).append(request)
@@ -259,7 +259,7 @@ class SmallEngine:
     def _end(self, request: SimpleNamespace, free: bool = True) -> None:
         self.side.outcome(request)
         blocks = self.blocks.get(request.request_id, [])
-        self.side.finished(request, list(blocks))
+        self.side.finished(request, [list(blocks)])
         if free:
             self.free += self.blocks.pop(request.request_id, [])
 

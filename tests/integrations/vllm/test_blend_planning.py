@@ -68,7 +68,7 @@ def load(d: Desk, request: SimpleNamespace, computed: int = 0) -> Load:
     """What the workers are told to load."""
     tokens, later = d.matched(request, computed)
     assert tokens and later, "it is always asynchronous"
-    d.side.allocated(request, BLOCKS, tokens)
+    d.side.allocated(request, [BLOCKS], tokens)
     (planned,) = d.plan().loads
     assert d.plan().loads == [], "once"
     return planned
@@ -82,7 +82,7 @@ def blend(d: Desk, request: SimpleNamespace, computed: int = 0) -> Load:
     d.side.take(Report([1], placed=[name] * d.shards))
     assert d.plan().blends == [name]
     d.side.take(Report([2], ended={name}, blended=[BlendCost(2, 50, 22.5, 65)] * d.shards))
-    d.side.allocated(request, BLOCKS, 0)  # as the engine does once all is there
+    d.side.allocated(request, [BLOCKS], 0)  # as the engine does once all is there
     return planned
 
 
@@ -103,7 +103,7 @@ def is_segment(save: Save) -> bool:
 
 def segment(d: Desk, ids: list[int], start: int) -> Entry:
     """A segment at this position of a request that has `BLOCKS`."""
-    return Entry("segment", d.segment(ids), start, len(ids)).within(BLOCKS, BLOCK)
+    return Entry("segment", d.segment(ids), start, len(ids)).within([BLOCKS], [BLOCK])
 
 
 def assert_exact(saves: list[Save], exact: int, *segments: tuple[int, int]) -> None:
@@ -124,11 +124,11 @@ def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..
     request = ask(d)
     assert d.matched(request) == (0, False)
     first = [save for save in d.plan((request, 0, 40)).saves if is_segment(save)]
-    assert first == [Save("", Entry("segment", d.segment(FIRST), 10, 29, tuple(BLOCKS[1:5])), None, 38)]
+    assert first == [Save("", Entry("segment", d.segment(FIRST), 10, 29, (tuple(BLOCKS[1:5]),)), None, 38)]
     second = [save for save in d.plan((request, 40, 24), new=False).saves if is_segment(save)]
     assert second == [], "its last token is not computed yet"
     second = [save for save in d.plan((request, 64, 13), new=False).saves if is_segment(save)]
-    assert second == [Save("", Entry("segment", d.segment(SECOND), 44, 21, tuple(BLOCKS[5:9])), None, 12)]
+    assert second == [Save("", Entry("segment", d.segment(SECOND), 44, 21, (tuple(BLOCKS[5:9]),)), None, 12)]
     other = ask(d, "s")
     assert d.matched(other) == (0, False)
     assert segments_of(d.plan((other, 0, 77)).saves) == [], "stored a moment ago"
@@ -476,7 +476,7 @@ def all_saves(d: Desk, request: SimpleNamespace, before: int, generated: int = 6
         generate(request, 1)
         plans.append(d.plan((request, request.num_tokens - 1, 1), new=False))
     generate(request, 1)
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     plans.append(d.plan())
     return [save for plan in plans for save in plan.saves + plan.last_saves]
 
@@ -768,7 +768,7 @@ def test_what_one_rank_lacks_no_rank_recomputes(
     plans = []
     for event in events:
         if event == "finished":
-            d.side.finished(request, [])
+            d.side.finished(request, [[]])
         else:
             d.side.take(Report(placed=["r"] * ("placed" in event), failed={"r"} if "failed" in event else set()))
         if planned_between:
@@ -886,7 +886,7 @@ def test_a_blend_is_named_until_its_load_is_over(desk: Callable[..., Desk]) -> N
     assert not d.plan().idle, "the next slice waits for nothing"
     d.side.take(Report([2], ended={"c"}))
     assert d.plan().blends == ["a", "b"]
-    d.side.finished(d.side._requests.tracked["b"].request, [])
+    d.side.finished(d.side._requests.tracked["b"].request, [[]])
     plan = d.plan()
     assert plan.blends == ["a"] and plan.drops == ["b"], "it was aborted amid its slices"
     d.side.take(Report([3], ended={"a"}, failed={"a"}))

@@ -237,7 +237,7 @@ def walked(b: Bench, count: int) -> tuple[int, int]:
     compute(b, ["r"], FakeBlender())
     assert b.worker.loads.take_arrived() == {"r"} and b.worker.report(2).blended
     assert load.blocks.read == 0
-    return load.blend.pieces.read, sum(len(piece.blocks) for piece in load.blend.pieces)
+    return load.blend.pieces.read, sum(len(piece.tables[0]) for piece in load.blend.pieces)
 
 
 def test_placing_a_piece_reads_neither_the_others_nor_their_blocks(bench: Callable[..., Bench]) -> None:

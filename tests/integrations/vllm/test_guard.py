@@ -247,7 +247,7 @@ def test_salts_that_are_no_text_are_not_cached(salt: Any, engine: Callable[..., 
     request = make_request("odd", ids=B, cache_salt=salt)
     e.side.arrived(request)
     assert e.side.matched_tokens(request, 0) == (0, False)
-    e.side.finished(request, [])
+    e.side.finished(request, [[]])
     assert e.recorder.totals()["uncached", "salt"] == 1 and e.store.entries == stored
 
 
@@ -381,7 +381,7 @@ def test_a_load_that_cannot_be_planned_is_over_and_its_blocks_are_invalid(contai
     d.put(request, 6)
     assert d.matched(request, 32) == (64, True)
     d.side._loads._prefix = lambda *given: 1 / 0  # type: ignore[method-assign, assignment]
-    d.side.allocated(request, list(range(12)), 64)
+    d.side.allocated(request, [list(range(12))], 64)
     plan = d.plan()
     assert plan.loads == [] and plan.voids == {"r": list(range(4, 12))}
     assert d.plan().voids == {}, "once"
@@ -392,7 +392,7 @@ def test_a_load_that_cannot_be_planned_is_over_and_its_blocks_are_invalid(contai
     assert report.ended == report.failed == {"r"}
     d.side.take(report)
     assert d.side.matched_tokens(request, 0) == (0, False)
-    d.side.finished(request, [])
+    d.side.finished(request, [[]])
     b.worker.close()
 
 

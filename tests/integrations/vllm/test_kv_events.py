@@ -58,7 +58,7 @@ def test_a_chunk_that_a_lookup_misses_is_reported_as_removed(desk: Callable[...,
     d, request = desk(make_events=make), make_request(tokens=3 * CHUNK + 9)
     d.side.take(Report(stored=planned(d, request)))
     assert len(d.side.take_events()) == 3
-    d.side.finished(request, [])
+    d.side.finished(request, [[]])
     d.put(request, 1)
     again = make_request("again", tokens=3 * CHUNK + 9)
     assert d.matched(again) == (CHUNK, True)
@@ -68,7 +68,7 @@ def test_a_chunk_that_a_lookup_misses_is_reported_as_removed(desk: Callable[...,
 def test_a_lookup_without_an_answer_removes_nothing(desk: Callable[..., Desk]) -> None:
     d, request = desk(make_events=make), make_request(tokens=3 * CHUNK + 9)
     d.side.take(Report(stored=planned(d, request)))
-    d.side.finished(request, [])
+    d.side.finished(request, [[]])
     d.side.take_events()
 
     def fails(operation: str) -> None:

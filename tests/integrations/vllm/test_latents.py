@@ -70,7 +70,7 @@ def test_latents_are_restored_bit_for_bit(engine: Engine, bench: Bench) -> None:
     bench.worker.saves.save(bench.saves(TABLE, range(tokens // CHUNK)))
     bench.drain()
     assert bench.counts()["raw_bytes"] == tokens * engine.layout.bytes_per_token
-    entries = [bench.chunk(at).within(ELSEWHERE, BLOCK) for at in range(tokens // CHUNK)]
+    entries = [bench.chunk(at).within([ELSEWHERE], [BLOCK]) for at in range(tokens // CHUNK)]
     bench.load_now([Load("r", TENANT, entries, 0, tokens, ELSEWHERE)])
     assert bench.worker.loads.take_arrived() == {"r"} and not bench.worker.loads.take_invalid_blocks()
     others = sorted(set(range(BLOCKS)) - set(ELSEWHERE))

@@ -236,7 +236,7 @@ def test_the_rest_is_not_asked_for_once_the_request_has_ended(desk: Callable[...
     d.side.arrived(request)
     assert begun.wait(30)
     if ends == "finished":
-        d.side.finished(request, [])
+        d.side.finished(request, [[]])
     elif ends == "reset":
         d.side.reset()
     else:

@@ -54,7 +54,7 @@ def test_drafts_that_are_rejected_are_never_stored(desk: Callable[..., Desk]) ->
     assert save.entry.digest == d.digests(request)[0]
     request.num_computed_tokens = CHUNK  # again none is accepted
     generate(request, 1)
-    d.side.finished(request, list(range(100, 110)))
+    d.side.finished(request, [list(range(100, 110))])
     assert not d.plan().last_saves, "five drafts were computed behind the chunk"
 
 
@@ -241,16 +241,16 @@ def test_the_load_that_is_planned(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request()
     d.put(request, 3)
     tokens, _ = d.matched(request, 24)
-    d.side.allocated(request, list(range(50, 63)), tokens)
+    d.side.allocated(request, [list(range(50, 63))], tokens)
     plan = d.plan()
     (load,) = plan.loads
     assert (load.request, load.start, load.end) == ("r", 24, 48)
     assert load.prefix == [
-        Entry("chunk", d.digests(request)[at], at * CHUNK, CHUNK, (50 + 2 * at, 51 + 2 * at)) for at in (1, 2)
+        Entry("chunk", d.digests(request)[at], at * CHUNK, CHUNK, ((50 + 2 * at, 51 + 2 * at),)) for at in (1, 2)
     ]
     assert load.blocks == [53, 54, 55], "from the first token on"
     assert d.plan().loads == [], "once"
-    d.side.allocated(request, list(range(50, 63)), 0)
+    d.side.allocated(request, [list(range(50, 63))], 0)
     assert d.plan().loads == [], "the second call of the engine, after the load"
 
 
@@ -262,7 +262,7 @@ def test_a_step_without_tokens_is_idle(desk: Callable[..., Desk]) -> None:
 
 
 def _load(d: Desk, request: SimpleNamespace) -> StepPlan:
-    d.side.allocated(request, list(range(20)), d.matched(request)[0])
+    d.side.allocated(request, [list(range(20))], d.matched(request)[0])
     return d.plan()
 
 
@@ -298,7 +298,7 @@ def test_an_aborted_load_is_not_waited_for(desk: Callable[..., Desk]) -> None:
     d.put(first, 3)
     _load(d, first)
     assert d.side.matched_tokens(second, 0) == (None, False)
-    d.side.finished(first, [])
+    d.side.finished(first, [[]])
     assert d.matched(second) == (48, True)
 
 
@@ -315,8 +315,8 @@ def test_after_a_failed_load_everybody_asks_again(desk: Callable[..., Desk]) -> 
 def test_an_aborted_request_is_not_loaded(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request()
     d.put(request, 3)
-    d.side.allocated(request, list(range(13)), d.matched(request)[0])
-    d.side.finished(request, [])
+    d.side.allocated(request, [list(range(13))], d.matched(request)[0])
+    d.side.finished(request, [[]])
     assert d.plan().loads == []
 
 
@@ -328,10 +328,10 @@ def test_a_load_may_be_allocated_some_steps_later(desk: Callable[..., Desk], abo
     assert d.matched(request) == (3 * CHUNK, True)
     assert [d.plan().loads for _ in range(2)] == [[], []]
     if aborted:
-        d.side.finished(request, list(range(6)))
+        d.side.finished(request, [list(range(6))])
         assert not d.plan().loads and not d.side._loads._promised
     else:
-        d.side.allocated(request, list(range(6)), 3 * CHUNK)
+        d.side.allocated(request, [list(range(6))], 3 * CHUNK)
         (planned,) = d.plan().loads
         assert (planned.start, planned.end, planned.blocks) == (0, 3 * CHUNK, list(range(6)))
 
@@ -341,7 +341,7 @@ def test_chunks_are_stored_when_they_are_complete(desk: Callable[..., Desk]) -> 
     d.matched(request)
     assert chunks_of(d.plan((request, 0, 40)).saves) == [0, 1]
     (save,) = d.plan((request, 40, 16), new=False).saves
-    assert save.entry == Entry("chunk", d.digests(request)[2], 2 * CHUNK, CHUNK, (104, 105))
+    assert save.entry == Entry("chunk", d.digests(request)[2], 2 * CHUNK, CHUNK, ((104, 105),))
     assert chunks_of(d.plan((request, 56, 44), new=False).saves) == [3, 4, 5]
     assert d.plan((request, 100, 1), new=False).saves == []
 
@@ -349,7 +349,7 @@ def test_chunks_are_stored_when_they_are_complete(desk: Callable[..., Desk]) -> 
 def test_what_was_loaded_is_not_stored_again(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request()
     d.put(request, 3)
-    d.side.allocated(request, list(range(13)), d.matched(request)[0])
+    d.side.allocated(request, [list(range(13))], d.matched(request)[0])
     d.plan()
     assert chunks_of(d.plan((request, 48, 52)).saves) == [3, 4, 5]
 
@@ -435,7 +435,7 @@ def test_positions_past_the_limit_are_not_asked_for(
 def test_a_failed_load_is_computed_stored_again_and_not_tried_again(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request()
     d.put(request, 3)
-    d.side.allocated(request, list(range(13)), d.matched(request)[0])
+    d.side.allocated(request, [list(range(13))], d.matched(request)[0])
     plan = d.plan()
     d.side.take(Report([plan.step], {"r"}, [], {"r"}, set(d.digests(request)[1:3])))
     assert d.matched(request, 16) == (0, False)
@@ -606,12 +606,12 @@ def test_a_request_may_ask_not_to_be_stored(
     d.put(request, 2)
     d.side.arrived(request)
     assert d.matched(request)[0] == 32, "it loads what others have stored"
-    d.side.allocated(request, d.tables[0], 32)
+    d.side.allocated(request, d.tables, 32)
     assert d.plan((request, 32, 76)).saves == []
     generate(request, 20)
     request.num_computed_tokens = 127
     assert d.plan((request, 108, 19), new=False).saves == []
-    d.side.finished(request, d.tables[0])
+    d.side.finished(request, d.tables)
     assert d.plan().last_saves == []
     assert d.unstored() == {"asked": 76 + 19}
     # What is not clear is not stored, and the client is told.
@@ -635,7 +635,7 @@ def test_what_a_lookup_missed_is_not_known_any_more(desk: Callable[..., Desk]) -
     assert len(d.plan((first, 0, 100)).saves) == 6
     d.put(first, 2)  # the others were evicted at once
     assert d.matched(second)[0] == 32
-    d.side.allocated(second, list(range(13)), 32)
+    d.side.allocated(second, [list(range(13))], 32)
     assert chunks_of(d.plan((second, 32, 68)).saves) == [2, 3, 4, 5]
 
 
@@ -661,12 +661,12 @@ def test_an_error_about_a_request_that_has_ended_leaves_nothing(
     d, requests = desk(), [make_request("gone"), make_request("here")]
     for request in requests:
         d.side.arrived(request)
-    d.side.finished(requests[0], [])
+    d.side.finished(requests[0], [[]])
     monkeypatch.setattr(d.side, "_refuse", lambda name: 1 / 0)
     d.side.take(Report(failed={"gone", "here"}))
     assert len(contained) == 2
     assert d.side._requests.uncached == {"here"}
-    d.side.finished(requests[1], [])
+    d.side.finished(requests[1], [[]])
     assert not d.side._requests.uncached
 
 

@@ -39,7 +39,7 @@ def loading(d: Desk, request: SimpleNamespace, seconds: float = 0.0) -> Load:
     d.side.arrived(request)
     d.now += seconds
     tokens, _ = d.matched(request)
-    d.side.allocated(request, d.tables[0], tokens)
+    d.side.allocated(request, d.tables, tokens)
     (load,) = d.plan().loads
     return load
 
@@ -176,7 +176,7 @@ def test_what_is_computed_after_poor_chunks_is_not_stored(desk: Callable[..., De
     d.side.take(ended(request, (2, 1, 2, 2)))
     assert not d.plan((request, 4 * CHUNK, 100 - 4 * CHUNK)).saves
     assert d.unstored() == {"quality": 100 - 4 * CHUNK}
-    d.side.finished(request, d.tables[0])
+    d.side.finished(request, d.tables)
     assert not d.plan().last_saves
 
 
@@ -213,7 +213,7 @@ def test_a_request_that_is_not_cached_any_more_still_keeps_poor_blocks_to_itself
 def test_nothing_is_kept_of_requests_that_have_ended(desk: Callable[..., Desk]) -> None:
     d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
-    d.side.finished(request, d.tables[0])
+    d.side.finished(request, d.tables)
     d.side.take(ended(request, (1, 1, 1, 1)))
     deadlines = d.side._deadlines
     assert not deadlines._loading and not deadlines._delivered
@@ -247,7 +247,7 @@ def test_only_the_last_load_of_a_request_is_told(desk: Callable[..., Desk]) -> N
     loading(d, request)
     d.side.take(ended(request, (1, 1, 1, 1)))
     tokens, _ = d.matched(request)  # it was preempted
-    d.side.allocated(request, d.tables[0], tokens)
+    d.side.allocated(request, d.tables, tokens)
     d.side.take(ended(request, (2, 2)))
     told = d.side.outcome(request)
     assert told == {"loaded_tokens": 2 * CHUNK, "parts": [0, 2 * CHUNK]}
@@ -260,6 +260,6 @@ def test_a_request_that_is_preempted_after_its_first_token_is_in_no_hurry(desk: 
     plan = d.plan((request, 4 * CHUNK, 100 - 4 * CHUNK))
     d.side.take(Report(steps=[plan.step]))
     tokens, _ = d.matched(request)
-    d.side.allocated(request, d.tables[0], tokens)
+    d.side.allocated(request, d.tables, tokens)
     (load,) = d.plan().loads
     assert load.aim is None

@@ -55,7 +55,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def place(entry: Entry, tables: list[list[int]]) -> Entry:
     """An entry with its blocks in every group."""
-    return entry.within(tables[0], BLOCK, tables[1:])
+    return entry.within(tables, [BLOCK] * len(tables))
 
 
 def stored(bench: Callable[..., Bench], held: Mapping[str, list[torch.Tensor]], **options: Any) -> Bench:
@@ -254,7 +254,7 @@ def test_a_load_is_as_long_as_the_last_state(desk: Callable[..., Desk], ends: tu
         return
     last = found // BLOCK
     rows = [[NULL_BLOCK] * (last - 1) + [30], list(range(1, last + 1)), [NULL_BLOCK] * (last - 1) + [31]]
-    d.side.allocated(request, rows[0], found, rows[1:])
+    d.side.allocated(request, rows, found)
     (planned_load,) = d.plan().loads
     assert planned_load.state is not None
     assert planned_load.state.tables == ((30,), (last,), (31,))

@@ -36,13 +36,13 @@ def write(d: Desk, plan: StepPlan) -> None:
 def run(d: Desk, request: SimpleNamespace, generated: int = 0, found: int = 0) -> None:
     """The engine answers a request and stores what it is told to."""
     if found:
-        d.side.allocated(request, BLOCKS, found)
+        d.side.allocated(request, [BLOCKS], found)
     write(d, d.plan((request, found, request.num_tokens - found)))
     for _ in range(generated):
         generate(request, 1)
         write(d, d.plan((request, request.num_tokens - 1, 1), new=False))
     generate(request, 1)  # which has no KV
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     write(d, d.plan())
 
 
@@ -61,7 +61,7 @@ def test_the_tail_of_a_prompt_is_stored_by_the_step_that_ends_it(desk: Callable[
     assert places(d.plan((request, 0, 40)).saves) == []
     assert places(d.plan((request, 40, 40), new=False).saves) == [(0, 0)]
     (save,) = d.plan((request, 80, 23), new=False).saves
-    assert save == Save("", Entry("tail", d.tail(request, 96), CHUNK, 32, (108, 109, 110, 111)), following=7)
+    assert save == Save("", Entry("tail", d.tail(request, 96), CHUNK, 32, ((108, 109, 110, 111),)), following=7)
 
 
 def test_decoding_stores_whole_chunks_and_the_end_of_a_request_its_tail(desk: Callable[..., Desk]) -> None:
@@ -74,9 +74,9 @@ def test_decoding_stores_whole_chunks_and_the_end_of_a_request_its_tail(desk: Ca
         stored += d.plan((request, request.num_tokens - 1, 1), new=False).saves
     assert places(stored) == [(1, 0)], "103 … 153: the second chunk, and no tail at every block"
     generate(request, 1)
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     plan = d.plan()
-    tail = Entry("tail", d.tail(request, 152), 2 * CHUNK, 24, (116, 117, 118))
+    tail = Entry("tail", d.tail(request, 152), 2 * CHUNK, 24, ((116, 117, 118),))
     assert (places(plan.saves), plan.last_saves) == ([], [Save("", tail)])
     assert d.plan().last_saves == [], "once"
 
@@ -86,7 +86,7 @@ def test_the_token_that_was_sampled_last_is_in_no_tail(desk: Callable[..., Desk]
     d.matched(request)
     d.plan((request, 0, 103))
     generate(request, 1)  # 104 tokens, a whole block more, but the last has no KV
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     assert d.plan().last_saves == []
 
 
@@ -97,7 +97,7 @@ def test_what_the_engine_planned_ahead_is_in_no_tail(desk: Callable[..., Desk]) 
     d.plan((request, 0, 103))
     d.plan((request, 103, 1), new=False)
     generate(request, 1)
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     assert d.plan().last_saves == []
 
 
@@ -107,7 +107,7 @@ def test_tails_of_answers_may_be_left_out(desk: Callable[..., Desk]) -> None:
     assert places(d.plan((request, 0, 103)).saves) == [(0, 0), (1, 32)]
     generate(request, 20)
     d.plan((request, 103, 19), new=False)
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     assert d.plan().last_saves == []
 
 
@@ -140,7 +140,7 @@ def test_an_aborted_prompt_leaves_what_was_computed(desk: Callable[..., Desk]) -
     d, request = desk(), make_request(tokens=103)
     d.matched(request)
     d.plan((request, 0, 90))
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     assert places(d.plan().last_saves) == [(1, 24)]
 
 
@@ -148,12 +148,12 @@ def test_a_request_aborted_while_it_loads_leaves_nothing(desk: Callable[..., Des
     d, request = desk(), make_request(tokens=103)
     d.put_tails(request, 40)
     tokens, _ = d.matched(request)
-    d.side.allocated(request, BLOCKS, tokens)
+    d.side.allocated(request, [BLOCKS], tokens)
     d.plan()
     request.num_computed_tokens = tokens  # as the engine says before anything has arrived
     d.store.entries.clear()
     d.side.take(Report(unsaved={d.tail(request, 40)}))
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     assert d.plan().last_saves == []
 
 
@@ -166,9 +166,9 @@ def test_a_request_that_loads_again_after_it_was_preempted_leaves_nothing(desk: 
     d.now += 100
     tokens, _ = d.matched(request)
     assert tokens == 64
-    d.side.allocated(request, BLOCKS, tokens)
+    d.side.allocated(request, [BLOCKS], tokens)
     request.num_computed_tokens = 100
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     assert d.plan().last_saves == []
 
 
@@ -176,7 +176,7 @@ def test_a_preempted_request_has_no_blocks_to_be_stored(desk: Callable[..., Desk
     d, request = desk(), make_request(tokens=103)
     d.matched(request)
     d.plan((request, 0, 90))
-    d.side.finished(request, [])
+    d.side.finished(request, [[]])
     assert d.plan().last_saves == []
 
 
@@ -186,7 +186,7 @@ def test_a_preempted_request_finds_its_tail_and_does_not_store_it_again(desk: Ca
     write(d, d.plan((request, 0, 103)))
     generate(request, 3)
     assert d.matched(request) == (96, True)
-    d.side.allocated(request, BLOCKS, 96)
+    d.side.allocated(request, [BLOCKS], 96)
     assert places(d.plan((request, 96, 10)).saves) == []
 
 
@@ -195,7 +195,7 @@ def test_blocks_that_are_overwritten_before_the_step_are_not_stored(desk: Callab
     for request, overwritten in ((first, [111]), (second, [112])):
         d.matched(request)
         d.plan((request, 0, 98))
-        d.side.finished(request, BLOCKS)
+        d.side.finished(request, [BLOCKS])
         saves = d.plan(overwritten=overwritten).last_saves
         assert places(saves) == ([] if request is first else [(1, 32)]), "block 111 holds its end, 112 does not"
         assert d.unstored() == {"overwritten": 32}
@@ -206,11 +206,11 @@ def test_what_was_computed_before_a_reset_is_in_no_tail(desk: Callable[..., Desk
     for request in (done, running):
         d.matched(request)
         d.plan((request, 0, 98))
-    d.side.finished(done, BLOCKS)
+    d.side.finished(done, [BLOCKS])
     d.side.reset()
     assert d.plan().last_saves == []
     assert d.plan((running, 98, 5), new=False).saves == []
-    d.side.finished(running, BLOCKS)
+    d.side.finished(running, [BLOCKS])
     assert d.plan().last_saves == []
 
 
@@ -218,7 +218,7 @@ def test_an_engine_that_only_loads_stores_no_tail(desk: Callable[..., Desk]) -> 
     d, request = desk(stores=False), make_request(tokens=103)
     d.matched(request)
     assert d.plan((request, 0, 90)).saves == []
-    d.side.finished(request, BLOCKS)
+    d.side.finished(request, [BLOCKS])
     assert d.plan().last_saves == []
 
 
@@ -298,12 +298,12 @@ def test_the_load_of_a_tail(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request(tokens=123)
     d.put(request, 1)
     d.put_tails(request, 96)
-    d.side.allocated(request, list(range(50, 66)), d.matched(request, 24)[0])
+    d.side.allocated(request, [list(range(50, 66))], d.matched(request, 24)[0])
     (load,) = d.plan().loads
     assert (load.start, load.end, load.blocks) == (24, 96, list(range(53, 62)))
     assert load.prefix == [
-        Entry("chunk", d.digests(request)[0], 0, CHUNK, tuple(range(50, 58))),
-        Entry("tail", d.tail(request, 96), CHUNK, 32, tuple(range(58, 62))),
+        Entry("chunk", d.digests(request)[0], 0, CHUNK, (tuple(range(50, 58)),)),
+        Entry("tail", d.tail(request, 96), CHUNK, 32, (tuple(range(58, 62)),)),
     ]
     assert places(d.plan((request, 96, 27)).saves) == [(1, 56)], "the end of the prompt supersedes it"
 
@@ -313,16 +313,16 @@ def test_the_last_block_of_a_prompt_is_left_out_of_what_is_loaded(desk: Callable
     d, request = desk(), make_request(tokens=96)
     d.put(request, 1)
     d.put_tails(request, 96)
-    d.side.allocated(request, list(range(50, 62)), d.matched(request)[0])
+    d.side.allocated(request, [list(range(50, 62))], d.matched(request)[0])
     (load,) = d.plan().loads
     assert (load.start, load.end, load.blocks) == (0, 88, list(range(50, 61)))
-    assert load.prefix[-1] == Entry("tail", d.tail(request, 96), CHUNK, 32, (58, 59, 60)), "without the last block"
+    assert load.prefix[-1] == Entry("tail", d.tail(request, 96), CHUNK, 32, ((58, 59, 60),)), "without the last block"
 
 
 def test_a_tail_that_another_request_loads_is_waited_for(desk: Callable[..., Desk]) -> None:
     d, first, second = desk(), make_request("a", tokens=50), make_request("b", tokens=60)
     d.put_tails(first, 48)
-    d.side.allocated(first, BLOCKS, d.matched(first)[0])
+    d.side.allocated(first, [BLOCKS], d.matched(first)[0])
     plan = d.plan()
     for _ in range(5):
         assert d.side.matched_tokens(second, 0) == (None, False)
@@ -336,11 +336,11 @@ def test_what_a_lookup_says_of_tails_is_believed(desk: Callable[..., Desk]) -> N
     d.matched(first)
     assert places(d.plan((first, 0, 123)).saves) == [(0, 0), (1, 56)]
     d.put(first, 1)  # the tail was evicted at once
-    d.side.allocated(second, BLOCKS, d.matched(second)[0])
+    d.side.allocated(second, [BLOCKS], d.matched(second)[0])
     assert places(d.plan((second, 64, 59)).saves) == [(1, 56)], "so it is stored again"
     d.put_tails(first, 120)
     d.side.take(Report(ended={"b"}))
-    d.side.allocated(third, BLOCKS, d.matched(third)[0])
+    d.side.allocated(third, [BLOCKS], d.matched(third)[0])
     assert d.plan((third, 120, 3)).saves == []
 
 

@@ -54,7 +54,7 @@ def test_chunks_and_tails_are_sent_with_their_ids(desk: Callable[..., Desk]) -> 
     request.all_token_ids += [12] * 10
     request.num_tokens += 10
     d.plan((request, 50, 10), new=False)
-    d.side.finished(request, PLACES)
+    d.side.finished(request, [PLACES])
     assert sent(d.plan().last_saves) == {("tail", 48): [11, 11, 11, *[12] * 5]}
 
 

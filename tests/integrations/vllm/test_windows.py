@@ -30,8 +30,7 @@ def sizes(groups: tuple[LayerGroup, ...]) -> list[int]:
 
 def place(entry: Entry, tables: list[list[int]], groups: tuple[LayerGroup, ...]) -> Entry:
     """An entry with its blocks in every group."""
-    (first, *others), (size, *others_sizes) = tables, sizes(groups)
-    return entry.within(first, size, others, others_sizes)
+    return entry.within(tables, sizes(groups))
 
 
 def compute(b: Bench, tables: list[list[int]], groups: tuple[LayerGroup, ...], tokens: range) -> None:
@@ -172,9 +171,9 @@ def test_chunks_of_which_a_layer_has_dropped_a_part_are_not_stored(desk: Callabl
     d.tables = (list(range(100, 110)), [NULL_BLOCK] * 3 + list(range(120, 127)))
     plan = d.plan((request, 2 * CHUNK, 2 * CHUNK + 3))
     assert [save.entry.start // CHUNK for save in plan.saves] == [2, 3]
-    assert [save.entry.others for save in plan.saves] == [((121, 122),), ((123, 124),)]
+    assert [save.entry.tables[1:] for save in plan.saves] == [((121, 122),), ((123, 124),)]
     assert d.recorder.totals()["stores_skipped", "window"] == 2
-    d.side.finished(request, *d.tables[:1], d.tables[1:])
+    d.side.finished(request, d.tables)
     d.tables = (list(range(100, 110)), list(range(120, 130)))
     request = make_request("again", tokens=4 * CHUNK + 3)
     d.side.arrived(request)
@@ -193,7 +192,7 @@ def test_a_tail_whose_blocks_are_overwritten_in_any_group_is_not_copied(
     d.plan((request, 0, tokens - 1))
     generate(request, 2)
     d.plan((request, tokens - 1, 1), new=False)
-    d.side.finished(request, d.tables[0], d.tables[1:])
+    d.side.finished(request, d.tables)
     last = d.plan(overwritten=[overwritten]).last_saves
     assert [save.entry.tables for save in last] == [((102,), (122,))] * copied
 
@@ -203,7 +202,7 @@ def test_a_load_has_blocks_of_every_group(desk: Callable[..., Desk]) -> None:
     d.put(request, 3)
     assert d.matched(request) == (3 * CHUNK, True)
     tables = [20, 13, 17, 14, 19, 22], [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 21, 15, 16]
-    d.side.allocated(request, tables[0], 3 * CHUNK, tables[1:])
+    d.side.allocated(request, tables, 3 * CHUNK)
     (planned,) = d.plan().loads
     assert [entry.tables for entry in planned.prefix] == [
         ((20, 13), (NULL_BLOCK, NULL_BLOCK)), ((17, 14), (NULL_BLOCK, 21)), ((19, 22), (15, 16)),
@@ -216,7 +215,7 @@ def test_blocks_of_a_group_may_have_other_numbers_of_tokens(desk: Callable[..., 
     d.put(request, 2)
     assert d.matched(request) == (2 * CHUNK, True)
     tables = list(range(20, 31)), [NULL_BLOCK, 5, 6, 7, 8, 9]
-    d.side.allocated(request, tables[0], 2 * CHUNK, tables[1:])
+    d.side.allocated(request, tables, 2 * CHUNK)
     (planned,) = d.plan().loads
     assert [entry.tables for entry in planned.prefix] == [
         ((20, 21, 22, 23), (NULL_BLOCK, 5)), ((24, 25, 26, 27), (6, 7)),
@@ -230,7 +229,7 @@ def test_chunks_before_the_window_of_all_layers_are_not_fetched(desk: Callable[.
     d, request = desk(groups=WINDOWED), make_request(tokens=3 * CHUNK + 1)
     d.put(request, 3)
     assert d.matched(request) == (3 * CHUNK, True)
-    d.side.allocated(request, [NULL_BLOCK] * 3 + [21, 15, 16], 3 * CHUNK)
+    d.side.allocated(request, [[NULL_BLOCK] * 3 + [21, 15, 16]], 3 * CHUNK)
     (planned,) = d.plan().loads
     assert [entry.start for entry in planned.prefix] == [CHUNK, 2 * CHUNK]
     assert (planned.start, planned.end) == (0, 3 * CHUNK)

@@ -808,9 +808,9 @@ def test_a_load_may_end_inside_a_tail() -> None:
     b = Bench(chunk_tokens=4 * BLOCK)
     try:
         b.fill([0, 1, 2], 3 * BLOCK)
-        b.worker.saves.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, (0, 1, 2)))])
+        b.worker.saves.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, ((0, 1, 2),)))])
         b.drain()
-        tail = Entry("tail", b"t" * 32, 0, 3 * BLOCK, (9, 4))
+        tail = Entry("tail", b"t" * 32, 0, 3 * BLOCK, ((9, 4),))
         b.load_now([Load("r", TENANT, [tail], 0, 2 * BLOCK, [9, 4])])
         assert b.held([9, 4], 0, 2 * BLOCK)
         assert b.cache.keys[0][3:4].isnan().all() and not b.worker.loads.take_invalid_blocks()
@@ -850,7 +850,7 @@ def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: 
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation in ("get", "put") else None
     b.fill([20, 21], CHUNK)
-    b.worker.saves.save([Save(TENANT, replace(b.chunk(5), start=0).within([20, 21], BLOCK))])
+    b.worker.saves.save([Save(TENANT, replace(b.chunk(5), start=0).within([[20, 21]], [BLOCK]))])
     b.worker.loads.start([b.load([1, 2, 3, 4], 0, 2 * CHUNK)])
     old = [weakref.ref(tensor) for tensor in b.cache.keys + b.cache.values]
     for _ in range(2):
