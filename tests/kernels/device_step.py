@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ class Outcomes:
         )
 
 
-def run_step(device: torch.device, save: Callable[[object], None], folder: Path) -> None:
+def run_step(device: torch.device, save: Callable[[object], None]) -> None:
     """Run the tests and save their outcomes as they come."""
     gpu = device.type == "cuda"
     os.environ["CUVEE_PTX_MUTANTS"] = HOSTILE if gpu else "24"

@@ -1,56 +1,56 @@
-"""What only a GPU can tell, in eight minutes: `make gpu`, or `python -m cuvee.eval.bench.gpu` in a working tree.
+"""What only a GPU can tell, in five minutes: `make gpu`, or `python -m cuvee.eval.bench.gpu` in a working tree.
 
-    machine   versions, clocks, memory
     tests     the kernels' tests against their references, bytes of streams, 300 forged blobs
-    speed     encode and decode, beside copies and casts to FP8
-    model     a trained model: profile, cache, KL, restoring against computing
+    speed     encode and decode, the same bytes as on the CPU, beside copies and casts to FP8
 
-The results come as results.json, report.md and log.txt, each of them up to date when a step ends.
-`--device emulated` rehearses all steps on the CPU, at sizes that the emulator of PTX can do.
+Each step is a process of its own, which is killed at its limit: a kernel that faults or hangs takes nothing from the
+other step. The results are STEP.json and STEP.log, kept up to date while a step runs, and results.json and report.md.
+`--device emulated` rehearses both steps on the CPU, at sizes that the emulator of PTX can do.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.bench.gpu.gpu_report import write_report
-from cuvee.eval.bench.gpu.steps import Step, run_steps
-from cuvee.eval.files import write_json
+from cuvee.eval.bench.gpu.gpu_report import gpu_markdown
+from cuvee.eval.files import write_atomically, write_json
 from cuvee.eval.machine import hardware
 
-# Modules with a function `run_step`, and limits in seconds: eight minutes together, report included.
-STEPS = {
-    "machine": ("cuvee.eval.bench.gpu.machine_step", 20),
-    "tests": ("tests.kernels.device_step", 180),
-    "speed": ("cuvee.eval.bench.gpu.gpu_bench", 120),
-    "model": ("cuvee.eval.bench.gpu.model_step", 90),
-}
+__all__ = ["EMULATED_SECONDS", "STEPS", "main", "run_step"]
+
+# Modules with a function `run_step`, and limits in seconds.
+STEPS = {"tests": ("tests.kernels.device_step", 180), "speed": ("cuvee.eval.bench.gpu.speed", 120)}
 EMULATED_SECONDS = 1800  # of each step: a shared machine may be slow, and nothing waits for it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all steps, or the one that is named; return the exit code: 1 if a step did not end well."""
+    """Run the steps; return the exit code: 1 if a step did not end well."""
     parser = argparse.ArgumentParser(prog="python -m cuvee.eval.bench.gpu", description="Prove and time cuvee on a GPU")
     parser.add_argument("--device", choices=("cuda", "emulated"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
-    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
-    parser.add_argument("file", type=Path, nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--step", choices=STEPS, action="append", help="repeatable (default: all)")
+    parser.add_argument("--inside", choices=STEPS, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     try:
-        if given.step:
-            module, _ = STEPS[given.step]
-            device = _prepare(given.device)
-            import_module(module).run_step(device, partial(write_json, given.file), given.out)
+        if given.inside:
+            module = import_module(STEPS[given.inside][0])
+            module.run_step(_prepare(given.device), partial(write_json, given.out / f"{given.inside}.json"))
             return 0
-        return _run_all(given.device, given.out)
+        return _run_all(given.device, given.out, given.step or list(STEPS))
     except CuveeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -73,22 +73,56 @@ def _need_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _run_all(device: str, out: Path) -> int:
-    if device == "cuda":
-        _need_gpu()
-    own = [sys.executable, "-m", "cuvee.eval.bench.gpu", "--device", device, "--out", str(out)]
-    steps = [
-        Step(name, limit if device == "cuda" else EMULATED_SECONDS, (*own, "--step", name))
-        for name, (_, limit) in STEPS.items()
-    ]
-    about = {"device": device, "commit": hardware()["commit"]}
-
-    def tell(line: str) -> None:
-        print(line, flush=True)
-
-    data = run_steps(steps, out, about, tell, lambda data: write_report(data, out))
+def _run_all(device: str, out: Path, steps: Sequence[str]) -> int:
+    data: dict[str, Any] = {"device": device, "hardware": hardware("triton") | _gpu(device), "steps": {}}
+    out.mkdir(parents=True, exist_ok=True)
+    for name in steps:
+        limit = STEPS[name][1] if device == "cuda" else EMULATED_SECONDS
+        print(f"{name}: at most {limit} s", flush=True)
+        own = ["-m", "cuvee.eval.bench.gpu", "--device", device, "--out", str(out), "--inside", name]
+        (out / f"{name}.json").unlink(missing_ok=True)
+        began = time.monotonic()
+        status = run_step([sys.executable, *own], out / f"{name}.log", limit)
+        data["steps"][name] = {"status": status, "seconds": round(time.monotonic() - began, 1), "limit": limit}
+        write_json(out / "results.json", data)
+        write_atomically(out / "report.md", gpu_markdown(data, out).encode())
     print((out / "report.md").read_text()[-8000:])
     return int(any(step["status"] != "done" for step in data["steps"].values()))
+
+
+def run_step(command: Sequence[str], log: Path, seconds: float) -> str:
+    """Run a command, and kill it, with all that it started, after this time. Return `done`, `failed` or `cut`."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            return "failed" if process.wait(seconds) else "done"
+        except subprocess.TimeoutExpired:
+            return "cut"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, with all that it started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _gpu(device: str) -> dict[str, Any]:
+    """What figures depend on beyond `hardware()`: the GPU and its driver."""
+    if device != "cuda":
+        return {}
+    properties = torch.cuda.get_device_properties(_need_gpu())
+    driver: str | None = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader"]
+        driver = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")[0]
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "driver_and_clocks": driver,
+        "cuda": torch.version.cuda,
+    }
 
 
 if __name__ == "__main__":

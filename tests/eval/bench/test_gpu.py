@@ -1,4 +1,4 @@
-"""The speed on a GPU on a tiny case: it runs, it proves before it times, and its report is complete.
+"""The day a GPU is there: steps with a limit each, and a bench that proves before it times; all is rehearsed nightly.
 
 Without a GPU the kernels are emulated and the clock is the host's: nothing about speed is asserted.
 """
@@ -7,128 +7,87 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from cuvee.codec.backends import PendingDecode
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.eval.bench.gpu import gpu_bench
+from cuvee.eval.bench.gpu.__main__ import STEPS, main, run_step
 from cuvee.eval.bench.gpu.cases import (
     BITS,
     GPU_REHEARSAL,
     LOSSLESS,
     MOST_ERROR,
-    GpuCase,
     Pages,
-    make_case,
     spectrum,
     stack,
     synthetic_chunks,
     synthetic_profile,
 )
-from cuvee.eval.bench.gpu.clock import Clock, sum_stages, turns
-from cuvee.eval.bench.gpu.codec import measure_case
-from cuvee.eval.bench.gpu.gpu_bench import measure_speed
-from cuvee.eval.bench.gpu.gpu_report import gpu_markdown, write_report
+from cuvee.eval.bench.gpu.gpu_report import gpu_markdown
+from cuvee.eval.bench.gpu.speed import Clock, measure_group, measure_speed
 from cuvee.eval.bench.shapes import CacheShape
-from cuvee.eval.bench.timing import Effort, Timing
+from cuvee.eval.machine import hardware
 
+ROOT = Path(__file__).parents[3]
 SHAPE = GPU_REHEARSAL.shape
 TINY = replace(GPU_REHEARSAL, groups=("layer", LOSSLESS))
 
 
-@pytest.fixture(scope="module")
-def saved() -> list[dict[str, Any]]:
-    """Every state of the report that `report` was saved in."""
-    return []
+def shown(folder: Path, status: str, name: str, found: object, said: str = "") -> str:
+    (folder / f"{name}.json").write_text(json.dumps(found))
+    (folder / f"{name}.log").write_text(said)
+    step = {"status": status, "seconds": 1.0, "limit": 2.0}
+    return gpu_markdown({"hardware": hardware("triton"), "steps": {name: step}}, folder)
 
 
-@pytest.fixture(scope="module")
-def report(device: torch.device, saved: list[dict[str, Any]]) -> dict[str, Any]:
-    def save(data: object) -> None:
-        saved.append(json.loads(json.dumps(data, allow_nan=False)))
-
-    measure_speed(TINY, device, save)
-    return saved[-1]
+# Speed -----------------------------------------------------------------------------------------------------------
 
 
-def numbers(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from numbers(value, f"{path}.{key}")
-    elif isinstance(data, list):
-        for index, value in enumerate(data):
-            yield from numbers(value, f"{path}[{index}]")
-    elif not isinstance(data, str | bool):
-        yield path, data
+def test_every_figure_is_there(tmp_path: Path, device: torch.device) -> None:
+    states: list[dict[str, Any]] = []
+    report = measure_speed(TINY, device, lambda data: states.append(json.loads(json.dumps(data, allow_nan=False))))
+    assert [len(state["runs"]) for state in states] == [0, 2, 4], "saved after each group"
+    assert states[-1] == json.loads(json.dumps(report)) and report["errors"] == {}
+    assert all(rate["median"] > 0 for rate in report["ceilings"].values()) and len(report["ceilings"]) == 4
+    assert [(run["group"], run["tokens"]) for run in report["runs"]] == [
+        ("layer", 8), ("layer", 16), (LOSSLESS, 8), (LOSSLESS, 16)
+    ]  # fmt: skip
+    for run in report["runs"]:
+        assert run["raw_bytes"] == run["tokens"] * 2 * 2 * 16 * 2
+        assert run["bits_per_value"] == pytest.approx(8 * run["compressed_bytes"] / (run["raw_bytes"] / 2))
+        for way in ("encode", "decode"):
+            seconds = run[f"{way}_seconds"]["median"]
+            assert run[f"{way}_gb_per_s"]["median"] == pytest.approx(run["raw_bytes"] / seconds / 1e9)
+        assert run["raw_copy_seconds"]["median"] > 0
+    assert "| layer | 16 |" in shown(tmp_path, "done", "speed", report)
+    assert "Ceilings in GB/s: device copy" in shown(tmp_path, "cut", "speed", states[0])
 
 
-def test_every_figure_is_there(report: dict[str, Any], device: torch.device) -> None:
-    events = {".device_seconds", ".device_gb_per_s"}  # of a GPU only
-    for part in ("ceilings", "link", "codec"):
-        assert report[part]
-        for path, number in numbers(report[part], part):
-            if device.type != "cuda" and any(path.endswith(name) for name in events):
-                assert number is None, path
-            else:
-                assert isinstance(number, int | float) and math.isfinite(number) and number >= 0, path
-    assert report["errors"] == {}
-    assert [entry["group"] for entry in report["codec"]] == ["layer", LOSSLESS]
-    assert report["codec"][1]["error"] == 0
-    for entry in report["codec"]:
-        assert [run["tokens"] for run in entry["runs"]] == [8, 16]
-        for run in entry["runs"]:
-            assert run["raw_bytes"] == run["chunks"] * 8 * 2 * 2 * 16 * 2
-            assert run["decode"]["seconds"]["median"] > 0 and run["encode"]["gb_per_s"]["median"] > 0
-            assert run["bits_per_value"] == pytest.approx(8 * run["compressed_bytes"] / (run["raw_bytes"] / 2))
-            assert bool(run["decode"]["stage_seconds"]) == (device.type == "cuda")
-            seconds = run["decode"]["seconds"]["median"]
-            assert run["decode"]["gb_per_s"]["median"] == pytest.approx(run["raw_bytes"] / seconds / 1e9)
-            assert run["decode_over_copy"] == pytest.approx(run["raw_copy_seconds"]["median"] / seconds)
+def test_bytes_unlike_the_cpus_are_refused_and_the_other_groups_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.device
+) -> None:
+    right = Codec.encode
 
+    def wrong(self: Codec, *args: Any) -> Any:
+        blob = right(self, *args)
+        return blob[:-1] + b"!" if isinstance(args[0], KVChunk) and not self.lossless else blob
 
-def test_a_report_is_saved_after_each_group(report: dict[str, Any], saved: list[dict[str, Any]]) -> None:
-    assert [len(state["codec"]) for state in saved] == [0, 1, 2]
-    assert saved[0]["ceilings"] == report["ceilings"]
-    for state in saved:  # a report that was cut can be shown
-        shown = {"about": {"device": "emulated"}, "steps": {"speed": {**STEP, "status": "cut", "result": state}}}
-        assert "Device copy" in gpu_markdown(shown)
-
-
-STEP = {"status": "done", "seconds": 1.0, "limit": 2.0}
-
-
-def test_results_become_a_table(report: dict[str, Any], tmp_path: Any) -> None:
-    data = {"about": {"device": "cuda"}, "steps": {"speed": {**STEP, "result": report}}}
-    write_report(data, tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    for shown in ("| layer | 16 |", "| lossless | 8 | ", "casts to FP8"):
-        assert shown in text, shown
-
-
-def test_a_wrong_group_is_named_and_the_others_measured(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    right = measure_case
-
-    def wrong(clock: Clock, case: GpuCase, *rest: Any) -> dict[str, Any]:
-        if case.group == "layer":
-            raise CuveeError("values lie apart")
-        return right(clock, case, *rest)
-
-    monkeypatch.setattr(gpu_bench, "measure_case", wrong)
+    monkeypatch.setattr(Codec, "encode", wrong)
     report = measure_speed(TINY, device, lambda data: None)
-    assert report["errors"] == {"layer": "values lie apart"}
-    assert [entry["group"] for entry in report["codec"]] == [LOSSLESS]
-    shown = gpu_markdown({"about": {"device": "cuda"}, "steps": {"speed": {**STEP, "result": report}}})
-    assert "**layer is wrong**: values lie apart" in shown
-
-
-# Refusals --------------------------------------------------------------------------------------------------------
+    assert report["errors"] == {"layer": "the bytes are not those of the CPU; nothing is reported"}
+    assert {run["group"] for run in report["runs"]} == {LOSSLESS}
+    assert "**layer is wrong**: the bytes are not" in shown(tmp_path, "failed", "speed", report)
 
 
 def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
@@ -148,6 +107,11 @@ def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
         pages.check(chunks, range(3))
 
 
+def measure_one(device: torch.device) -> None:
+    scope = replace(TINY, chunks=(1,))
+    measure_group(Clock(device, TINY.effort), "layer", scope, Pages(SHAPE.layout(), 1, 8, 4, device))
+
+
 def test_a_decoder_that_stops_writing_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The caches that were encoded lie in the pages: what timed runs leave behind must not be those."""
     right, calls = Codec.decode_paged, iter(range(100))
@@ -155,35 +119,25 @@ def test_a_decoder_that_stops_writing_is_refused(monkeypatch: pytest.MonkeyPatch
     def wrong(self: Codec, *args: Any) -> PendingDecode:
         return right(self, *args) if next(calls) == 0 else PendingDecode(())
 
-    case, clock = make_case("layer", TINY, device), Clock(device, TINY.effort)
     monkeypatch.setattr(Codec, "decode_paged", wrong)
     with pytest.raises(CuveeError, match="nothing is reported"):
-        measure(case, clock, device)
+        measure_one(device)
 
 
 def test_batches_of_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     right: Callable[..., Any] = Codec.encode
     calls = iter(range(100))
 
-    def wrong(self: Codec, *args: Any) -> list[bytes]:
+    def wrong(self: Codec, *args: Any) -> Any:
         blobs = right(self, *args)
-        return blobs if next(calls) == 0 else [blob[:-1] + b"!" for blob in blobs]
+        return blobs if next(calls) < 2 else [blob[:-1] + b"!" for blob in blobs]
 
-    case, clock = make_case("layer", TINY, device), Clock(device, TINY.effort)
     monkeypatch.setattr(Codec, "encode", wrong)
     with pytest.raises(CuveeError, match="1 chunks at once become other bytes"):
-        measure(case, clock, device)
+        measure_one(device)
 
 
-def measure(case: GpuCase, clock: Clock, device: torch.device) -> dict[str, Any]:
-    scope = replace(TINY, chunks=(1,))
-    return measure_case(clock, case, scope, Pages(SHAPE.layout(), 1, 8, 4, device), {1: Timing.of([1.0])}, 0)
-
-
-# Parts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("group", ["head", "unit", "layer", "layers:2"])
+@pytest.mark.parametrize("group", ["head", "layers:2"])
 def test_synthetic_caches_cost_what_they_should(group: str) -> None:
     layout = CacheShape(2, 2, 64, 1e4).layout()
     profile = synthetic_profile(layout, group, torch.device("cpu"))
@@ -194,13 +148,7 @@ def test_synthetic_caches_cost_what_they_should(group: str) -> None:
     want, got = stack(chunks[1]).float(), stack(codec.decode(blob)).float()
     assert float((got - want).norm() / want.norm()) < MOST_ERROR / 2
     assert chunks[1].start == 256 and not torch.equal(chunks[0].keys[0], chunks[1].keys[0])
-
-
-def test_spectra_fall_and_hold_wide_components() -> None:
-    scales = spectrum(2048)
-    assert bool((np.diff(scales) <= 0).all()) and scales[-1] >= -2 * 64
-    assert scales[0] > 4 * 64  # beyond the last table: low bits are coded apart
-    assert len(scales) == math.ceil(0.68 * 2048)
+    assert spectrum(2048)[0] > 4 * 64 - 16  # beyond the last table: low bits are coded apart
 
 
 def test_regions_lie_apart_and_out_of_order() -> None:
@@ -214,23 +162,87 @@ def test_regions_lie_apart_and_out_of_order() -> None:
     assert pages.cache.read(pages.slots[4], 0).values[1][9].eq(7.0).all()
 
 
-@pytest.mark.parametrize(
-    ("size", "l2", "most", "expected"), [(10, 100, 64, 30), (10, 100, 8, 8), (1000, 100, 8, 1), (10, 0, 8, 1)]
-)
-def test_working_sets_take_turns_beyond_the_cache(size: int, l2: int, most: int, expected: int) -> None:
-    assert turns(size, l2, most) == expected
+# Steps -----------------------------------------------------------------------------------------------------------
 
 
-def test_stages_of_a_run_add_up_by_name() -> None:
-    timings = sum_stages([[("a", 1.0), ("b", 5.0), ("a", 2.0)], [("a", 4.0)]])
-    assert list(timings) == ["a", "b"]
-    assert timings["a"].median == 3.5 and timings["a"].runs == 2
-    assert timings["b"].median == 2.5
-    assert Timing.of([1.0, 2.0, 3.0]).median == 2.0
+def test_a_step_that_fails_or_hangs_is_named_and_killed(tmp_path: Path) -> None:
+    def run(code: str, seconds: float = 60.0) -> str:
+        return run_step([sys.executable, "-S", "-c", code], log, seconds)
+
+    log = tmp_path / "log"
+    assert run("print('good')") == "done" and log.read_text() == "good\n"
+    assert run("import sys; print('last words'); sys.exit(3)") == "failed"
+    assert "```\nlast words\n```" in shown(tmp_path, "failed", "speed", {"ceilings": {}, "runs": [], "errors": {}},
+                                           log.read_text())  # fmt: skip
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == "failed"
+    child = "import subprocess, sys, time; sleep = 'import time; time.sleep(60)'\n"
+    child += "print(subprocess.Popen([sys.executable, '-S', '-c', sleep]).pid, flush=True); time.sleep(60)"
+    assert run(child, 1.5) == "cut"
+    state = Path(f"/proc/{log.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", "what a step starts is killed"
 
 
-def test_calls_take_turns(device: torch.device) -> None:
-    seen: list[int] = []
-    clock = Clock(device, Effort(0.0, 5, 5))
-    timing = clock.whole([lambda: seen.append(0), lambda: seen.append(1)])
-    assert timing.runs == 5 and seen == [0, 0, 1, 0, 1, 0]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_remedy_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path / "out")]) == 1
+    assert "--device emulated" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_failures_are_shown_in_full(tmp_path: Path) -> None:
+    result = {
+        "collected": 9, "passed": 5, "failed": 1, "skipped": 0, "not_run": 3, "seconds_by_file": {},
+        "failures": {"tests/kernels/test_rans.py::test_x": "E   CUDA error: an illegal memory access"},
+        "more_failures": [],
+    }  # fmt: skip
+    text = shown(tmp_path, "cut", "tests", result)
+    assert "5 passed, 1 failed, 0 skipped, 3 not run" in text and "an illegal memory access" in text
+
+
+@pytest.mark.nightly
+def test_a_test_that_faults_or_hangs_costs_one_process(tmp_path: Path) -> None:
+    """pytest-xdist starts another process for the tests that are left; each failure is named once."""
+    (tmp_path / "test_device.py").write_text(
+        "import builtins, time, pytest\n"
+        "pytestmark = pytest.mark.gpu\n"
+        "def test_a(): pass\n"
+        "def test_b():\n"
+        "    builtins.LOST = True\n"
+        "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "def test_c(): assert not hasattr(builtins, 'LOST')\n"
+        "def test_d(): time.sleep(60)\n"
+        "def test_e(): pass\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
+    code = (
+        "import json, sys, torch; from pathlib import Path; from tests.kernels import device_step as own\n"
+        "own.FULL = ('test_device.py',)\n"
+        "own.os.cpu_count = lambda: 2\n"
+        "own.run_step(torch.device('cuda'), lambda d: Path('found.json').write_text(json.dumps(d)))"
+    )
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    # A worker of pytest-xdist must not pass for one of the inner run.
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**outer, "PYTHONPATH": paths, "CUVEE_TEST_SECONDS": "10"},
+    )  # fmt: skip
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (found["collected"], found["passed"], found["failed"], found["not_run"]) == (5, 3, 2, 0), done.stdout
+    fault, hang = (found["failures"][f"test_device.py::test_{name}"] for name in "bd")
+    assert "illegal memory access" in fault and "crashed" in hang
+
+
+@pytest.mark.nightly
+def test_the_rehearsal(tmp_path: Path) -> None:
+    """Every step ends well on the emulator, as it is run where the GPU is."""
+    command = [sys.executable, "-m", "cuvee.eval.bench.gpu", "--device", "emulated", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(("src", "."))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    data, tests, speed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("results", *STEPS))
+    assert [step["status"] for step in data["steps"].values()] == ["done", "done"]
+    assert tests["passed"] > 50 and tests["failed"] == 0
+    assert {run["group"] for run in speed["runs"]} == {"head", LOSSLESS, "layer", "layers:2"}
+    assert all(math.isfinite(rate["median"]) for rate in speed["ceilings"].values())

@@ -1,0 +1,181 @@
+"""The step `speed`: bytes to a paged bfloat16 cache and back, beside what the machine could do at best.
+
+    ceilings    device copy, casts to FP8 and back, copy from pinned memory
+    runs        for each group and number of chunks: encode and decode as a caller sees them, from an idle device, with
+                checksums, copies and the final check
+
+Nothing is timed before it is proved right: the first bytes are those of the CPU, every cache is compared with what it
+was made from, and so is what the timed runs leave behind. Profiles and caches are synthetic (`cases.py`). Times are
+medians, with the 20th and 80th percentiles. 1 GB is 10**9 bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.eval.bench.gpu.cases import GPU_FULL, GPU_REHEARSAL, LOSSLESS, GpuScope, Pages, make_case
+from cuvee.eval.bench.timing import Effort, Timing
+
+__all__ = ["Clock", "measure_group", "measure_speed", "run_step"]
+
+_L2_TIMES = 3  # what is written between two calls is this many times as large as the L2 cache
+
+
+def run_step(device: torch.device, save: Callable[[object], None]) -> None:
+    """Measure and save.
+
+    Raises:
+        CuveeError: something did not come back as it went in. The other groups have been measured.
+    """
+    report = measure_speed(GPU_FULL if device.type == "cuda" else GPU_REHEARSAL, device, save)
+    if report["errors"]:
+        raise CuveeError("; ".join(f"{group}: {error}" for group, error in report["errors"].items()))
+
+
+class Clock:
+    """Times calls that leave their work to a device. On the CPU, all times are those of the host."""
+
+    def __init__(self, device: torch.device, effort: Effort) -> None:
+        self.device, self._effort = device, effort
+        self._gpu = device.type == "cuda"
+        size = _L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size if self._gpu else 0
+        self._other = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def whole(self, call: Callable[[], object]) -> Timing:
+        """Seconds per call, from an idle device with a cold cache until it is idle again, the host's work included."""
+        call()
+        taken: list[float] = []
+        while not self._effort.is_enough(taken):
+            self._other.zero_()
+            self._synchronize()
+            began = time.perf_counter()
+            call()
+            self._synchronize()
+            taken.append(time.perf_counter() - began)
+        return Timing.of(taken)
+
+    def inside(self, call: Callable[[], object]) -> Timing:
+        """Seconds per call on the device, by its events. This is for calls whose launches run ahead of the device."""
+        if not self._gpu:
+            return self.whole(call)
+        from triton.testing import do_bench
+
+        taken: list[float] = do_bench(call, rep=int(1e3 * self._effort.seconds), return_mode="all")
+        return Timing.of([1e-3 * milliseconds for milliseconds in taken])
+
+    def _synchronize(self) -> None:
+        if self._gpu:
+            torch.cuda.synchronize(self.device)
+
+
+def measure_speed(scope: GpuScope, device: torch.device, save: Callable[[object], None]) -> dict[str, Any]:
+    """Measure group after group, and save the report after each.
+
+    Returns:
+        The report, as a dict for JSON. `errors` names the groups in which something did not come back.
+    """
+    clock = Clock(device, scope.effort)
+    report: dict[str, Any] = {"scope": asdict(scope), "ceilings": _ceilings(clock, scope), "runs": [], "errors": {}}
+    save(report)
+    pages = Pages(scope.shape.layout(), max(scope.chunks), scope.tokens, scope.block_tokens, device)
+    for group in scope.groups:
+        print(f"group {group}", flush=True)
+        try:
+            report["runs"] += measure_group(clock, group, scope, pages)
+        except CuveeError as error:
+            report["errors"][group] = str(error)
+        save(report)
+    return report
+
+
+def _ceilings(clock: Clock, scope: GpuScope) -> dict[str, Any]:
+    """GB/s of a copy (bytes read and written), casts of bfloat16 to FP8 and back, and a copy from pinned memory."""
+    size, device = scope.copy_bytes, clock.device
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    values, small = source.view(torch.bfloat16), target[: size // 2].view(torch.float8_e4m3fn)
+    timed = {
+        "device copy": (2, partial(target.copy_, source)),
+        "to FP8": (1, partial(small.copy_, values)),
+        "from FP8": (1, partial(values.copy_, small)),
+        "copy from the host": (1, partial(target.copy_, _pinned(size, device), non_blocking=True)),
+    }
+    return {name: clock.inside(call).per_second(times * size / 1e9) for name, (times, call) in timed.items()}
+
+
+def _pinned(size: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def measure_group(clock: Clock, group: str, scope: GpuScope, pages: Pages) -> list[dict[str, Any]]:
+    """Time encode and decode with every number of chunks.
+
+    Raises:
+        CuveeError: a cache did not come back, or its bytes are not those of the CPU, or of smaller batches.
+    """
+    profile, chunks = make_case(group, scope, clock.device)
+    setting: dict[str, Any] = {"quality": LOSSLESS} if group == LOSSLESS else {"step": 1.0}
+    codec, regions = Codec(profile, **setting, backend="triton"), len(pages.slots)
+    starts = [chunks[region % len(chunks)].start for region in range(regions)]
+
+    def encode(count: int) -> list[bytes]:
+        return codec.encode(PagedChunks(pages.cache, pages.slots[:count], starts[:count]))
+
+    def decode(count: int) -> None:
+        codec.decode_paged(blobs[:count], pages.cache, pages.slots[:count], starts[:count]).check()
+
+    def check(restored: int) -> None:
+        error = pages.check(chunks, range(restored))
+        if group == LOSSLESS and error > 0:
+            raise CuveeError(f"a lossless cache came back with a relative error of {error:.3g}; nothing is reported")
+
+    pages.fill(chunks)
+    distinct = encode(len(chunks))
+    first = chunks[0]
+    keys, values = ([tensor.cpu() for tensor in tensors] for tensors in (first.keys, first.values))
+    on_cpu = Codec(profile, **setting, backend="numba").encode(KVChunk(keys, values, first.layout, first.start))
+    if on_cpu != distinct[0]:
+        raise CuveeError("the bytes are not those of the CPU; nothing is reported")
+    # Copies in memory of their own, as chunks from a store would be.
+    blobs = [bytes(bytearray(distinct[region % len(distinct)])) for region in range(regions)]
+    pages.poison()
+    decode(regions)
+    check(regions)
+    runs = []
+    for count in scope.chunks:
+        raw = count * first.nbytes
+        pages.fill(chunks)  # what was decoded before is quantized, and so easier to code
+        if encode(count) != blobs[:count]:
+            raise CuveeError(f"{count} chunks at once become other bytes; nothing is reported")
+        encoding = clock.whole(partial(encode, count))
+        pages.poison()  # what the timed runs leave behind is checked
+        decoding = clock.whole(partial(decode, count))
+        check(count)
+        target = torch.empty(raw, dtype=torch.uint8, device=clock.device)
+        copying = clock.inside(partial(target.copy_, _pinned(raw, clock.device), non_blocking=True))
+        compressed = sum(map(len, blobs[:count]))
+        runs.append(
+            {
+                "group": group,
+                "tokens": count * scope.tokens,
+                "raw_bytes": raw,
+                "compressed_bytes": compressed,
+                "bits_per_value": 16 * compressed / raw,
+                "encode_seconds": encoding.to_dict(),
+                "encode_gb_per_s": encoding.per_second(raw / 1e9),
+                "decode_seconds": decoding.to_dict(),
+                "decode_gb_per_s": decoding.per_second(raw / 1e9),
+                "raw_copy_seconds": copying.to_dict(),
+            }
+        )
+    return runs
