@@ -15,8 +15,6 @@ TARGETS = {
     "url": "entries.UrlTarget",
     "connector": "connector.ConnectorTarget",
     "cli": "commands.CommandTarget",
-    "redis": "peers.RedisTarget",
-    "http": "peers.HttpTarget",
 }
 
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fuzz import engine, peers
+from tests.fuzz import engine
 from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 from tests.fuzz.entries import EntryTarget
 from tests.fuzz.pages import PagesTarget
-from tests.fuzz.peers import HttpTarget, RedisTarget
 from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
 
@@ -43,9 +42,6 @@ RUNS = {
     "url": (600, {"opened", "InputError"}),
     "connector": (150, {"load arrived", "load failed", "messages taken", "options taken", "options: InputError",
                         "engine survived"}),
-    "redis": (250, {"get: bytes", "get: StoreError", "put: bool", "put: StoreError", "contains: list",
-                    "delete_tenant: int"}),
-    "http": (150, {"get: bytes", "get: StoreError", "put: bool", "contains: list", "delete: StoreError"}),
     "cli": (60, {"inspect: done", "inspect: error", "show: error", "decode: error"}),
 }  # fmt: skip
 
@@ -126,11 +122,6 @@ DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
         PagesTarget, 300, "other contents",
         [("cuvee.integrations.pages.runs._is_listed", lambda pages, wanted: wanted.position < len(pages))],
     ),
-    "replies": (RedisTarget, 1000, "Error", [("cuvee.integrations.stores.redis._check", lambda *_: None)]),
-    "secrets": (
-        RedisTarget, 1000, "shows a password",
-        [("cuvee.integrations.stores.monitor.scrubbed", lambda error, secrets: str(error))],
-    ),
 }  # fmt: skip
 
 
@@ -143,43 +134,6 @@ def test_a_missing_check_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(where, instead)
     with pytest.raises(Finding, match=said):
         engine.run([target], 3, range(cases))
-
-
-def judge_endless(target: engine.Target, speech: bytes, missing: dict[str, Any]) -> None:
-    """Judge a peer that repeats `speech` at length, with the code's bounds, then with the patches `missing`.
-
-    It needs a process of its own: in one that ran other tests, freed memory may hold what was read, and threads may
-    free more than that meanwhile.
-    """
-    data = peers.case("get", 0, peers.REPEAT, [speech])
-    patient = {"TIMEOUT": 20.0, "PATIENCE": 20.0, "_SAID_AGAIN": 64 << 20, "_PeerTarget.memory": lambda *_: 16 << 20}
-    target.warm_up()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in patient.items():
-            monkeypatch.setattr(f"tests.fuzz.peers.{name}", value)
-        monkeypatch.setattr("cuvee.integrations.stores.objects._TIMEOUTS", {"timeout": "20s"})  # set by warm_up
-        print("with the bound:", engine.judge(target, data))
-        for name, value in missing.items():
-            monkeypatch.setattr(f"cuvee.integrations.stores.{name}", value)
-        engine.judge(target, data)
-
-
-def endless_body() -> None:
-    """Read the body of an HTTP response for as long as the peer sends."""
-    import obstore
-
-    speech = b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n" + b"x" * 1000
-    judge_endless(
-        HttpTarget(), speech, {"objects.read_object": lambda place, path, most: obstore.get(place, path).bytes()}
-    )
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell peaks")
-def test_reading_without_a_bound_is_found() -> None:
-    command = [sys.executable, "-c", "from tests.fuzz import test_fuzz; test_fuzz.endless_body()"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert "with the bound: get: " in done.stdout, done.stdout + done.stderr
-    assert "Finding" in done.stderr and "grow by" in done.stderr, done.stdout + done.stderr
 
 
 class Odd:

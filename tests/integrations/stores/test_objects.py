@@ -221,6 +221,7 @@ BODIES: dict[str, tuple[Callable[[str, str], Said | None], str]] = {
     "a field without an end": (endless(b"HTTP/1.1 200 OK\r\nA: ", b"x"), "error"),
     "a bomb": (lambda method, path: answer(body=gzip.compress(bytes(1 << 25), 1), Content_Encoding="gzip"), "bad"),
     "nobody": (lambda method, path: [b""], "error"),
+    "continued for ever": (lambda method, path: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n", 10_000), "error"),
     "not HTTP": (lambda method, path: [b"-ERR unknown command\r\n"], "error"),
     "less than announced": (lambda method, path: [b"HTTP/1.1 200 OK\r\n" + head(Content_Length="99") + b"x"], "error"),
     "a negative length": (lambda method, path: [b"HTTP/1.1 200 OK\r\n" + head(Content_Length="-1")], "error"),
@@ -412,8 +413,9 @@ def test_arguments_are_checked(url: str, named: dict[str, Any], message: str, mo
         ObjectStore(url, **named)
 
 
-def test_no_message_shows_a_password(open_objects: Open, server: FakeHTTP) -> None:
-    server.tell = lambda method, path: answer("500 No", b"open-sesame")
+@pytest.mark.parametrize(("status", "body"), [("500 No", b"open-sesame"), ("403 open-sesame", b"")])
+def test_no_message_shows_a_password(status: str, body: bytes, open_objects: Open, server: FakeHTTP) -> None:
+    server.tell = lambda method, path: answer(status, body)
     store = open_objects(f"http://user:open-sesame@127.0.0.1:{server.port}/kv")
     with pytest.raises(StoreError) as caught:
         store.get(KEY)

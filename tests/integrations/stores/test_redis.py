@@ -390,7 +390,8 @@ ODD: dict[str, Any] = {
     "error": b"-ERR " + b"no " * 20_000 + b"\r\n", "array": b"*2\r\n:1\r\n:1\r\n", "no array": b"*-1\r\n",
     "deep": b"*1\r\n" * 3000 + b":1\r\n", "garbage": b"HTTP/1.1 400 Bad Request\r\n\r\n", "type": b"?1\r\n",
     "length": b"$x\r\n", "minus": b":-5\r\n", "cut": b"$1000\r\nx", "closed": b"", "status": b"+QUEUED\r\n",
-    "text": bulk(b"x" * 100), "huge": b":" + b"9" * 5000 + b"\r\n",
+    "text": bulk(b"x" * 100), "huge": b":" + b"9" * 5000 + b"\r\n", "large": b"$3000000000\r\nx",
+    "moved": b"-MOVED x\r\n",
 }  # fmt: skip
 OPERATIONS: dict[str, tuple[str, Callable[[RedisStore], object]]] = {
     "get": ("GETRANGE", lambda store: store.get(KEY)),
@@ -406,7 +407,7 @@ SOUND = {("get", "text"): None, ("get", "status"): None, ("contains", "minus"): 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_odd_replies_are_errors(operation: str, odd: str, peer: FakeRedis, open_redis: Open) -> None:
-    store = open_redis(peer.url, timeout=0.2 if odd in ("cut", "closed") else 5.0)
+    store = open_redis(peer.url, timeout=0.2 if odd in ("cut", "closed", "large") else 5.0)
     name, work = OPERATIONS[operation]
     peer.replies[name] = ODD[odd]
     if (operation, odd) in SOUND:
