@@ -186,8 +186,8 @@ ptx: setup compiler  ## the kernels' tests on PTX of all targets, programs and w
 			$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/kernels tests/ptx $(PYTEST_ARGS); \
 	done
 
-costs: setup  ## what the kernels cost, compiled without a GPU: registers, spills, instructions; against their budgets
-	PYTHONPATH=src:. $(BIN)/python -m tests.kernels.costs $(COSTS_ARGS)
+costs: setup  ## what the kernels cost, compiled without a GPU: registers, spills, shared memory; against their budgets
+	$(BIN)/python -m pytest -q -s -m nightly tests/kernels/test_static_costs.py $(PYTEST_ARGS)
 
 nightly: $(ENGINE_STAMP) compiler  ## what repeats, larger or in another way, what the tests find
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m nightly $(PYTEST_ARGS)

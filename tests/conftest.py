@@ -31,7 +31,7 @@ BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # two engines at a time wait for each other. The first two files compile different things: notebooks come third, when
 # the engines have filled Numba's cache, rather than compile the same loops at the same time.
 LONGEST = (
-    "integrations/vllm/test_engine", "kernels/test_static_costs", "package/test_notebooks",
+    "integrations/vllm/test_engine", "package/test_notebooks",
     "integrations/vllm/test_engine_blend", "eval/report/test_report", "integrations/vllm/test_faults",
     "integrations/vllm/test_serve", "codec/test_hostile",
     "integrations/vllm/test_engine_tails", "codec/test_calibrate", "kernels/test_backend", "kernels/test_hostile",
