@@ -28,7 +28,6 @@ from cuvee.kernels.ops.rans import WIDTH, coding_table, rans_decode
 from cuvee.kernels.ops.split_planes import count_symbols, split_planes, sum_bytes
 from cuvee.kernels.outgoing import code_streams, measure, stream_fields, stream_jobs, write_parts
 from cuvee.kernels.plans import Geometry
-from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import ALIGNMENT, send_arrays
 from cuvee.kernels.workspace import place_planes, running_offsets
 
@@ -86,28 +85,24 @@ class LosslessDevice:
         incoming = Incoming(chunks, sections, cache)
         tiles, max_tokens = of_layers(geometry.tiles.tiles, layers), incoming.max_tokens
         jobs, table, planes_size = self._incoming_jobs(incoming, sections, tiles)
-        with stage("upload"):
-            data, sent = incoming.upload.send()
+        data, sent = incoming.upload.send()
         status = torch.zeros(incoming.count, dtype=torch.int32, device=self._device)
         planes = torch.empty(planes_size, dtype=torch.uint8, device=self._device)
         decoding = torch.empty(len(sent["freq"]), WIDTH, dtype=torch.uint32, device=self._device)
         batch = incoming.chunk_batch(sent, status)
         moved = bool(np.any(incoming.chunks[:, ChunkField.SOURCE] != incoming.chunks[:, ChunkField.TARGET]))
         rows = len(incoming.slots) if moved else 0
-        with stage("rotation tables"):
-            turning = (batch.chunks, rows, max_tokens if moved else 0)
-            target = geometry.rotations(*turning)
-            source = geometry.rotations(*turning, use_source=True, inverse=True)
-        with stage("rans"):
-            decoding_tables(sent["freq"], decoding)
-            coding = stream_jobs(jobs, sent["jobs"], sent["plans"], sent["tables"])
-            rans_decode(data, coding, DecodingTables(decoding, PROB_BITS), sent["classes"], planes, status)
-        with stage("merge"):
-            merge_planes(
-                data, planes, sent["table"], TileTable(sent["tiles"], geometry.tiles.pairs), batch,
-                incoming.cache_view(sent, tiles), source, target, dtype=self._dtype, moved=moved,
-                even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
-            )  # fmt: skip
+        turning = (batch.chunks, rows, max_tokens if moved else 0)
+        target = geometry.rotations(*turning)
+        source = geometry.rotations(*turning, use_source=True, inverse=True)
+        decoding_tables(sent["freq"], decoding)
+        coding = stream_jobs(jobs, sent["jobs"], sent["plans"], sent["tables"])
+        rans_decode(data, coding, DecodingTables(decoding, PROB_BITS), sent["classes"], planes, status)
+        merge_planes(
+            data, planes, sent["table"], TileTable(sent["tiles"], geometry.tiles.pairs), batch,
+            incoming.cache_view(sent, tiles), source, target, dtype=self._dtype, moved=moved,
+            even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
+        )  # fmt: skip
         return status
 
     def _incoming_jobs(self, incoming: Incoming, sections: range, tiles: I64) -> tuple[I64, I64, int]:
@@ -172,9 +167,8 @@ class LosslessDevice:
             ChunkBatch(part["chunks"], status, count, 0, max_tokens),
             memory.view(part, joined, tiles),
         )
-        with stage("statistics"):
-            sum_bytes(part["table"], *source, sums, dtype=self._dtype)
-            count_symbols(part["table"], *source, sums, references, counts, dtype=self._dtype)
+        sum_bytes(part["table"], *source, sums, dtype=self._dtype)
+        count_symbols(part["table"], *source, sums, references, counts, dtype=self._dtype)
         measured = Download(torch.cat([counts.flatten(), status, references.int()])).wait()
         symbol_counts = measured[: counts.numel()].reshape(counts.shape)
         numbers = range(first_chunk, first_chunk + len(slots))
@@ -215,10 +209,9 @@ class LosslessDevice:
         )  # fmt: skip
         out = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
         kept_out = torch.empty(stored, dtype=torch.uint8, device=device)
-        with stage("split"):
-            split_planes(
-                part["table"], *source, references, out, kept_out, dtype=self._dtype, even=self._even(table, tokens)
-            )
+        split_planes(
+            part["table"], *source, references, out, kept_out, dtype=self._dtype, even=self._even(table, tokens)
+        )
         download = Download(kept_out)
         coding = stream_jobs(jobs, part["jobs"], part["plans"], part["tables"])
         streams, totals = code_streams(jobs, coding, part["entries"], out, planes, part["classes"])

@@ -19,7 +19,6 @@ from cuvee.kernels.jobs import I64, JobField, PartField
 from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
 from cuvee.kernels.ops.coded_part import coded_bytes, count_words, long_lengths, write_coded
 from cuvee.kernels.ops.rans import rans_encode
-from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import send_arrays
 from cuvee.kernels.workspace import running_offsets
 
@@ -63,9 +62,8 @@ def code_streams(
         torch.empty(count, dtype=torch.uint32, device=planes.device),
     )
     totals = torch.empty(len(jobs), dtype=torch.int64, device=planes.device)
-    with stage("rans"):
-        rans_encode(planes, coding, entries, classes, coded)
-        count_words(coding, coded.lengths, totals)
+    rans_encode(planes, coding, entries, classes, coded)
+    count_words(coding, coded.lengths, totals)
     return coded, totals
 
 
@@ -122,10 +120,8 @@ def write_parts(
     device = index.device
     parts = send_arrays({"parts": sizes.parts}, device)["parts"]
     out = torch.empty(sizes.total, dtype=torch.uint8, device=device)
-    with stage("write"):
-        write_coded(coding, parts, streams, index, value, class_words, out)
-    with stage("download"):
-        kept = Download(out)
+    write_coded(coding, parts, streams, index, value, class_words, out)
+    kept = Download(out)
     raw = kept.wait()
     begins = sizes.parts[:, PartField.SECTION]
     return [raw[at : at + size].tobytes() for at, size in zip(begins, sizes.bytes, strict=True)]

@@ -40,7 +40,6 @@ from cuvee.kernels.ops.rans import rans_decode
 from cuvee.kernels.ops.synthesize import synthesis_config, synthesize
 from cuvee.kernels.outgoing import code_streams, measure, stream_fields, stream_jobs, write_parts
 from cuvee.kernels.plans import TransformPlan
-from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import send_arrays
 from cuvee.kernels.workspace import place_coefficients, place_planes, running_offsets, zeros
 
@@ -93,8 +92,7 @@ class TransformDevice:
         if partial:
             tiles = of_layers(tiles, layers)
             upload.add_named({"tiles": tiles})
-        with stage("upload"):
-            data, sent = upload.send()
+        data, sent = upload.send()
         status, *found = zeros(1 + plan.parts, count, device)
         planes = torch.empty(planes_size, dtype=torch.uint8, device=device)
         y = torch.empty(coefficients, dtype=plan.product, device=device)
@@ -102,32 +100,27 @@ class TransformDevice:
         view = incoming.cache_view(sent, tiles)
         max_rank = int(tiles[:, TileField.RANK].max())
         config = synthesis_config(plan.product, view.element, max_rank, max_tokens, view.aligned)
-        with stage("rotation tables"):
-            rotations = geometry.rotations(batch.chunks, len(incoming.slots), max_tokens)
+        rotations = geometry.rotations(batch.chunks, len(incoming.slots), max_tokens)
         base = None
         for part in range(plan.parts):
             own, last = slice(part * count, (part + 1) * count), part == plan.parts - 1
-            with stage("rans"):
-                coding = stream_jobs(jobs[own], sent["jobs"][own], plan.device_plans.plans, plan.device_plans.tables)
-                rans_decode(data, coding, plan.tables.decoding, order.classes, planes, status)
+            coding = stream_jobs(jobs[own], sent["jobs"][own], plan.device_plans.plans, plan.device_plans.tables)
+            rans_decode(data, coding, plan.tables.decoding, order.classes, planes, status)
             out = y if last else torch.empty(coefficients, dtype=torch.float32, device=device)
-            with stage("dequantize"):
-                dequantize(
-                    data, sent["jobs"][own], plan.device_plans, order.classes, planes, out, status, found[part],
-                    max_rows, max_tokens, max(config.block_t, MIN_DEPTH), base,
-                )  # fmt: skip
+            dequantize(
+                data, sent["jobs"][own], plan.device_plans, order.classes, planes, out, status, found[part],
+                max_rows, max_tokens, max(config.block_t, MIN_DEPTH), base,
+            )  # fmt: skip
             base = out
         means, center_rows = plan.means, None
         if centers_of is not None:
-            with stage("predict"):
-                centers = centers_of.centers(sent, sections)
+            centers = centers_of.centers(sent, sections)
             means, center_rows = centers.table, centers.rows
         device_tiles = TileTable(sent["tiles"] if partial else plan.maps.device_tiles, geometry.tiles.pairs)
-        with stage("synthesize"):
-            synthesize(
-                y, sent["jobs"], device_tiles, plan.maps.inverse, means, batch, rotations, view, order, config,
-                center_rows,
-            )  # fmt: skip
+        synthesize(
+            y, sent["jobs"], device_tiles, plan.maps.inverse, means, batch, rotations, view, order, config,
+            center_rows,
+        )  # fmt: skip
         return status
 
     def _incoming_jobs(self, incoming: Incoming, sections: range, chunks: int) -> tuple[I64, int, int, int]:
@@ -203,18 +196,13 @@ class TransformDevice:
         status = torch.zeros(len(slots) * count, dtype=torch.int32, device=device)
         chunks = ChunkBatch(sent["chunks"], status, count, 0, max_tokens)
         x = torch.empty(len(joined), geometry.tiles.columns, dtype=torch.float32, device=device)
-        with stage("rotation tables"):
-            rotations = geometry.rotations(chunks.chunks, len(joined), max_tokens, use_source=True, inverse=True)
+        rotations = geometry.rotations(chunks.chunks, len(joined), max_tokens, use_source=True, inverse=True)
         view = memory.view(sent, joined, plan.maps.tiles)
         centers = None
         if plan.token_centers is not None:
-            with stage("predict"):
-                centers = plan.token_centers.centers(sent, range(count))
+            centers = plan.token_centers.centers(sent, range(count))
         means, center_rows = (plan.means, None) if centers is None else (centers.table, centers.rows)
-        with stage("gather"):
-            gather(
-                view, TileTable(plan.maps.device_tiles, geometry.tiles.pairs), chunks, rotations, means, x, center_rows
-            )
+        gather(view, TileTable(plan.maps.device_tiles, geometry.tiles.pairs), chunks, rotations, means, x, center_rows)
 
         classes = self._choose(table, predictor, x, sent, chunks, centers, numbers)
         jobs, planes_size, coefficients, arrays_of_classes = self._plan_jobs(table, classes)
@@ -226,21 +214,19 @@ class TransformDevice:
         # A multiple of four, so that the rows of each part begin at a multiple of 16 bytes.
         max_rows = -(-int(plans[:, PlanField.ROWS].max()) // 4) * 4
         counts = torch.empty(len(jobs), max_rows, dtype=torch.int32, device=device)
-        with stage("analyze"):
-            analyze(
-                x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.forward, chunks, y,
-                max_rank=int(plan.maps.blocks[:, BlockField.RANK].max()), order=order,
+        analyze(
+            x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.forward, chunks, y,
+            max_rank=int(plan.maps.blocks[:, BlockField.RANK].max()), order=order,
+        )  # fmt: skip
+        for part in range(plan.parts):
+            own, left = slice(part * of_part, (part + 1) * of_part), None
+            if part < plan.parts - 1:
+                # Of the components that a base does not have, all is left.
+                left = y[coefficients:].copy_(y[:coefficients])
+            quantize(
+                y, sent["jobs"][own], plan.device_plans, plan.tables.reach, order.classes, planes,
+                counts[own], status, max_rows, left,
             )  # fmt: skip
-        with stage("quantize"):
-            for part in range(plan.parts):
-                own, left = slice(part * of_part, (part + 1) * of_part), None
-                if part < plan.parts - 1:
-                    # Of the components that a base does not have, all is left.
-                    left = y[coefficients:].copy_(y[:coefficients])
-                quantize(
-                    y, sent["jobs"][own], plan.device_plans, plan.tables.reach, order.classes, planes,
-                    counts[own], status, max_rows, left,
-                )  # fmt: skip
         coding = stream_jobs(jobs, sent["jobs"], plan.device_plans.plans, plan.device_plans.tables)
         streams, totals = code_streams(
             jobs, coding, plan.tables.entries, planes, plans[:, PlanField.PLANES], order.classes
@@ -248,10 +234,9 @@ class TransformDevice:
         sizes = measure(jobs, totals, counts.sum(1, dtype=torch.int64), status, self.sections, first_chunk)
         index = torch.empty(sizes.escapes, dtype=torch.uint32, device=device)
         value = torch.empty(sizes.escapes, dtype=torch.int32, device=device)
-        with stage("escapes"):
-            flat = counts.flatten().to(torch.int64)
-            starts_at = (flat.cumsum(0) - flat).view(counts.shape)
-            list_escapes(y, sent["jobs"], plan.device_plans, order.classes, planes, starts_at, index, value, max_rows)
+        flat = counts.flatten().to(torch.int64)
+        starts_at = (flat.cumsum(0) - flat).view(counts.shape)
+        list_escapes(y, sent["jobs"], plan.device_plans, order.classes, planes, starts_at, index, value, max_rows)
         parts = write_parts(coding, sizes, streams, index, value, sent["class_words"])
         return [
             [section for first in range(at, len(parts), of_part) for section in parts[first : first + count]]
@@ -275,8 +260,7 @@ class TransformDevice:
         finest = self._plan.finest[0].astype(np.uint8)
         told = np.full((len(self.sections), len(x)), NEUTRAL, np.uint8)
         if predictor is not None:
-            with stage("predict"):
-                asked = predictor.offsets(x, sent["jobs"], batch, sent["positions"], sent["levels"], centers)
+            asked = predictor.offsets(x, sent["jobs"], batch, sent["positions"], sent["levels"], centers)
             answer = Download(torch.cat([asked.flatten(), batch.status.float()])).wait()
             raise_status(answer[asked.numel() :].astype(np.int32), self.sections, numbers)
             told[predictor.sections] = choose_classes(torch.from_numpy(answer[: asked.numel()]).view(asked.shape), 0)
