@@ -198,7 +198,7 @@ ifneq ($(strip $(ENGINE)),)
 endif
 
 # Needs nothing installed: a machine that is lent for minutes has its own Python, torch and Triton (kernels/README.md).
-gpu:  ## prove and time the kernels on the GPU of this machine, in five minutes, in out/gpu
+gpu:  ## prove and time the kernels on the GPU of this machine, in seven minutes, in out/gpu
 	PYTHONPATH=src:. $(or $(wildcard $(BIN)/python),python3) -m cuvee.eval.bench.gpu $(GPU_ARGS)
 
 gpu-carry: setup  ## wheels that a bare machine without a network, with Python 3.12, may lack for `make gpu`, in out/carry

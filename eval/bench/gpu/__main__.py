@@ -1,11 +1,12 @@
-"""What only a GPU can tell, in five minutes: `make gpu`, or `python -m cuvee.eval.bench.gpu` in a working tree.
+"""What only a GPU can tell, in seven minutes: `make gpu`, or `python -m cuvee.eval.bench.gpu` in a working tree.
 
     tests     the kernels' tests against their references, bytes of streams, 300 forged blobs
-    speed     encode and decode, the same bytes as on the CPU, beside copies and casts to FP8
+    speed     encode and decode, readable by the CPU and the other way round, beside copies and casts to FP8
+    model     a trained model: profile, cache, KL beside the CPU's, restoring beside computing
 
 Each step is a process of its own, which is killed at its limit: a kernel that faults or hangs takes nothing from the
-other step. The results are STEP.json and STEP.log, kept up to date while a step runs, and results.json and report.md.
-`--device emulated` rehearses both steps on the CPU, at sizes that the emulator of PTX can do.
+other steps. The results are STEP.json and STEP.log, kept up to date while a step runs, and results.json and report.md.
+`--device emulated` rehearses all steps on the CPU, at sizes that the emulator of PTX can do.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ from cuvee.eval.machine import hardware
 __all__ = ["EMULATED_SECONDS", "STEPS", "main", "run_step"]
 
 # Modules with a function `run_step`, and limits in seconds.
-STEPS = {"tests": ("tests.kernels.device_step", 180), "speed": ("cuvee.eval.bench.gpu.speed", 120)}
+STEPS = {
+    "tests": ("tests.kernels.device_step", 180),
+    "speed": ("cuvee.eval.bench.gpu.speed", 120),
+    "model": ("cuvee.eval.bench.gpu.model", 90),
+}
 EMULATED_SECONDS = 1800  # of each step: a shared machine may be slow, and nothing waits for it
 
 

@@ -31,7 +31,7 @@ def gpu_markdown(data: Mapping[str, Any], folder: Path) -> str:
         file, log = folder / f"{name}.json", folder / f"{name}.log"
         if file.is_file():
             found = json.loads(file.read_text())
-            lines += ["", f"## {name.capitalize()}", "", *(_tests(found) if name == "tests" else _speed(found))]
+            lines += ["", f"## {name.capitalize()}", "", *_SHOWN[name](found)]
         if step["status"] != "done":
             said = log.read_text(errors="replace")[-_SAID:].rstrip()
             lines += ["", f"## The end of what `{name}` printed", "", "```", said, "```"]
@@ -66,8 +66,41 @@ def _speed(found: Mapping[str, Any]) -> list[str]:
             f"{_spread(run['decode_gb_per_s'])} | {1e3 * run['decode_seconds']['median']:.2f} | "
             f"{1e3 * run['raw_copy_seconds']['median']:.2f} |"
         )
+    for group, kernels in found["kernels"].items():
+        if not kernels:  # rehearsed
+            continue
+        lines += [
+            "",
+            f"Kernels of one encode and one decode of the largest call, group {group}, in us on the device:",
+            "",
+        ]
+        lines += ["| kernel | launches | us |", "|---|---|---|"]
+        lines += [f"| {name} | {launches} | {spent:,.0f} |" for name, launches, spent in kernels]
     return [*lines, "", *(f"**{group} is wrong**: {error}" for group, error in found["errors"].items())]
+
+
+def _model(found: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"{found['model']}; a cache of {found['prefix']:,} tokens, group `{found['group']}`, {found['quality']}.",
+        "",
+    ]
+    learned = found["calibrate"]
+    lines.append(f"- `calibrate`, {learned['sequences']} x {learned['length']} tokens: {learned['seconds']:.1f} s")
+    for where in ("device", "cpu"):
+        if own := found.get(where):
+            lines.append(
+                f"- coded on the {where}: KL {own['kl']:.5f}, {own['bits_per_value']:.3f} bits per value, "
+                f"top-1 {own['top1']:.2%}"
+            )
+    if own := found.get("restore"):
+        seconds = {name: own[f"{name}_seconds"]["median"] for name in ("encode", "decode", "recompute")}
+        taken = ", ".join(f"{name} {1e3 * median:.2f} ms" for name, median in seconds.items())
+        lines.append(f"- {taken}: computing takes {own['recompute_over_restore']:.2f} times as long as decoding")
+    return lines
 
 
 def _spread(rate: Mapping[str, float]) -> str:
     return f"{rate['median']:,.1f} ({rate['p20']:,.1f} to {rate['p80']:,.1f})"
+
+
+_SHOWN = {"tests": _tests, "speed": _speed, "model": _model}

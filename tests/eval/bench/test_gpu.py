@@ -59,6 +59,7 @@ def test_every_figure_is_there(tmp_path: Path, device: torch.device) -> None:
     report = measure_speed(TINY, device, lambda data: states.append(json.loads(json.dumps(data, allow_nan=False))))
     assert [len(state["runs"]) for state in states] == [0, 2, 4], "saved after each group"
     assert states[-1] == json.loads(json.dumps(report)) and report["errors"] == {}
+    assert report["kernels"] == {"layer": [], LOSSLESS: []}
     assert all(rate["median"] > 0 for rate in report["ceilings"].values()) and len(report["ceilings"]) == 4
     assert [(run["group"], run["tokens"]) for run in report["runs"]] == [
         ("layer", 8), ("layer", 16), (LOSSLESS, 8), (LOSSLESS, 16)
@@ -70,24 +71,55 @@ def test_every_figure_is_there(tmp_path: Path, device: torch.device) -> None:
             seconds = run[f"{way}_seconds"]["median"]
             assert run[f"{way}_gb_per_s"]["median"] == pytest.approx(run["raw_bytes"] / seconds / 1e9)
         assert run["raw_copy_seconds"]["median"] > 0
-    assert "| layer | 16 |" in shown(tmp_path, "done", "speed", report)
+    timed = report | {"kernels": {"layer": [("rans_decode", 2, 12.4)]}}
+    text = shown(tmp_path, "done", "speed", timed)
+    assert "| layer | 16 |" in text and "| rans_decode | 2 | 12 |" in text
     assert "Ceilings in GB/s: device copy" in shown(tmp_path, "cut", "speed", states[0])
 
 
-def test_bytes_unlike_the_cpus_are_refused_and_the_other_groups_measured(
+def test_lossless_bytes_unlike_the_cpus_are_refused_and_the_other_groups_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.device
 ) -> None:
     right = Codec.encode
 
     def wrong(self: Codec, *args: Any) -> Any:
         blob = right(self, *args)
-        return blob[:-1] + b"!" if isinstance(args[0], KVChunk) and not self.lossless else blob
+        return blob + b"!" if isinstance(args[0], KVChunk) and self.lossless else blob
 
     monkeypatch.setattr(Codec, "encode", wrong)
     report = measure_speed(TINY, device, lambda data: None)
-    assert report["errors"] == {"layer": "the bytes are not those of the CPU; nothing is reported"}
-    assert {run["group"] for run in report["runs"]} == {LOSSLESS}
-    assert "**layer is wrong**: the bytes are not" in shown(tmp_path, "failed", "speed", report)
+    assert report["errors"] == {LOSSLESS: "lossless bytes are not those of the CPU; nothing is reported"}
+    assert {run["group"] for run in report["runs"]} == {"layer"}
+    assert "**lossless is wrong**: lossless bytes are not" in shown(tmp_path, "failed", "speed", report)
+
+
+def test_what_the_cpu_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    right = Codec.decode
+
+    def wrong(self: Codec, *args: Any) -> Any:
+        chunk: Any = right(self, *args)
+        chunk.values[1].mul_(0.7)
+        return chunk
+
+    monkeypatch.setattr(Codec, "decode", wrong)
+    with pytest.raises(CuveeError, match="the CPU reads these bytes"):
+        measure_one(device)
+
+
+def test_what_the_device_reads_otherwise_of_the_cpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    right = Codec.encode
+
+    def wrong(self: Codec, *args: Any) -> Any:
+        if not isinstance(args[0], KVChunk):
+            return right(self, *args)
+        chunk = args[0]
+        return right(self, KVChunk([key * 0.5 for key in chunk.keys], chunk.values, chunk.layout, chunk.start))
+
+    monkeypatch.setattr(Codec, "encode", wrong)
+    with pytest.raises(CuveeError, match="a decoded cache has a relative error"):
+        measure_one(device)
 
 
 def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
@@ -109,7 +141,7 @@ def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
 
 def measure_one(device: torch.device) -> None:
     scope = replace(TINY, chunks=(1,))
-    measure_group(Clock(device, TINY.effort), "layer", scope, Pages(SHAPE.layout(), 1, 8, 4, device))
+    measure_group(Clock(device, TINY.effort), "layer", scope, Pages(SHAPE.layout(), 1, 8, 4, device), {})
 
 
 def test_a_decoder_that_stops_writing_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -117,7 +149,7 @@ def test_a_decoder_that_stops_writing_is_refused(monkeypatch: pytest.MonkeyPatch
     right, calls = Codec.decode_paged, iter(range(100))
 
     def wrong(self: Codec, *args: Any) -> PendingDecode:
-        return right(self, *args) if next(calls) == 0 else PendingDecode(())
+        return right(self, *args) if next(calls) < 2 else PendingDecode(())
 
     monkeypatch.setattr(Codec, "decode_paged", wrong)
     with pytest.raises(CuveeError, match="nothing is reported"):
@@ -172,8 +204,8 @@ def test_a_step_that_fails_or_hangs_is_named_and_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert run("print('good')") == "done" and log.read_text() == "good\n"
     assert run("import sys; print('last words'); sys.exit(3)") == "failed"
-    assert "```\nlast words\n```" in shown(tmp_path, "failed", "speed", {"ceilings": {}, "runs": [], "errors": {}},
-                                           log.read_text())  # fmt: skip
+    nothing = {"ceilings": {}, "runs": [], "kernels": {}, "errors": {}}
+    assert "```\nlast words\n```" in shown(tmp_path, "failed", "speed", nothing, log.read_text())
     assert run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == "failed"
     child = "import subprocess, sys, time; sleep = 'import time; time.sleep(60)'\n"
     child += "print(subprocess.Popen([sys.executable, '-S', '-c', sleep]).pid, flush=True); time.sleep(60)"
@@ -241,8 +273,10 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(("src", "."))}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    data, tests, speed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("results", *STEPS))
-    assert [step["status"] for step in data["steps"].values()] == ["done", "done"]
+    data, tests, speed, model = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("results", *STEPS))
+    assert [step["status"] for step in data["steps"].values()] == ["done"] * 3
     assert tests["passed"] > 50 and tests["failed"] == 0
     assert {run["group"] for run in speed["runs"]} == {"head", LOSSLESS, "layer", "layers:2"}
     assert all(math.isfinite(rate["median"]) for rate in speed["ceilings"].values())
+    assert model["device"]["kl"] == pytest.approx(model["cpu"]["kl"], rel=0.1)
+    assert model["restore"]["recompute_over_restore"] > 0
