@@ -38,7 +38,6 @@ from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, layer_units, prefill
 from cuvee.codec.open_blob import Expected
-from cuvee.codec.support.forks import tell_after_fork
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key
 from cuvee.naming.part_keys import MAX_PARTS
 
@@ -133,11 +132,6 @@ class ChunkCache:
         self._counts = Counter[str]()
         self._hits_by_parts = [0] * MAX_PARTS
         self._warned = False
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Replace the locks, and forget the chunks that threads of the parent are computing."""
         self._computing = threading.Lock()  # held while the model runs; guards `_before`
         self._lock = threading.Lock()  # guards `_running`, `_counts`, `_hits_by_parts` and `_warned`
         self._running: dict[str, Future[tuple[bytes, ...]]] = {}

@@ -67,7 +67,7 @@ def fit_from_store(
         >>> from cuvee import LayerLayout
         >>> from cuvee.integrations.stores import open_store
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
-        >>> codec, store = Codec(Profile.unlearned(layout), "lossless"), open_store("memory://?max_mb=8", guarded=False)
+        >>> codec, store = Codec(Profile.unlearned(layout), "lossless"), open_store("memory://?max_gb=1", guarded=False)
         >>> for number in range(8):
         ...     chunk = KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout)
         ...     _ = store.put(store_key("", bytes([number]) * 32), codec.encode(chunk))

@@ -73,7 +73,7 @@ class PageStore:
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
         >>> codec = Codec.without_profile(layout)
         >>> names = PageNames(Identity("m", "", layout.fingerprint, b"", codec.quality_name), Scope(), "mine", 16)
-        >>> pages = PageStore(codec, open_store("memory://?max_mb=10"), names, counts=Counts(), run_pages=4)
+        >>> pages = PageStore(codec, open_store("memory://?max_gb=0.01"), names, counts=Counts(), run_pages=4)
         >>> memory = [torch.randn(100, 16, 2, 8) for _ in range(3)]  # 100 pages of 16 tokens
         >>> cache = PagedCache(layout, memory, [keys.clone() for keys in memory])
         >>> slots = torch.arange(32)  # the pages 0 and 1

@@ -13,10 +13,8 @@ from contextlib import ExitStack, contextmanager
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.redaction import secrets_of
 from cuvee.integrations.stores.safe_files import (
-    make_folder,
     open_file,
     open_folder,
-    open_root,
     read_exactly,
     replace_file,
 )
@@ -99,7 +97,6 @@ class FolderFiles(NamedFiles):
         """See `NamedFiles.write`."""
         for name, data in files.items():
             try:
-                make_folder(self._path, _FOLDER_MODE)
                 with self._folder_of(name, create=True) as folder:
                     replace_file(name.rpartition("/")[2], data, folder, _FILE_MODE)
             except OSError as error:
@@ -109,7 +106,7 @@ class FolderFiles(NamedFiles):
     def _folder_of(self, name: str, *, create: bool = False) -> Iterator[int]:
         """Yield the descriptor of the folder that holds a file."""
         with ExitStack() as opened:
-            folder = opened.enter_context(open_root(self._path))
+            folder = opened.enter_context(open_folder(self._path, None, create=create, mode=_FOLDER_MODE))
             for part in name.split("/")[:-1]:
                 folder = opened.enter_context(open_folder(part, folder, create=create, mode=_FOLDER_MODE))
             yield folder

@@ -69,8 +69,7 @@ class Store(ABC):
 
     `get`, `put`, `contains` and `delete` raise `StoreError` when the store itself fails: for example, it cannot be
     reached, or its disk is full. A bad entry is not a failure but a miss, which is counted as `corrupt`, and the entry
-    is deleted. If one entry cannot be read or replaced while others can, that is a miss or a put given up, and is
-    counted in `errors`. Constructors do not connect.
+    is deleted. Constructors do not connect.
 
     Attributes:
         name: the kind of tier, as in metrics.
@@ -103,14 +102,6 @@ class Store(ABC):
     @abstractmethod
     def delete_tenant(self, tenant: str) -> int:
         """Delete every entry of a tenant (in hexadecimal, as in its keys); return how many there were."""
-
-    def clear(self) -> int:
-        """Delete the entries of all tenants; return how many there were. Entries that are put meanwhile may stay.
-
-        Raises:
-            StoreError: some entries may remain, or this kind of store cannot list its tenants.
-        """
-        raise StoreError(f"{self.name} store: cannot be cleared: delete its tenants one by one")
 
     def keys(self, tenant: str) -> Iterator[str]:
         """Yield the keys of a tenant's entries (the tenant in hexadecimal, as in its keys), in no particular order.
@@ -169,7 +160,7 @@ class Store(ABC):
 
         Example:
             >>> from cuvee.integrations.stores import open_store
-            >>> store = open_store("memory://?max_mb=1")
+            >>> store = open_store("memory://?max_gb=0.001")
             >>> store.put_parts("ab/01", [b"base", b"refinement"])
             2
             >>> store.get_parts(["ab/01", "ab/02"]), store.get_parts(["ab/01"], most=1)

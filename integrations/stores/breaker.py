@@ -27,36 +27,22 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Breaker:
-    """The state of one direction; it is closed while `retry_at` is None.
-
-    Attributes:
-        what: "reading from" or "writing to".
-        retry_at: when the next probe may start, on the guard's clock.
-        backoff: seconds from the last failure to the next probe.
-        probing: whether a probe is running.
-        outages: how often it has opened, by which late results from before an outage are recognized.
-        since: when the outage began.
-        skipped: operations that were not attempted in it.
-    """
+    """The state of one direction, `what`. It is closed while `retry_at`, when the next probe may start, is None."""
 
     what: str
     retry_at: float | None = None
-    backoff: float = 0.0
+    backoff: float = 0.0  # seconds from the last failure to the next probe
     probing: bool = False
-    outages: int = 0
-    since: float = 0.0
-    skipped: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A running operation: `outages` of its breaker when it began; `given_up` once it was counted as a failure."""
+    """A running operation; `given_up` once it was counted as a failure."""
 
     operation: str
     breaker: _Breaker
     began: float
     probe: bool
-    outages: int
     given_up: bool = False
 
 
@@ -99,8 +85,7 @@ class GuardedStore(Store):
 
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` under `key`; False if the put was given up or the store fails."""
-        # False proves nothing: a store answers it for a blob that exceeds the budget without asking its server.
-        return self._run("put", self._writes, lambda: self._store.put(key, blob), False, proves=bool)
+        return self._run("put", self._writes, lambda: self._store.put(key, blob), False)
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key is there; all False if the store fails."""
@@ -139,7 +124,6 @@ class GuardedStore(Store):
             late = [call for call in self._calls if call.operation == operation and call.began <= begun]
         for call in late:
             self._fail(call, TimeoutError(f"{operation} has not ended within {seconds:.3g} s"))
-        self._store.report_overdue(operation, seconds)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Flush the store; False if that fails."""
@@ -157,27 +141,20 @@ class GuardedStore(Store):
             _log.warning("the %s store could not be %s: %s", self.name, done, _describe(error))
             return False
 
-    def _run(
-        self,
-        operation: str,
-        breaker: _Breaker,
-        work: Callable[[], _T],
-        otherwise: _T,
-        proves: Callable[[_T], bool] = lambda _: True,
-    ) -> _T:
-        """Return `work()`, or `otherwise` if it fails or is skipped. `proves`: whether a result shows it works."""
+    def _run(self, operation: str, breaker: _Breaker, work: Callable[[], _T], otherwise: _T) -> _T:
+        """Return `work()`, or `otherwise` if it fails or is skipped."""
         with self._lock:
             now, probe = self._clock(), breaker.retry_at is not None
             if breaker.retry_at is not None and (breaker.probing or now < breaker.retry_at):
                 self._skipped += 1
-                breaker.skipped += 1
                 return otherwise
             breaker.probing = probe
-            call = _Call(operation, breaker, now, probe, breaker.outages)
+            call = _Call(operation, breaker, now, probe)
             self._calls.add(call)
         try:
             answer = work()
-            if probe and proves(answer):
+            # A put that is given up proves nothing: it may exceed a limit, of which its server was not asked.
+            if probe and (operation != "put" or answer):
                 self._recover(breaker)
             return answer
         except InputError:
@@ -199,17 +176,11 @@ class GuardedStore(Store):
             if call.given_up:
                 return
             call.given_up = True
-            # If many operations run at once, the first failure opens the breaker. The other failures change nothing,
-            # and neither does a failure that ends after the outage to which it belongs.
-            opens = call.probe or breaker.outages == call.outages
-            report = opens and breaker.retry_at is None
-            if opens:
-                now = self._clock()
+            # If many operations run at once, the first failure opens the breaker. The other failures change nothing.
+            report = breaker.retry_at is None
+            if report or call.probe:
                 breaker.backoff = min(2 * breaker.backoff or self.first_backoff, self.max_backoff)
-                breaker.retry_at = now + breaker.backoff
-            if report:
-                breaker.since, breaker.skipped = now, 0
-                breaker.outages += 1
+                breaker.retry_at = self._clock() + breaker.backoff
         self._count(error)
         if report:
             _log.warning(
@@ -222,9 +193,7 @@ class GuardedStore(Store):
     def _recover(self, breaker: _Breaker) -> None:
         with self._lock:
             breaker.retry_at, breaker.backoff = None, 0.0
-            seconds, skipped = self._clock() - breaker.since, breaker.skipped
-        text = "the %s store answers again (%s it failed for %.1f s); %d operations were skipped"
-        _log.info(text, self.name, breaker.what, seconds, skipped)
+        _log.info("%s the %s store works again", breaker.what, self.name)
 
     def _count(self, error: Exception) -> None:
         if not isinstance(error, (StoreError, InputError)):

@@ -13,8 +13,8 @@ descends from there one folder at a time (`safe_files`), so that swapping a fold
 deletes the least recently used entries until 90% are used; it also deletes expired entries and what dead writers left.
 The modification time of an entry is the time of its last use. Its envelope holds the time when it was written.
 
-**Unusable entries.** If an entry's place is taken by a folder, a FIFO or a socket, or its permissions forbid reading,
-or its sectors are bad, the entry is a miss, which is counted, and logged once.
+**Damaged entries.** An entry that fails its checksum is deleted, and so is one that is no file but, say, a link or a
+FIFO, or whose sectors are bad. Each is a miss, counted as `corrupt`. Any other error of a file is one of the store.
 
 **Crashes.** `rename` gives an entry its name after all of its bytes are written. A killed process leaves complete
 entries and at most one temporary file per writing thread. Nothing is synced, so a power failure may damage an entry;
@@ -54,18 +54,13 @@ _log = logging.getLogger(__name__)
 
 # Shares of the budget: eviction begins above the first and ends at the second.
 _FULL, _KEEP = 0.95, 0.90
-_WAIT_SECONDS = 1.0  # that a put waits for room
 # Seconds before the use of an entry is recorded again, which is also the error in the order of eviction. Recording it
 # takes microseconds, and changes one inode, which Linux writes out about every 30 s.
 _TOUCH_SECONDS = 10.0
 # A temporary file that was not written to for this many seconds is removed. Its writer is dead, or its put fails.
 _STALE_SECONDS = 600.0
-# Errors that concern one file rather than its disk: a folder or a FIFO in its place, or its permissions.
-_UNUSABLE = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ELOOP, errno.ENXIO}
-    | {errno.ENODEV, errno.ESTALE, errno.EFBIG}
-)
-_BAD_SECTORS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ})
+# What reading says of a damaged file: a link or no regular file, or sectors that cannot be read.
+_DAMAGED = (errno.ELOOP, errno.ENXIO, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
 class DiskStore(Store):
@@ -73,7 +68,8 @@ class DiskStore(Store):
 
     Processes of one user may share a folder. Each process applies its own budget, so give all of them the same one. The
     file system must support flock and an atomic rename, as local file systems and NFSv4 do. The files of entries stay
-    within the budget, apart from those that are being written. A put that finds no room for a second is given up.
+    within the budget, apart from those that are being written. A put that finds no room is given up, and the next
+    eviction makes room for one of its size. An entry may take 90% of the budget at most.
 
     A folder is refused if it is a link, if its owner is neither this user nor root, or if its group or others may write
     to it: they could replace the caches that a model continues from.
@@ -122,24 +118,23 @@ class DiskStore(Store):
         self._monitor = StoreMonitor(_log, f"disk store {self.root}")
         self._scanner: threading.Thread | None = None
         self._scanned_at = -math.inf
-        self._problem: OSError | None = None
-        self._wanted = 0  # bytes for which a put waits
+        self._wanted = 0  # bytes for which a put found no room
         self._lock = threading.Lock()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the blob of each key; A corrupt or expired entry is deleted, and is a miss."""
+        """Return the blob of each key. A damaged or expired entry is deleted, and is a miss."""
         for key in keys:
             check_key(key)
         blobs: list[bytes | None] = [None] * len(keys)
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
             for at, key in enumerate(keys):
-                with self._tolerate(key):
+                with suppress(FileNotFoundError):
                     blobs[at] = self._read(root, key)
         self._monitor.answered(blobs)
         return blobs
 
     def put(self, key: str, blob: bytes) -> bool:
-        """Write an entry; False if it exceeds a limit, if there is no room, or if its place is taken by, say, a folder.
+        """Write an entry; False if it exceeds a limit, or if there is no room.
 
         Raises:
             StoreError: the entry could not be written: for example, the disk is full, or the folder is missing,
@@ -147,7 +142,7 @@ class DiskStore(Store):
         """
         check_key(key)
         size = HEADER_BYTES + len(blob)
-        limit = min(HEADER_BYTES + self.max_entry, size if self.max_bytes is None else self.max_bytes)
+        limit = min(HEADER_BYTES + self.max_entry, size if self.max_bytes is None else int(_KEEP * self.max_bytes))
         if size > limit:
             self._monitor.too_large(len(blob), limit - HEADER_BYTES)
             return False
@@ -169,21 +164,19 @@ class DiskStore(Store):
         """Return whether each key has a file now. An expired entry counts until it is read, or a scan deletes it."""
         for key in keys:
             check_key(key)
-        sizes: list[int | None] = [None] * len(keys)
+        there = [False] * len(keys)
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            sizes = folder.sizes_of(root, keys, self._tolerate)
-        # An entry that is too large counts as absent, so that a smaller one can replace it.
-        return [size is not None and 0 <= size - HEADER_BYTES <= self.max_entry for size in sizes]
+            for at, key in enumerate(keys):
+                with suppress(FileNotFoundError), folder.open_shard(root, key) as shard:
+                    size = folder.size_of(folder.id_of(key), shard)
+                    # An entry that is too large counts as absent, so that a smaller one can replace it.
+                    there[at] = size is not None and 0 <= size - HEADER_BYTES <= self.max_entry
+        return there
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
         check_key(key)
-        with (
-            self._errors(),
-            suppress(FileNotFoundError),
-            open_store_folder(self.root) as root,
-            self._tolerate(key),
-        ):
+        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
             return folder.remove_entry(root, key)
         return False
 
@@ -196,31 +189,25 @@ class DiskStore(Store):
         check_tenant(tenant)
         count = 0
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            for key, _ in folder.entries_of(root, tenant, lambda entry: suppress(FileNotFoundError)):
+            for key, _ in folder.entries_of(root, tenant):
                 count += folder.remove_entry(root, key)
             folder.remove_empty_folders(root, tenant)
         return count
-
-    def clear(self) -> int:
-        """Delete the entries of all tenants, one tenant at a time. Files that are not of the store stay."""
-        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            return sum(map(self.delete_tenant, filter(is_tenant, os.listdir(root))))
-        return 0
 
     def keys(self, tenant: str) -> Iterator[str]:
         """Yield the keys of a tenant's entries."""
         check_tenant(tenant)
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            for key, _ in folder.entries_of(root, tenant, self._tolerate):
-                yield key
+            yield from (key for key, _ in folder.entries_of(root, tenant))
 
     def counters(self) -> dict[str, TierCounters]:
-        """Return a snapshot. `entries` and `bytes` are those of all processes; they are known with a budget only."""
-        held: folder.Figures | None = None
+        """Return a snapshot. With a budget, `entries` and `bytes` are those of all processes."""
+        entries = held = None
         if self.max_bytes is not None:
-            with suppress(OSError), open_store_folder(self.root) as root, folder.locked(root) as held:
-                pass
-        return {self.name: self._monitor.snapshot(*((None, None) if held is None else (held.entries, held.bytes)))}
+            with suppress(OSError), open_store_folder(self.root) as root, folder.locked(root) as figures:
+                if figures.added:
+                    entries, held = figures.entries, figures.bytes
+        return {self.name: self._monitor.snapshot(entries, held)}
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds for a scan in progress; return whether none is in progress."""
@@ -230,147 +217,118 @@ class DiskStore(Store):
         return scanner is None or not scanner.is_alive()
 
     def _read(self, root: int, key: str) -> bytes | None:
-        """Return the blob of an entry; None if it is bad, and then deleted."""
-        with folder.open_shard(root, key) as shard, safe_files.open_file(folder.id_of(key), shard) as file:
-            info = os.fstat(file)
-            if info.st_size > HEADER_BYTES + self.max_entry:
-                raise OSError(errno.EFBIG, f"{info.st_size} bytes are more than max_entry_mb allows", key)
-            header = os.read(file, HEADER_BYTES)
-            payload = safe_files.read_exactly(file, info.st_size - len(header))
-            # While it is open, no other file can have its inode: a good entry that replaced it stays.
-            seen = info.st_ino, info.st_mtime_ns
-            delete = partial(folder.remove_entry, root, key, seen)
-            blob = self._monitor.verified(key, header, payload, self.ttl, delete)
-            if blob is not None and abs(time.time() - info.st_mtime) >= _TOUCH_SECONDS:
-                try:
-                    os.utime(file)
-                except OSError as error:
-                    text = "cannot note the use of entries; they will be evicted as if unused: %s"
-                    self._monitor.warn("not touched", text, error)
-            return blob
+        """Return the blob of an entry; None if it is damaged or expired, and then deleted."""
+        try:
+            with folder.open_shard(root, key) as shard, safe_files.open_file(folder.id_of(key), shard) as file:
+                info = os.fstat(file)
+                if info.st_size > HEADER_BYTES + self.max_entry:
+                    self._monitor.beyond(key, self.max_entry)
+                    return None
+                header = os.read(file, HEADER_BYTES)
+                payload = safe_files.read_exactly(file, info.st_size - len(header))
+                # While it is open, no other file can have its inode: a good entry that replaced it stays.
+                delete = partial(folder.remove_entry, root, key, (info.st_ino, info.st_mtime_ns))
+                blob = self._monitor.verified(key, header, payload, self.ttl, delete)
+                if blob is not None and abs(time.time() - info.st_mtime) >= _TOUCH_SECONDS:
+                    self._touch(file)
+                return blob
+        except OSError as error:
+            if error.errno not in _DAMAGED:
+                raise
+            self._monitor.bad(key, error)
+            folder.remove_entry(root, key)
+            return None
+
+    def _touch(self, file: int) -> None:
+        """Record that an entry was used."""
+        try:
+            os.utime(file)
+        except OSError as error:
+            text = "cannot note the use of entries; they will be evicted as if unused: %s"
+            self._monitor.warn("not touched", text, error)
 
     def _name(self, root: int, temporary: str, key: str, size: int) -> bool:
-        """Give an entry its name once there is room; False if there is none, or its place is taken."""
-        end = time.monotonic() + _WAIT_SECONDS
-        while True:
-            taken = True
-            # The lock is taken before the folders are opened or created, so that no scan removes them meanwhile.
-            locked, tolerated = folder.locked(root), self._tolerate(key, writing=True)
-            with locked as figures, tolerated, folder.open_shard(root, key, create=True) as shard:
-                earlier = folder.size_of(folder.id_of(key), shard)
-                taken = False
-                if self.max_bytes is None or (figures and figures.bytes - (earlier or 0) + size <= self.max_bytes):
-                    os.replace(temporary, folder.id_of(key), src_dir_fd=root, dst_dir_fd=shard)
-                    if figures is not None:
-                        if earlier is not None:
-                            figures.remove(earlier)
-                        figures.add(size)
-                    if self._is_due(figures):
-                        self._start_scan(0)
-                    return True
-            if taken:
-                return False
-            left = end - time.monotonic()
-            if left <= 0 or not self._start_scan(size):
-                self._monitor.count(dropped=1)
-                self._monitor.warn("full", "is full, and old entries are not deleted as fast as new ones arrive")
-                return False
-            self.flush(left)
-            if self._problem is not None:
-                raise self._problem
+        """Give an entry its name; False if there is no room."""
+        # The lock is taken before the folders are opened or created, so that no scan removes them meanwhile.
+        with folder.locked(root) as figures, folder.open_shard(root, key, create=True) as shard:
+            earlier = folder.size_of(folder.id_of(key), shard)
+            fits = self.max_bytes is None or figures.bytes - (earlier or 0) + size <= self.max_bytes
+            if fits:
+                os.replace(temporary, folder.id_of(key), src_dir_fd=root, dst_dir_fd=shard)
+                if earlier is not None:
+                    figures.remove(earlier)
+                figures.add(size)
+            due = self._is_due(figures)
+        if not fits:
+            self._wanted = max(self._wanted, size)
+            self._monitor.count(dropped=1)
+            self._monitor.warn("full", "is full, and old entries are not deleted as fast as new ones arrive")
+        if due or not fits:
+            self._start_scan()
+        return fits
 
-    def _is_due(self, figures: folder.Figures | None) -> bool:
-        """Return whether it is time to scan, now that the folder holds so much.
-
-        It is at first, because dead writers may have left files; when eviction is due; and from time to time, because
-        entries that nobody requests expire as well.
+    def _is_due(self, figures: folder.Figures) -> bool:
+        """Return whether it is time to scan: at first, because dead writers may have left files and figures may be
+        lost; when eviction is due; and from time to time, because entries that nobody requests expire as well.
         """
+        full = self.max_bytes is not None and figures.bytes > _FULL * self.max_bytes
         interval = math.inf if self.ttl is None else max(60.0, self.ttl / 10)
-        full = figures is not None and self.max_bytes is not None and figures.bytes > _FULL * self.max_bytes
         return full or self._scanned_at == -math.inf or time.monotonic() - self._scanned_at > interval
 
-    def _start_scan(self, wanted: int) -> bool:
-        """Scan in the background, unless a scan runs; return whether one does."""
+    def _start_scan(self) -> None:
+        """Scan in the background, unless a scan runs."""
         with self._lock:
-            self._wanted = max(self._wanted, wanted)
             if self._scanner is None or not self._scanner.is_alive():
                 scanner = threading.Thread(target=self._run, name="cuvee disk budget", daemon=True)
-                try:
+                with suppress(RuntimeError):  # the system, or the end of the process, prevents it
                     scanner.start()
-                except RuntimeError:  # the system, or the end of the process, prevents it
-                    return False
-                self._scanner = scanner
-        return True
+                    self._scanner = scanner
 
     def _run(self) -> None:
-        self._problem = None
         try:
-            # One process at a time scans. The others wait for the room that it makes.
-            quiet, wait = suppress(FileNotFoundError, TimeoutError), _WAIT_SECONDS / 2
-            with quiet, open_store_folder(self.root) as root, safe_files.file_lock(".evict", root, wait) as file:
+            # One process at a time scans. What the others cannot store meanwhile is given up.
+            quiet = suppress(FileNotFoundError, TimeoutError)
+            with quiet, open_store_folder(self.root) as root, safe_files.file_lock(".evict", root, wait=0) as file:
                 os.utime(file)  # the clock of all times of files here: with NFS, that of the server
                 self._scan(root, os.fstat(file).st_mtime)
         except OSError as error:
-            self._problem = error  # of the put that waits for room
             self._monitor.warn("scan", "cannot look for old entries: %s", error)
         finally:
-            self._wanted = 0
             self._scanned_at = time.monotonic()
 
     def _scan(self, root: int, now: float) -> None:
         """Delete what dead writers left, expired entries, and the least recently used; correct the figures."""
         for name in os.listdir(root):
             if name.startswith(".tmp-"):
-                with self._tolerate(name):
+                with suppress(FileNotFoundError):
                     info = os.stat(name, dir_fd=root, follow_symlinks=False)
                     if now - info.st_mtime > _STALE_SECONDS:
                         os.unlink(name, dir_fd=root)
         if self.max_bytes is None and self.ttl is None:
             return
         with folder.locked(root) as figures:
-            added = None if figures is None else figures.added
+            added = figures.added
         found: list[tuple[int, int, int, str]] = []  # by last use: ns, inode, bytes, key
         for tenant in filter(is_tenant, os.listdir(root)):
-            for key, info in folder.entries_of(root, tenant, self._tolerate):
+            for key, info in folder.entries_of(root, tenant):
                 # An entry is never used before it is written, so this one was also written that long ago.
-                if self.ttl is not None and info.st_mtime < now - self.ttl:
-                    with self._tolerate(key):
-                        if folder.remove_entry(root, key, (info.st_ino, info.st_mtime_ns)):
-                            self._monitor.count(expired=1)
-                            continue
-                found.append((info.st_mtime_ns, info.st_ino, info.st_size, key))
+                old = self.ttl is not None and info.st_mtime < now - self.ttl
+                if old and folder.remove_entry(root, key, (info.st_ino, info.st_mtime_ns)):
+                    self._monitor.count(expired=1)
+                else:
+                    found.append((info.st_mtime_ns, info.st_ino, info.st_size, key))
             folder.remove_empty_folders(root, tenant)
         if self.max_bytes is None:
             return
         held = folder.recount(root, sum(size for _, _, size, _ in found), len(found), added)
-        if held > min(_FULL * self.max_bytes, self.max_bytes - self._wanted):
-            # Without a put that waits, the entry that was used last stays, even if it is nearly as large as the budget.
-            found = sorted(found)[: None if self._wanted else -1]
-            for used, inode, size, key in found:
-                if held <= min(_KEEP * self.max_bytes, self.max_bytes - self._wanted):
+        room, self._wanted = self.max_bytes - self._wanted, 0
+        if held > min(_FULL * self.max_bytes, room):
+            for used, inode, size, key in sorted(found):
+                if held <= min(_KEEP * self.max_bytes, room):
                     break
-                with self._tolerate(key):
-                    if folder.remove_entry(root, key, (inode, used)):
-                        self._monitor.count(evictions=1)
-                        held -= size
-
-    @contextmanager
-    def _tolerate(self, entry: str, *, writing: bool = False) -> Iterator[None]:
-        """Tolerate and count errors that concern only one entry or its folder. A missing one is no error.
-
-        Raises:
-            OSError: the error concerns the whole store.
-        """
-        try:
-            yield
-        except FileNotFoundError:
-            # The folder was just created and is gone: the store is being removed.
-            if writing:
-                raise
-        except OSError as error:
-            if error.errno not in (_UNUSABLE if writing else _UNUSABLE | _BAD_SECTORS):
-                raise
-            self._monitor.unusable(entry, error)
+                if folder.remove_entry(root, key, (inode, used)):
+                    self._monitor.count(evictions=1)
+                    held -= size
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

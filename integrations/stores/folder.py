@@ -4,8 +4,8 @@ The lock file of the folder holds how many bytes and entries there are. Whoever 
 lock, for microseconds, and updates the figures, so a put knows whether it fits without looking at any other file.
 
 A scan corrects the figures: it starts with what had been added by then (`Figures.added`), and counts what was added
-meanwhile in addition, even if it saw it. Until the next scan the figures may be too high, and never too low. A process
-that dies between the two, or a hand that deletes files, leaves figures that are wrong until the next scan.
+meanwhile in addition, even if it saw it. Until the next scan the figures may be too high. They are wrong until then if
+a process dies between the two, a hand deletes files, or the lock file is damaged. A process scans at its first put.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from xxhash import xxh3_64_digest
@@ -25,9 +25,6 @@ from cuvee.integrations.stores.safe_files import file_lock, open_folder
 LOCK = ".lock"
 _FIELDS = struct.Struct("<4sqqq")
 _MAGIC = b"cuvI"
-
-# Returns a context that may tolerate errors that concern only an entry or a folder, whose name it gets.
-Tolerate = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -56,35 +53,30 @@ class Figures:
 
 
 @contextmanager
-def locked(root: int) -> Iterator[Figures | None]:
-    """Hold the folder's lock, and write back its figures if the body changes them.
-
-    Yields:
-        The figures; None if nobody has counted yet, because no store with a budget has used the folder.
+def locked(root: int) -> Iterator[Figures]:
+    """Hold the folder's lock, yield its figures, and write them back if the body changes them.
 
     Raises:
         TimeoutError: another process has held the lock for long. It is stopped, or debugged.
     """
     with file_lock(LOCK, root) as file:
         before = _parse(os.pread(file, 64, 0))
-        figures = None if before is None else replace(before)
+        figures = replace(before)
         try:
             yield figures
         finally:
-            if figures is not None and figures != before:
+            if figures != before:
                 _write(file, figures)
 
 
-def recount(root: int, found: int, entries: int, added: int | None) -> int:
+def recount(root: int, found: int, entries: int, added: int) -> int:
     """Correct the figures after a scan that found this many bytes and entries; return the bytes that the folder holds.
 
-    `added`: `Figures.added` before the scan; None if there were no figures.
+    `added`: `Figures.added` before the scan.
     """
-    with file_lock(LOCK, root) as file:
-        before = _parse(os.pread(file, 64, 0)) or Figures()
-        new = 0 if added is None else before.added - added
-        _write(file, Figures(found + new, entries, before.added))
-    return found + new
+    with locked(root) as figures:
+        figures.bytes, figures.entries = found + figures.added - added, entries
+        return figures.bytes
 
 
 def _write(file: int, figures: Figures) -> None:
@@ -92,12 +84,12 @@ def _write(file: int, figures: Figures) -> None:
     os.pwrite(file, fields + xxh3_64_digest(fields), 0)
 
 
-def _parse(data: bytes) -> Figures | None:
+def _parse(data: bytes) -> Figures:
     fields = data[: _FIELDS.size]
     if len(fields) < _FIELDS.size or data[_FIELDS.size :] != xxh3_64_digest(fields):
-        return None
+        return Figures()
     magic, *figures = _FIELDS.unpack(fields)
-    return Figures(*figures) if magic == _MAGIC and min(figures) >= 0 else None
+    return Figures(*figures) if magic == _MAGIC and min(figures) >= 0 else Figures()
 
 
 def id_of(key: str) -> str:
@@ -121,39 +113,28 @@ def size_of(name: str, parent: int) -> int | None:
     return None
 
 
-def sizes_of(root: int, keys: Sequence[str], tolerate: Tolerate) -> list[int | None]:
-    """Return the bytes of each entry; None if it is not there."""
-    sizes: list[int | None] = [None] * len(keys)
-    for at, key in enumerate(keys):
-        with tolerate(key), open_shard(root, key) as shard:
-            sizes[at] = size_of(id_of(key), shard)
-    return sizes
-
-
 def remove_entry(root: int, key: str, seen: tuple[int, int] | None = None) -> bool:
     """Delete an entry; return whether it was there. Another one, or one used since it was `seen` (inode, ns), stays."""
     with suppress(FileNotFoundError), open_shard(root, key) as shard, locked(root) as figures:
         info = os.stat(id_of(key), dir_fd=shard, follow_symlinks=False)
         if seen in (None, (info.st_ino, info.st_mtime_ns)):
             os.unlink(id_of(key), dir_fd=shard)
-            if figures is not None and stat.S_ISREG(info.st_mode):
+            if stat.S_ISREG(info.st_mode):
                 figures.remove(info.st_size)
             return True
     return False
 
 
-def entries_of(root: int, tenant: str, tolerate: Tolerate) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the key and the state of each entry of a tenant. Other files are passed over."""
-    with tolerate(tenant), open_folder(tenant, root) as folder:
+def entries_of(root: int, tenant: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the key and the state of each entry of a tenant. Files with other names are passed over."""
+    with suppress(FileNotFoundError), open_folder(tenant, root) as folder:
         for shard in filter(is_tenant, os.listdir(folder)):
-            with tolerate(f"{tenant}/{shard}"), open_folder(shard, folder) as files:
+            with suppress(FileNotFoundError), open_folder(shard, folder) as files:
                 for name in os.listdir(files):
                     key = f"{tenant}/{name}"
                     if is_key(key) and name[:2] == shard:
-                        with tolerate(key):
-                            info = os.stat(name, dir_fd=files, follow_symlinks=False)
-                            if stat.S_ISREG(info.st_mode):
-                                yield key, info
+                        with suppress(FileNotFoundError):
+                            yield key, os.stat(name, dir_fd=files, follow_symlinks=False)
 
 
 def remove_empty_folders(root: int, tenant: str) -> None:

@@ -42,10 +42,6 @@ class StoreMonitor:
         hits = [len(blob) for blob in blobs if blob is not None]
         self.count(hits=len(hits), hit_bytes=sum(hits), misses=len(blobs) - len(hits))
 
-    def opened(self, key: str, entry: bytes, ttl: float | None, delete: Callable[[], object]) -> bytes | None:
-        """Return the blob in an entry, as `verified` does."""
-        return self.verified(key, entry[:HEADER_BYTES], entry[HEADER_BYTES:], ttl, delete)
-
     def verified(
         self, key: str, header: bytes, blob: bytes, ttl: float | None, delete: Callable[[], object]
     ) -> bytes | None:
@@ -71,6 +67,10 @@ class StoreMonitor:
             self.warn("not deleted", "cannot delete a bad entry; it stays a miss: %s", error)
         return None
 
+    def opened(self, key: str, entry: bytes, ttl: float | None, delete: Callable[[], object]) -> bytes | None:
+        """Return the blob in an entry, as `verified` does."""
+        return self.verified(key, entry[:HEADER_BYTES], entry[HEADER_BYTES:], ttl, delete)
+
     def bad(self, key: str, problem: Exception) -> None:
         """Count and report an entry that is deleted because it is bad."""
         self.count(corrupt=1)
@@ -86,10 +86,11 @@ class StoreMonitor:
         text = "drops entries that are too large; the first has %d bytes, the limit (max_entry_mb, max_gb) is %d"
         self.warn("large", text, size, limit)
 
-    def unusable(self, entry: str, why: object) -> None:
-        """Count and report an entry that cannot be read or replaced while the rest of the store works."""
+    def beyond(self, key: str, limit: int) -> None:
+        """Count and report an entry of more bytes than are read. It stays, since other stores may allow larger ones."""
         self.count(errors=1)
-        self.warn("unusable", "cannot use an entry; it is a miss, and so are others like it: %s: %s", entry, why)
+        text = "does not read entries that are too large: %s has more than the %d bytes that max_entry_mb allows"
+        self.warn("beyond", text, key, limit)
 
     def warn(self, kind: str, message: str, *details: object) -> None:
         """Log the first event of a kind as a warning. Errors among `details` are shown without secrets."""
@@ -97,16 +98,10 @@ class StoreMonitor:
         self._once(kind, "%s: " + message, self._label, *shown)
 
     def failure(self, error: Exception, hint: str = "", *, with_type: bool = True) -> StoreError:
-        """Count an operation that failed.
+        """Count an operation that failed; return the error to raise.
 
-        Args:
-            error: the cause.
-            hint: added to the message.
-            with_type: whether the message names the type of `error`.
-
-        Returns:
-            The error to raise. Servers and proxies that do not know AUTH send its arguments back, and with them the
-            password, so the message holds no secrets. If there are any, raise the error without its cause.
+        Servers and proxies that do not know AUTH send its arguments back, and with them the password, so the message
+        holds no secrets. If there are any, raise the error without its cause.
         """
         self.count(errors=1)
         kind = f"{type(error).__name__}: " if with_type else ""

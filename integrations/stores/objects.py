@@ -138,11 +138,11 @@ class ObjectStore(Store):
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete every object of a tenant; return how many there were."""
-        return self._delete_below(check_tenant(tenant))
-
-    def clear(self) -> int:
-        """Delete the entries of all tenants; return how many there were. Objects with other names stay."""
-        return self._delete_below(None)
+        count = 0
+        for page in self._paths(check_tenant(tenant)):
+            self._remove(page)
+            count += len(page)
+        return count
 
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot."""
@@ -161,10 +161,10 @@ class ObjectStore(Store):
         return None if entry is None else self._monitor.opened(key, entry, self._ttl, lambda: self._remove(path))
 
     def _read(self, path: str) -> bytes | None:
-        """Return an object; None if it is too large. It stays, because other stores may allow larger entries."""
+        """Return an object; None if it is too large."""
         data = read_object(self._place, path, self._most)
         if data is None:
-            self._monitor.unusable(path, f"more than the {self._most - HEADER_BYTES} bytes that max_entry_mb allows")
+            self._monitor.beyond(path, self._most - HEADER_BYTES)
         return data
 
     def _there(self, path: str) -> bool:
@@ -177,21 +177,13 @@ class ObjectStore(Store):
         for page in self._paths(check_tenant(tenant)):
             yield from (f"{tenant}/{path.rpartition('/')[2]}" for path in page)
 
-    def _delete_below(self, tenant: str | None) -> int:
-        """Delete every entry of a tenant, or of all tenants."""
-        count = 0
-        for page in self._paths(tenant):
-            self._remove(page)
-            count += len(page)
-        return count
-
-    def _paths(self, tenant: str | None) -> Iterator[list[str]]:
-        """Yield the paths of a tenant's entries, or of all tenants', page by page."""
+    def _paths(self, tenant: str) -> Iterator[list[str]]:
+        """Yield the paths of a tenant's entries, page by page."""
         pages: Any = self._call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
         while page := self._call(lambda: next(pages, None)):
             # A server may list anything, so what has not the name of an entry of this tenant is passed over.
             names = [_PATH.fullmatch(each["path"]) for each in page]
-            if paths := [name[0] for name in names if name is not None and tenant in (None, name[1])]:
+            if paths := [name[0] for name in names if name is not None and name[1] == tenant]:
                 yield paths
 
     def _call(self, request: Callable[[], _T]) -> _T | None:

@@ -157,10 +157,6 @@ class RedisStore(Store):
         """Delete every entry of a tenant, found by SCAN; return how many there were."""
         return sum(map(self._delete, self._scan(f"{check_tenant(tenant)}/*")))
 
-    def clear(self) -> int:
-        """Delete the entries of all tenants, found by SCAN; return how many there were. Other keys stay."""
-        return sum(map(self._delete, self._scan("*/*")))
-
     def keys(self, tenant: str) -> Iterator[str]:
         """Yield the keys of a tenant's entries, found by SCAN, which may find one twice."""
         pages = list(self._scan(f"{check_tenant(tenant)}/*"))  # now, because a scan has to end in time
@@ -183,8 +179,7 @@ class RedisStore(Store):
             self._monitor.bad(key, reply)
             self._delete([key])
         elif len(reply) > self._most:
-            # It stays, because other stores may allow larger entries.
-            self._monitor.unusable(key, f"more than the {self._most - HEADER_BYTES} bytes that max_entry_mb allows")
+            self._monitor.beyond(key, self._most - HEADER_BYTES)
         elif reply:  # GETRANGE of a missing key is empty
             return self._monitor.opened(key, reply, self._ttl, lambda: self._delete([key]))
         return None

@@ -35,13 +35,18 @@ def open_file(name: str, parent: int, flags: int = os.O_RDONLY, mode: int = 0o60
 
 
 @contextmanager
-def open_folder(name: str, parent: int, *, create: bool = False, mode: int = 0o700) -> Iterator[int]:
-    """Open a folder inside an open folder, or create it; never through a link. Yield its descriptor."""
+def open_folder(name: str, parent: int | None, *, create: bool = False, mode: int = 0o700) -> Iterator[int]:
+    """Open a folder in an open folder, or by its path, or create it; never through a link. Yield its descriptor.
+
+    Missing parents of a path get mode 0755, so that no other user can swap the folder.
+    """
     try:
         folder = os.open(name, _FOLDER, dir_fd=parent)
     except FileNotFoundError:
         if not create:
             raise
+        if parent is None:
+            _make_parents(name)
         with suppress(FileExistsError):
             os.mkdir(name, mode, dir_fd=parent)
         folder = os.open(name, _FOLDER, dir_fd=parent)
@@ -49,6 +54,14 @@ def open_folder(name: str, parent: int, *, create: bool = False, mode: int = 0o7
         yield folder
     finally:
         os.close(folder)
+
+
+def _make_parents(path: str) -> None:
+    parent = os.path.dirname(path)
+    if not os.path.isdir(parent):
+        _make_parents(parent)
+        with suppress(FileExistsError):
+            os.mkdir(parent, 0o755)
 
 
 def read_exactly(file: int, length: int) -> bytes:
@@ -69,34 +82,6 @@ def write_all(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-def make_folder(path: str, mode: int) -> None:
-    """Create a folder unless it exists. Missing parents get mode 0755, so that no other user can swap the folder."""
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        make_folder(os.path.dirname(path), 0o755)
-        with suppress(FileExistsError):
-            os.mkdir(path, mode)
-
-
-@contextmanager
-def open_root(path: str, *, create: bool = False) -> Iterator[int]:
-    """Open a folder by its path, or create it (0700), and yield its descriptor. It may not be a link."""
-    try:
-        root = os.open(path, _FOLDER)
-    except FileNotFoundError:
-        if not create:
-            raise
-        make_folder(path, 0o700)
-        root = os.open(path, _FOLDER)
-    try:
-        yield root
-    finally:
-        os.close(root)
-
-
 @contextmanager
 def open_store_folder(path: str, *, create: bool = False) -> Iterator[int]:
     """Open the root of a store, or create it, check that it is safe to use, and yield its descriptor.
@@ -105,7 +90,7 @@ def open_store_folder(path: str, *, create: bool = False) -> Iterator[int]:
         FileNotFoundError: the root does not exist.
         PermissionError: others can write to the root; the message says what to do.
     """
-    with open_root(path, create=create) as root:
+    with open_folder(path, None, create=create) as root:
         if problem := objection(os.fstat(root), path):
             raise PermissionError(f"path: {problem}")
         yield root

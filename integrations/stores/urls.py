@@ -2,20 +2,20 @@
 
     memory://?max_gb=8                               RAM of this process
     file:///var/cache/kv?max_gb=50&ttl=7d            a folder, shared by processes (file:///dev/shm/kv is in RAM)
-    redis://user:password@host:6379/0?ttl=1d         Redis or Valkey: also rediss, valkey, valkeys
-    redis+cluster://host:6379?ttl=1h&timeout=0.5     a cluster: also rediss+cluster, valkey+cluster, valkeys+cluster
+    redis://user:password@host:6379/0?ttl=1d         Redis or Valkey; rediss:// with TLS
+    redis+cluster://host:6379?ttl=1h&timeout=0.5     a cluster; rediss+cluster:// with TLS
     unix:///run/redis.sock?db=0                      Redis on a socket
     s3://bucket/prefix?ttl=30d                       object storage: also gs, az, abfs, http and https (WebDAV)
     tiered:memory://?max_gb=8,redis://host:6379/0    several, fastest first (a comma inside a URL is written %2C)
 
 Servers log URLs, so keep passwords out of them: `password_env=NAME` reads the password from an environment variable,
-and `password_file=/path` from a file. `max_gb` counts 10^9 bytes, `max_mb` 10^6. `ttl` takes s, m, h or d; `timeout` is
-in seconds. Every store takes `max_entry_mb`, the largest blob that it stores and reads.
+and `password_file=/path` from a file. `max_gb` counts 10^9 bytes. `ttl` takes s, m, h or d; `timeout` is in seconds.
+Every store takes `max_entry_mb`, the largest blob that it stores and reads. Options of redis-py that begin with `ssl_`
+are passed on. `valkey` is another word for `redis`.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,24 +30,21 @@ from cuvee.integrations.stores.redaction import redacted
 
 _MEMORY_BYTES = 4 * 10**9
 _REDIS_TIMEOUT = 1.0
-# Options that are amounts: their units, and how many bytes or seconds that is.
-_AMOUNTS = {
-    "max_gb": ("gigabytes (10^9 bytes)", 10**9), "max_mb": ("megabytes", 10**6),
-    "max_entry_mb": ("megabytes", 10**6), "timeout": ("seconds", 1),
-}  # fmt: skip
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+# Options that are amounts: how many bytes or seconds each unit is, and what a value must be.
+_AMOUNTS: dict[str, tuple[dict[str, int], str]] = {
+    "max_gb": ({"": 10**9}, "a number of gigabytes (10^9 bytes) above 0"),
+    "max_entry_mb": ({"": 10**6}, "a number of megabytes above 0"),
+    "timeout": ({"": 1}, "a number of seconds above 0"),
+    "ttl": ({"s": 1, "m": 60, "h": 3600, "d": 86400}, "a number above 0 with s, m, h or d, such as 7d"),
+}
 _TIERED = "tiered:"
-_BUDGET = ("max_gb", "max_mb")
 _PASSWORD = ("password_env", "password_file")
-# Options of redis-py's URLs for a private certificate authority.
-_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 
 
 def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
     """Open the store that a URL describes, without connecting. A list of URLs, or `tiered:`, makes a `TieredStore`.
 
-        >>> store = open_store("tiered:memory://?max_mb=100,memory://?max_gb=2")
+        >>> store = open_store("tiered:memory://?max_gb=0.1,memory://?max_gb=2")
         >>> store.put("ab/01", b"blob"), store.get("ab/01")
         (True, b'blob')
         >>> store.close()
@@ -85,23 +82,18 @@ def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
 
 def _open(url: str, guarded: bool) -> Store:
     scheme, separator, rest = url.partition("://")
-    scheme = scheme.lower()
+    scheme = scheme.lower().replace("valkey", "redis")
     location, _, query = rest.partition("?")
-    if url.startswith(_TIERED):
-        raise InputError(
-            f"url: a tier must not be tiered itself, got {redacted(url)}; name its stores one after the other"
+    if not separator or scheme not in _KINDS:
+        hint = (
+            f"did you mean file://{redacted(url)}?" if url.startswith("/") else suggestion(scheme, _KINDS, form="{}://")
         )
-    if not separator:
-        known = ", ".join(f"{scheme}://" for scheme in _KINDS)
-        hint = f"; did you mean file://{redacted(url)}?" if url.startswith("/") else ""
-        raise InputError(f"url: must begin with {known} or tiered:, got {redacted(url)}{hint}")
+        shown = f"{scheme}://" if separator else redacted(url)
+        raise InputError(f"url: must begin with the scheme of a store, or with tiered: once, got {shown}; {hint}")
     if "@" in query:
         raise InputError(f"url: must write ? as %3F in a password, and @ as %40 in an option, got {redacted(url)}")
-    if scheme not in _KINDS:
-        hint = suggestion(scheme, _KINDS, form="{}://")
-        raise InputError(f"url: must begin with the scheme of a store, got {scheme}://; {hint}")
-    make, options = _KINDS[scheme]
-    store = make(url, scheme, location, _options(url, scheme, options, query))
+    make, _ = _KINDS[scheme]
+    store = make(url, scheme, location, _options(url, scheme, query))
     if not guarded or scheme == "memory":
         return store
     from cuvee.integrations.stores.breaker import GuardedStore
@@ -113,7 +105,7 @@ def _memory(url: str, scheme: str, location: str, given: dict[str, Any]) -> Stor
     from cuvee.integrations.stores.memory import MemoryStore
 
     _check(url, not location, "memory:// with options only, as in memory://?max_gb=8")
-    return MemoryStore(_budget(given) or _MEMORY_BYTES, max_entry=_largest(given))
+    return MemoryStore(given.get("max_gb", _MEMORY_BYTES), max_entry=_largest(given))
 
 
 def _file(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
@@ -122,7 +114,7 @@ def _file(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
     path = unquote(location)
     good = path.startswith("/") and path.strip("/") and not set(location) & set("#\0") and "\0" not in path
     _check(url, good, "file:///absolute/path, with %23 for # and %3F for ?")
-    return DiskStore(path, _budget(given), given.get("ttl"), max_entry=_largest(given))
+    return DiskStore(path, given.get("max_gb"), given.get("ttl"), max_entry=_largest(given))
 
 
 def _objects(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
@@ -133,7 +125,7 @@ def _objects(url: str, scheme: str, location: str, given: dict[str, Any]) -> Sto
 
 
 def _redis(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
-    scheme, _, cluster = scheme.replace("valkey", "redis").partition("+")
+    scheme, _, cluster = scheme.partition("+")
     socket, good = scheme == "unix", False
     # An unquoted / or # in a password ends the host early. Then the port is invalid or the path unexpected.
     with suppress(ValueError):
@@ -143,7 +135,7 @@ def _redis(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store
     form = "unix:///path/of/socket" if socket else "redis://[user:password@]host:port/database"
     _check(url, good, f"{form}, with special characters of a password as %XX")
     server = f"{scheme}://{_with_password(url, location, given)}"
-    if passed := "&".join(f"{name}={given[name]}" for name in ("db", *_TLS) if name in given):
+    if passed := "&".join(f"{name}={text}" for name, text in given.items() if name == "db" or name[:4] == "ssl_"):
         server += f"?{passed}"
     from cuvee.integrations.stores.redis import RedisStore
 
@@ -155,10 +147,9 @@ _STORED = ("max_entry_mb", "ttl")
 _SERVER = (*_STORED, "timeout", *_PASSWORD)
 # What makes the store of each scheme, and its options.
 _KINDS: dict[str, tuple[Callable[[str, str, str, dict[str, Any]], Store], tuple[str, ...]]] = {
-    "memory": (_memory, (*_BUDGET, "max_entry_mb")),
-    "file": (_file, (*_BUDGET, *_STORED)),
-    **{name + more: (_redis, _SERVER) for more in ("", "+cluster") for name in ("redis", "valkey")},
-    **{name + more: (_redis, (*_SERVER, *_TLS)) for more in ("", "+cluster") for name in ("rediss", "valkeys")},
+    "memory": (_memory, ("max_gb", "max_entry_mb")),
+    "file": (_file, ("max_gb", *_STORED)),
+    **dict.fromkeys(("redis", "rediss", "redis+cluster", "rediss+cluster"), (_redis, _SERVER)),
     "unix": (_redis, (*_SERVER, "db")),
     **dict.fromkeys(("s3", "gs", "az", "abfs", "http", "https"), (_objects, _STORED)),
 }
@@ -174,61 +165,34 @@ def _check(url: str, good: object, form: str) -> None:
         raise InputError(f"url: must be {form}, got {redacted(url)}")
 
 
-def _budget(given: dict[str, Any]) -> int | None:
-    return given.get("max_gb", given.get("max_mb"))
-
-
 def _largest(given: dict[str, Any]) -> int:
     return int(given.get("max_entry_mb", MAX_ENTRY_BYTES))
 
 
-def _options(url: str, scheme: str, known: tuple[str, ...], query: str) -> dict[str, Any]:
+def _options(url: str, scheme: str, query: str) -> dict[str, Any]:
     """Return the options in a query `name=value&...`: sizes in bytes, times in seconds, all others as they are."""
     given: dict[str, Any] = {}
-    where, make = f"(in {redacted(url)})", _KINDS[scheme][0]
+    where, (make, known) = f"(in {redacted(url)})", _KINDS[scheme]
     for pair in query.split("&") if query else ():
         name, _, text = pair.partition("=")
         if not name or not text:
             raise InputError(f"url: options must have the form name=value&name=value {where}")
         if name in given:
             raise InputError(f"{name}: must be given once, got it twice {where}")
-        if name in _BUDGET and make in _NO_BUDGET:
+        if name == "max_gb" and make in _NO_BUDGET:
             raise InputError(f"{name}: must not be given for {_NO_BUDGET[make]} {where}")
-        if name not in known:
+        if name not in known and not (name.startswith("ssl_") and scheme.startswith("rediss")):
             hint = suggestion(name, known, most=2, form="{}")
             raise InputError(f"{name}: must be an option of {scheme}:// stores; {hint} {where}")
-        try:
-            given[name] = _value(name, text)
-        except ValueError as error:
-            raise InputError(f"{name}: must be {error}, got {text!r} {where}") from None
-    if given.keys() >= {*_BUDGET}:
-        raise InputError(f"max_mb: must not be combined with max_gb, got both {where}")
+        given[name] = text
+        if name in _AMOUNTS:
+            units, form = _AMOUNTS[name]
+            match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)([a-z]?)", text)
+            value = float(match[1]) * units.get(match[2], 0) if match else 0
+            given[name] = value if name in ("ttl", "timeout") else round(value)
+            if not given[name]:
+                raise InputError(f"{name}: must be {form}, got {text!r} {where}")
     return given
-
-
-def _value(name: str, text: str) -> Any:
-    """Return the value of an option.
-
-    Raises:
-        ValueError: says what it must be.
-    """
-    if name == "ttl":
-        match = re.fullmatch(f"({_NUMBER})([smhd])", text)
-        seconds = float(match[1]) * _UNITS[match[2]] if match else math.nan
-        if not 0 < seconds < math.inf:
-            raise ValueError("a number above 0 with s, m, h or d, such as 7d")
-        return seconds
-    if name not in _AMOUNTS:
-        return text
-    unit, scale = _AMOUNTS[name]
-    value = float(text) * scale if re.fullmatch(_NUMBER, text) else math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"a number of {unit} above 0")
-    if scale == 1:
-        return value
-    if value < 1:
-        raise ValueError("at least one byte")
-    return round(value)
 
 
 def _with_password(url: str, location: str, given: dict[str, Any]) -> str:

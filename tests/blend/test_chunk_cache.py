@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import struct
 import threading
 import time
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.forked import works_in_child_while_held
 from tests.predicting import predicting
 from transformers import DynamicCache
 
@@ -837,30 +835,3 @@ def test_leading_chunks_share_no_computation_with_others(model: Any) -> None:
         finally:
             go.set()
         assert other.result(LONG) == theirs
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
-def test_a_child_computes_what_a_thread_of_its_parent_is_computing(model: Any) -> None:
-    """It has no thread that would ever deliver."""
-    cache = make(model)
-    blob = cache.get_or_compute(TOKENS)
-    asked, over = threading.Event(), threading.Event()
-
-    class Slow(Shelf):
-        def get_parts(self, keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
-            if threading.get_ident() != caller:
-                asked.set()
-                over.wait(LONG)
-            return super().get_parts(keys, most)
-
-    caller, cache = threading.get_ident(), make(model, Slow())
-    other = threading.Thread(target=cache.get_or_compute, args=(TOKENS,), daemon=True)
-    other.start()
-    try:
-        assert asked.wait(LONG)
-        for lock in (cache._lock, cache._computing):
-            assert works_in_child_while_held(lock, lambda: cache.get_or_compute(TOKENS) == blob)
-    finally:
-        over.set()
-        other.join(LONG)
-    assert cache.get_or_compute(TOKENS) == blob

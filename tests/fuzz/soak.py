@@ -184,8 +184,8 @@ def soak(kind: str, seconds: float, seed: int = 0) -> dict[str, int]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cuvee-soak-")))
         server = stack.enter_context(_redis()) if kind == "redis" else None
         root = folder / "store"
-        urls = {"file": f"file://{root}?max_mb={MAX_MB}&ttl=1h"}
-        urls["tiered"] = f"tiered:memory://?max_mb=1,{urls['file']}"
+        urls = {"file": f"file://{root}?max_gb={MAX_MB / 1000}&ttl=1h"}
+        urls["tiered"] = f"tiered:memory://?max_gb=0.001,{urls['file']}"
         if server is not None:
             urls["redis"] = f"{server.url}?ttl=1h&timeout=0.5"
         url = urls[kind]

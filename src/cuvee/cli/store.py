@@ -1,4 +1,4 @@
-"""`cuvee store`: inspect a store, and delete the entries of a tenant or all of them.
+"""`cuvee store`: inspect a store, and delete the entries of a tenant.
 
 A store inside the serving process (`memory://`) cannot be reached from here; the other tiers of a `tiered:` URL can.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from cuvee.cli.output import make_console, make_table, print_json
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError
 
-app = typer.Typer(no_args_is_help=True, help="Inspect a store of compressed caches, or delete its entries.")
+app = typer.Typer(no_args_is_help=True, help="Inspect a store of compressed caches, or delete the entries of a tenant.")
 
 _CHECK_BYTES = 64 << 10
 
@@ -64,50 +64,36 @@ def store_info(
     _fail(rows)
 
 
-@app.command("delete")
-def store_delete(
+@app.command("delete-tenant")
+def store_delete_tenant(
     url: _Url,
-    salt: Annotated[
-        str | None, typer.Option("--salt", help="The tenant's cache_salt; '' for requests without one.")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="The entries of all tenants, instead.")] = False,
+    salt: Annotated[str, typer.Option("--salt", help="The tenant's cache_salt; '' for requests without one.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete every entry of a tenant, or of all, and report how many there were. Exit code 1 if some may remain.
+    """Delete every entry of a tenant, and report how many there were. Exit code 1 if some may remain.
 
-    Stop the requests first, or servers may write more entries. Other files, keys and objects in the same place stay.
+    Stop the tenant's requests first, or servers may write more entries. To empty a whole store, remove the folder, use
+    Redis's FLUSHDB, or a lifecycle rule of the bucket.
 
     Entries in the RAM of servers stay there until they are evicted or the servers restart.
 
-    Example: cuvee store delete redis://127.0.0.1:6379/0 --salt customer-17
-
-    Example: cuvee store delete file:///var/cache/kv --all
+    Example: cuvee store delete-tenant redis://127.0.0.1:6379/0 --salt customer-17
     """
     from cuvee.naming.identity import tenant_id
 
-    if (salt is not None) + everything != 1:
-        raise typer.BadParameter("must get one of --salt and --all")
-    if salt is None:
-        _delete(url, "all tenants", lambda tier: tier.clear(), yes, as_json)
-        return
     tenant = tenant_id(salt)
-    _delete(url, f"tenant {tenant}", lambda tier: tier.delete_tenant(tenant), yes, as_json, tenant=tenant)
-
-
-def _delete(url: str, whose: str, delete: Callable[[Store], int], yes: bool, as_json: bool, **told: str) -> None:
-    """Ask unless `yes`, delete from every tier that can be reached, and report."""
     rows: list[dict[str, Any]] = []
     with shared_tiers(url) as (shown, tiers):
         if not yes:
-            typer.confirm(f"Delete every entry of {whose} in {shown}?", abort=True, err=True)
+            typer.confirm(f"Delete every entry of tenant {tenant} in {shown}?", abort=True, err=True)
         for tier in tiers:
             try:
-                rows.append({"tier": tier.name, "deleted": delete(tier), "error": None})
+                rows.append({"tier": tier.name, "deleted": tier.delete_tenant(tenant), "error": None})
             except StoreError as error:
                 rows.append({"tier": tier.name, "deleted": None, "error": str(error)})
     if as_json:
-        print_json({"url": shown, **told, "tiers": rows})
+        print_json({"url": shown, "tenant": tenant, "tiers": rows})
     else:
         for row in rows:
             if row["error"] is None:

@@ -203,7 +203,7 @@ def test_chunks_come_back_bit_for_bit_after_a_restart(
 def test_quotas_by_salt_count_stored_bytes(server: Callable[..., Server]) -> None:
     """LMCache evicts by its own quotas, which are those of compressed bytes."""
     eviction = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 1.0, "eviction_ratio": 0.5}
-    s = server({"store": "memory://?max_mb=99"}, beside={"eviction": eviction})
+    s = server({"store": "memory://?max_gb=0.099"}, beside={"eviction": eviction})
     desc = layout_desc()
     raw = values(0, desc).nbytes
     s.manager.quota_manager.set_quota("alice", 6 * raw)  # more than 8 chunks take compressed, fewer than uncompressed
@@ -219,7 +219,7 @@ def test_quotas_by_salt_count_stored_bytes(server: Callable[..., Server]) -> Non
 def test_capacity_is_that_of_stored_bytes(server: Callable[..., Server]) -> None:
     eviction = {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.3}
     raw = values(0, layout_desc()).nbytes
-    params = {"store": "memory://?max_mb=99", "max_gb": 6 * raw / 1e9}
+    params = {"store": "memory://?max_gb=0.099", "max_gb": 6 * raw / 1e9}
     s = server(params, beside={"eviction": eviction})
     assert s.adapter.supports_global_eviction
     for first in range(0, 24, 4):
@@ -334,7 +334,7 @@ class LatentObjects:
 @pytest.mark.parametrize("latents", ["deepseek_v3, halves"], indirect=True)
 def test_latents_in_an_order_that_engines_disagree_about_are_refused(latents: Latents) -> None:
     with pytest.raises(UnsupportedModelError, match=r"vLLM and SGLang disagree .* got rope_interleave false"):
-        make_adapter({"model": latents.path, "store": "memory://?max_mb=10"})
+        make_adapter({"model": latents.path, "store": "memory://?max_gb=0.01"})
 
 
 @pytest.mark.parametrize("latents", ["deepseek_v2", "deepseek_v3"], indirect=True)
@@ -759,8 +759,8 @@ def test_memory_tags_say_where_the_store_is() -> None:
     if not hasattr(api, "MemoryTags"):
         pytest.skip("LMCache before 0.5.7 has no memory tags")
     for store, residency in (
-        ("memory://?max_mb=10", "local"), ("redis://127.0.0.1:1/0", "remote"),
-        (["memory://?max_mb=10", "redis://127.0.0.1:1/0"], "remote"),
+        ("memory://?max_gb=0.01", "local"), ("redis://127.0.0.1:1/0", "remote"),
+        (["memory://?max_gb=0.01", "redis://127.0.0.1:1/0"], "remote"),
     ):  # fmt: skip
         adapter = make_adapter({"store": store})
         assert (adapter.get_memory_tags().segment, adapter.get_memory_tags().residency) == ("storage", residency)

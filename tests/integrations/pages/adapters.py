@@ -121,7 +121,7 @@ class Tier(Adapter):
         need_vllm()
         layer = self.layout.layers[0]
         shape = {"layers": self.layout.num_layers, "heads": layer.kv_heads, "dim": layer.head_dim}
-        given = {**options, "store": "memory://?max_mb=9"}
+        given = {**options, "store": "memory://?max_gb=0.009"}
         name = str(dtype).removeprefix("torch.")
         self.engine = real_tiers.Engine(given, dtype=name, model=options["model"], chunks=64, **shape)
         self._contexts: list[Any] = []
@@ -221,7 +221,7 @@ class HiCache(Adapter):
             "layer_first", layers=self.layout.num_layers, heads=layer.kv_heads, dim=layer.head_dim,
             page_tokens=self.page, pages=2 * MOST, dtype=dtype,
         )  # fmt: skip
-        self.rank = test_hicache.Rank({**options, "store": "memory://?max_mb=9"}, pool=pool)
+        self.rank = test_hicache.Rank({**options, "store": "memory://?max_gb=0.009"}, pool=pool)
 
     def submit(self, count: int, sequence: int = 0) -> None:
         at, layers = self.rank.alloc(count), self.layout.num_layers

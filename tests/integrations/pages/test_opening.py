@@ -21,7 +21,7 @@ LAYOUT = KVLayout("test", (LayerLayout(4, 8, 8, None),) * 2, "float32", None)
 
 
 def opened(layout: KVLayout = LAYOUT, *, positions: bool = True, **options: object) -> PageStores:
-    given = CodingOptions.from_dict({"store": "memory://?max_mb=11", "chunk_tokens": 16, **options})
+    given = CodingOptions.from_dict({"store": "memory://?max_gb=0.011", "chunk_tokens": 16, **options})
     return PageStores(
         given, layout, lambda: "weights", checkpoint=("nowhere", None), engine="test", page_tokens=16, counts=Counts(),
         positions=positions,

@@ -129,7 +129,7 @@ def test_an_outage_is_logged_twice(
         assert (begin.levelno, end.levelno) == (logging.WARNING, logging.INFO)
         assert "reading from the fake store failed: fake store at nowhere: connection refused." in begin.message
         assert "Check that it is running" in begin.message and not begin.exc_info
-        assert "answers again (reading from it failed for 25.0 s); 5 operations were skipped" in end.message
+        assert end.message == "reading from the fake store works again"
 
 
 def test_the_log_shows_where_a_bug_is(inner: FakeStore, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,8 +156,7 @@ def test_a_store_that_can_only_be_read_goes_on_being_read(
     mend(inner)
     clock.now += 5
     assert store.get(KEY) == b"x" and store.put(OTHER, b"y")
-    assert "reading from it failed for 5.0 s" in caplog.messages[2]
-    assert "writing to it failed for 105.0 s" in caplog.messages[3]
+    assert [text.partition(" the")[0] for text in caplog.messages[2:]] == ["reading from", "writing to"]
 
 
 def test_what_never_reached_the_server_proves_nothing(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
@@ -250,16 +249,14 @@ def test_operations_that_fail_together_open_the_circuit_once(
     assert len(inner.calls) == 9 and store.contains([KEY]) == [False] and len(inner.calls) == 10
 
 
-def hanging(inner: FakeStore, *calls: str, late: Exception | None = None) -> tuple[threading.Event, threading.Event]:
-    """Make calls hang, and then raise `late`; return events that are set when one has begun, and that release them."""
+def hanging(inner: FakeStore, *calls: str) -> tuple[threading.Event, threading.Event]:
+    """Make calls hang; return events that are set when one has begun, and that release them."""
     begun, release = threading.Event(), threading.Event()
 
     def hang(call: str) -> None:
         if call in calls:
             begun.set()
             assert release.wait(LONG)
-            if late is not None:
-                raise late
 
     inner.before = hang
     return begun, release
@@ -326,25 +323,18 @@ def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: FakeStore, store
     assert store.get(KEY) == b"x", "it came back"
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_what_began_before_an_outage_neither_opens_nor_closes(
-    inner: FakeStore, store: GuardedStore, clock: Clock, fails: bool
-) -> None:
-    """A late failure opens nothing after the outage; a late success closes nothing in it."""
+def test_a_late_success_closes_nothing_in_an_outage(inner: FakeStore, store: GuardedStore) -> None:
     inner.entries[KEY] = b"x"
-    begun, release = hanging(inner, "contains", late=down() if fails else None)
+    begun, release = hanging(inner, "contains")
     slow = threading.Thread(target=store.contains, args=([KEY],))
     slow.start()
     assert begun.wait(LONG)
     inner.read_fault = down()
     store.get(KEY)
     mend(inner)
-    if fails:
-        clock.now += 1
-        assert store.get(KEY) == b"x"  # the outage is over before the slow operation ends
     release.set()
     slow.join(LONG)
-    assert store.get(KEY) == (b"x" if fails else None) and figures(store)[1] == (not fails)
+    assert store.get(KEY) is None and figures(store)[1] == 1
 
 
 def test_deleting_a_tenant_never_hides_a_failure(inner: FakeStore, store: GuardedStore) -> None:

@@ -92,10 +92,9 @@ def test_many_keys_and_tenants(url: str, open_objects: Open) -> None:
     assert store.delete_tenant("ab") == 40 and store.delete_tenant("ab") == 0
     assert store.contains(keys) == [False] * 40 + [True] * 80
     assert other.get(KEY) == b"of another prefix", "its objects are below the tenant's prefix, but are no entries of it"
-    assert store.clear() == 80 and store.contains(keys) == [False] * 120
     assert bytes(obstore.get(place, "ab/notes.txt").bytes()) == b"not an entry"
     store.close()
-    assert store.contains([keys[0], KEY]) == [False, False]  # the threads are started again if necessary
+    assert store.contains([keys[0], keys[-1]]) == [False, True]  # the threads are started again if necessary
 
 
 def test_an_endpoint_without_tls_has_to_be_allowed(
@@ -144,7 +143,6 @@ def test_what_a_server_lists_is_checked(url: str, open_objects: Open, monkeypatc
     monkeypatch.setattr(obstore, "list", lambda *_, **__: iter([[{"path": name} for name in names], []]))
     monkeypatch.setattr(obstore, "delete", lambda _, paths: deleted.extend(paths))
     assert store.delete_tenant("ab") == 1 and deleted == ["ab/01/0123"]
-    assert store.clear() == 2 and deleted == ["ab/01/0123", "ab/01/0123", "cd/01/0123"]
 
 
 def test_a_forked_process_gets_an_error_rather_than_hanging(url: str) -> None:

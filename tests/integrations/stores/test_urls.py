@@ -50,7 +50,7 @@ def arguments(url: str) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     ("options", "budget"),
-    [("", 4 * 10**9), ("?max_gb=8", 8 * 10**9), ("?max_gb=0.5", 5 * 10**8), ("?max_mb=2.5", 2_500_000)],
+    [("", 4 * 10**9), ("?max_gb=8", 8 * 10**9), ("?max_gb=0.5", 5 * 10**8)],
 )
 def test_memory(options: str, budget: int) -> None:
     store = open_store(f"memory://{options}")
@@ -64,7 +64,7 @@ def test_memory(options: str, budget: int) -> None:
     [
         ("store", "", "store", None, None),
         ("store", "?max_gb=50&ttl=7d", "store", 50 * 10**9, 7 * 86400),
-        ("store", "?ttl=90s&max_mb=1", "store", 10**6, 90),
+        ("store", "?ttl=90s&max_gb=0.001", "store", 10**6, 90),
         ("store", "?ttl=1.5h", "store", None, 5400),
         ("a%20b%23%3Fc+d@e", "?ttl=2m", "a b#?c+d@e", None, 120),
     ],
@@ -123,8 +123,8 @@ def test_clients_get_their_part(url: str, expected: tuple[object, ...]) -> None:
 
 def test_tiers(tmp_path: Path) -> None:
     for url in (
-        f"tiered:memory://?max_mb=1, file://{tmp_path}/a%2cb?ttl=1d,redis://:x%2Cy@host/0,s3://b/a%2Cc",
-        ["memory://?max_mb=1", f"file://{tmp_path}/a,b?ttl=1d", "redis://:x,y@host/0", "s3://b/a,c"],
+        f"tiered:memory://?max_gb=1, file://{tmp_path}/a%2cb?ttl=1d,redis://:x%2Cy@host/0,s3://b/a%2Cc",
+        ["memory://?max_gb=1", f"file://{tmp_path}/a,b?ttl=1d", "redis://:x,y@host/0", "s3://b/a,c"],
     ):
         store = open_store(url)
         assert isinstance(store, TieredStore)
@@ -160,31 +160,30 @@ def test_a_bad_tier_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("", r"^url: must begin with memory://, .*https:// or tiered:, got $"),
+        ("", r"^url: must begin with the scheme of a store, or with tiered: once, got ; there are memory, file"),
         ("/var/cache", r"^url: must begin with .*got /var/cache; did you mean file:///var/cache\?$"),
         ("file:/var/cache", r"^url: must begin with"),
-        ("flie:///x", r"^url: must begin with the scheme of a store, got flie://; did you mean file://\?"),
-        ("ftp+x://h", r"^url: must begin with the scheme of a store, got ftp\+x://; there are memory, file"),
-        ("fsspec+s3://h", r"^url: must begin with the scheme of a store, got fsspec\+s3://"),
+        ("flie:///x", r"^url: must begin with the scheme of a store.*, got flie://; did you mean file://\?"),
+        ("ftp+x://h", r"^url: must begin with the scheme of a store.*, got ftp\+x://; there are memory, file"),
+        ("fsspec+s3://h", r"^url: must begin with the scheme of a store.*, got fsspec\+s3://"),
         (
             "memory://?max_bg=8",
-            r"^max_bg: must be an option of memory:// stores; did you mean max_mb or max_gb\? \(in memory://",
+            r"^max_bg: must be an option of memory:// stores; did you mean max_gb\? \(in memory://",
         ),
-        ("memory://?ttl=1d", r"^ttl: must be an option of memory:// stores; there are max_gb, max_mb"),
+        ("memory://?ttl=1d", r"^ttl: must be an option of memory:// stores; there are max_gb, max_entry_mb"),
         ("memory://name", r"^url: must be memory:// with options only"),
         (
             "memory://?max_gb=-1",
             r"^max_gb: must be a number of gigabytes \(10\^9 bytes\) above 0, got '-1' \(in memory:",
         ),
         ("memory://?max_gb=0", r"^max_gb: must .*got '0'"),
-        ("memory://?max_gb=1e-10", r"^max_gb: must be at least one byte, got '1e-10'"),
-        ("memory://?max_mb=8GB", r"^max_mb: must be a number of megabytes above 0, got '8GB'"),
+        ("memory://?max_gb=0.0000000001", r"^max_gb: must .*got '0.0000000001'"),
+        ("memory://?max_gb=8GB", r"^max_gb: must .*got '8GB'"),
         ("memory://?max_gb=inf", r"^max_gb: must"),
         ("memory://?max_gb=1e999", r"^max_gb: must"),
         ("memory://?max_gb=nan", r"^max_gb: must"),
         ("memory://?max_gb=1_0", r"^max_gb: must"),
         ("memory://?max_gb=%31", r"^max_gb: must"),
-        ("memory://?max_gb=1&max_mb=1", r"^max_mb: must not be combined with max_gb, got both"),
         ("memory://?max_gb=1&max_gb=2", r"^max_gb: must be given once, got it twice"),
         ("memory://?max_gb", r"^url: options must have the form name=value"),
         ("memory://?max_gb=", r"^url: options must have the form name=value"),
@@ -202,7 +201,6 @@ def test_a_bad_tier_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> N
         ("redis://h?max_gb=1", r"^max_gb: must not be given for Redis, which evicts itself: set its maxmemory"),
         ("file:///x?timeout=1", r"^timeout: must be an option of file:// stores"),
         ("file:///x?max_entry_mb=0", r"^max_entry_mb: must be a number of megabytes above 0"),
-        ("file:///x?max_entry_mb=1e-7", r"^max_entry_mb: must be at least one byte"),
         ("redis://", r"^url: must be redis://\[user:password@\]host:port/database"),
         ("redis://host:port", r"^url: must be redis://"),
         ("redis://host:70000", r"^url: must be redis://"),
@@ -218,16 +216,12 @@ def test_a_bad_tier_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> N
         ("redis://host?timeout=0", r"^timeout: must be a number of seconds above 0, got '0'"),
         ("redis://host?db=1", r"^db: must be an option of redis:// stores"),
         ("redis://host?ssl_ca_certs=x", r"^ssl_ca_certs: must be an option of redis:// stores"),
-        (
-            "rediss://host?ssl_ca_cert=x",
-            r"^ssl_ca_cert: must be an option of rediss:// stores; did you mean ssl_ca_certs or ssl_certfile\?",
-        ),
         ("s3://", r"^url: must be s3://bucket/prefix"),
         ("s3:///x", r"^url: must be"),
         ("s3://b?max_gb=1", r"^max_gb: must not be given for object storage; let a lifecycle rule"),
         ("tiered:", r"^url: must name one or more tiers by non-empty URLs, got tiered:$"),
         ("tiered:memory://,,memory://", r"^url: must name one or more tiers"),
-        ("tiered:tiered:memory://,memory://", r"^url: a tier must not be tiered itself"),
+        ("tiered:tiered:memory://,memory://", r"^url: must begin with the scheme of a store, or with tiered: once"),
         ([], r"^url: must name one or more tiers by non-empty URLs, got 0 entries"),
         ([""], r"^url: must name one or more tiers"),
         (["memory://", 3], r"^url: must name one or more tiers"),

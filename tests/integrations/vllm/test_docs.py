@@ -72,7 +72,7 @@ def test_the_configurations_and_parameters_of_blending_are_accepted() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "memory://?max_mb=5", "redis://user:password@host:6379/0?ttl=1h&timeout=0.5", "rediss://host:6379/0",
+        "memory://?max_gb=0.005", "redis://user:password@host:6379/0?ttl=1h&timeout=0.5", "rediss://host:6379/0",
         "valkey://host:6379/0", "valkeys://host:6379/0", "redis+cluster://host:6379?ttl=1d",
         "unix:///run/redis.sock?db=0", "redis://host/0?max_entry_mb=3",
     ],
@@ -89,7 +89,7 @@ def test_the_stores_example_runs(tmp_path: Path) -> None:
 
 def test_counters_of_the_text_exist() -> None:
     (names,) = re.findall(r"returns (.*?) for each tier", STORES)
-    counters = open_store("memory://?max_mb=1")
+    counters = open_store("memory://?max_gb=0.001")
     known = counters.counters()["memory"]
     counters.close()
     for name in re.split(r", | and ", names):

@@ -40,7 +40,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
     def make(tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
-        given = {"store": "memory://?max_mb=99", "load_timeout": 10.0, "lookup_timeout": 10.0, **(tier or {})}
+        given = {"store": "memory://?max_gb=0.099", "load_timeout": 10.0, "lookup_timeout": 10.0, **(tier or {})}
         made.append(Engine(given, **changes))
         return made[-1]
 

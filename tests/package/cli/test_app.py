@@ -55,7 +55,7 @@ COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-e
 def test_the_commands() -> None:
     assert COMMANDS == [
         "decode", "demo", "encode", "inspect", "profile check", "profile learn", "profile pull", "profile push",
-        "profile show", "report", "store delete", "store info", "warmup",
+        "profile show", "report", "store delete-tenant", "store info", "warmup",
     ]  # fmt: skip
     for group in ("", "profile", "store"):
         assert "Commands" in run(*group.split(), "--help").stdout

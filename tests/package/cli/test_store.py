@@ -1,4 +1,4 @@
-"""`cuvee store`: what it says of a store, and the deletion of a tenant or of everything."""
+"""`cuvee store`: what it says of a store, and the deletion of a tenant."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_info_of_the_tiers_that_can_be_reached(folder: Path) -> None:
     done = run("info", f"tiered:memory://?max_gb=1,file://{folder}", "--json")
     assert [row["tier"] for row in json.loads(done.stdout)["tiers"]] == ["disk"]
     assert done.stderr == "note: entries in the RAM of servers cannot be reached from here\n"
-    for command in (["info"], ["delete", "--salt", "x", "--yes"]):
+    for command in (["info"], ["delete-tenant", "--salt", "x", "--yes"]):
         done = run(*command, "memory://", code=1)
         assert done.stdout == "" and done.stderr.startswith("error: url: must name a shared store, got memory://")
 
@@ -122,14 +122,14 @@ def test_a_password_is_not_shown() -> None:
 
 def test_delete_tenant(folder: Path) -> None:
     which = ("--salt", "alice")
-    done = run("delete", f"file://{folder}", *which, "--yes")
+    done = run("delete-tenant", f"file://{folder}", *which, "--yes")
     assert done.stdout == "disk: 3 deleted\n" and held(folder) == [False, False, False, True]
-    assert run("delete", f"file://{folder}", *which, "--yes").stdout == "disk: 0 deleted\n"
+    assert run("delete-tenant", f"file://{folder}", *which, "--yes").stdout == "disk: 0 deleted\n"
 
 
 @pytest.mark.parametrize(("answer", "kept"), [("y\n", False), ("n\n", True), ("\n", True), (None, True)])
 def test_delete_tenant_asks(folder: Path, answer: str | None, kept: bool) -> None:
-    done = run("delete", f"file://{folder}", "--salt", "alice", code=int(kept), answer=answer)
+    done = run("delete-tenant", f"file://{folder}", "--salt", "alice", code=int(kept), answer=answer)
     assert held(folder)[:3] == [kept] * 3
     assert f"Delete every entry of tenant {tenant_id('alice')} in file://{folder}?" in done.stderr
     assert ("disk: 3 deleted" in done.stdout) is not kept
@@ -145,27 +145,11 @@ def test_delete_tenant_that_fails(folder: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(DiskStore, "delete_tenant", fail)
     url = f"tiered:file://{tmp_path}/bad,file://{folder}"
-    data = read("delete", url, "--salt", "alice", "--yes", code=1)
+    data = read("delete-tenant", url, "--salt", "alice", "--yes", code=1)
     assert [row["deleted"] for row in data["tiers"]] == [None, 3] and "I/O" in data["tiers"][0]["error"]
-    done = run("delete", url, "--salt", "alice", "--yes", code=1)
+    done = run("delete-tenant", url, "--salt", "alice", "--yes", code=1)
     assert done.stdout == "disk: 0 deleted\n" and done.stderr == "error: disk store bad: I/O error\n"
 
 
-def test_delete_tenant_needs_one_tenant(folder: Path) -> None:
-    url = f"file://{folder}"
-    assert "one of --salt and --all" in run("delete", url, "--yes", code=2).stderr
-    run("delete", url, "--salt", "a", "--all", "--yes", code=2)
-    assert all(held(folder))
-
-
-def test_clear(folder: Path) -> None:
-    (folder / "mine.txt").write_text("not of the store")
-    url = f"file://{folder}"
-    done = run("delete", url, "--all", code=1, answer="n\n")
-    assert f"Delete every entry of all tenants in {url}?" in done.stderr and all(held(folder))
-    assert read("delete", url, "--all", "--yes") == {
-        "url": url,
-        "tiers": [{"tier": "disk", "deleted": 4, "error": None}],
-    }
-    assert not any(held(folder)) and (folder / "mine.txt").exists()
-    assert run("delete", url, "--all", answer="y\n").stdout.endswith("disk: 0 deleted\n")
+def test_delete_tenant_needs_a_tenant(folder: Path) -> None:
+    assert "--salt" in run("delete-tenant", f"file://{folder}", "--yes", code=2).stderr and all(held(folder))
