@@ -2,6 +2,7 @@
 
     full attention    one table, which names a block for every token
     latents (MLA)     the same: a token's page holds its latent and the rotated part of its keys
+    sparse indexers   the same, with keys of their own, by which attention chooses latents: see `exact_pages`
     sliding window    a table in which blocks before the window are `NULL_BLOCK`, once no token attends to them
     chunked           the same, with a window that begins anew at each multiple of its length
     recurrent         a table in which block i is the state after (i + 1) blocks of tokens, or `NULL_BLOCK` where the
@@ -30,6 +31,7 @@ NULL_BLOCK = 0  # stands in the table of a group with a window for a block that 
 _FULL, _WINDOW, _LATENT = "FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"
 _CHUNKED, _RECURRENT = "ChunkedLocalAttentionSpec", "MambaSpec"
 _SUPPORTED = (_FULL, _WINDOW, _CHUNKED, _LATENT)
+_INDEXER = ".indexer."
 _DRAFT = "draft_model."  # vLLM's prefix of the layers of a draft model that numbers its layers from 0
 
 
@@ -93,6 +95,11 @@ class CachedLayers:
     recurrent: tuple[RecurrentLayer, ...]
     block: int
 
+    @property
+    def sparse(self) -> bool:
+        """Whether attention chooses its tokens by an indexer."""
+        return any(map(is_indexer, self.names))
+
 
 def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: bool = False) -> CachedLayers:
     """Read vLLM's `KVCacheConfig`.
@@ -115,12 +122,7 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
     by_name = {name: spec for name, spec in every.items() if _kind(spec) != _RECURRENT}
     if not by_name and not drafts:
         raise UnsupportedModelError("the model caches no keys and values: serve it without CuveeConnector")
-    if indexer := next((name for name in by_name if ".indexer." in name), None):
-        raise UnsupportedModelError(
-            f"{indexer}: sparse indexers (DeepSeek V3.2, GLM-5) are not supported, because they cache no keys and "
-            "values: serve this model without CuveeConnector"
-        )
-    names = tuple(sorted(by_name, key=_number_of))
+    names = tuple(sorted(by_name, key=lambda name: (_number_of(name), name)))
     order = {name: at for at, name in enumerate(names)}
     groups = []
     common = block_tokens(list(every.values()))
@@ -147,6 +149,11 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
 def block_tokens(specs: Sequence[Any]) -> int:
     """Return the fewest tokens that are whole blocks of every layer: larger heads have shorter blocks."""
     return math.lcm(*(int(spec.block_size) for spec in specs))
+
+
+def is_indexer(name: str) -> bool:
+    """Return whether a layer is a sparse indexer, by its name in vLLM."""
+    return _INDEXER in name
 
 
 def is_latent(spec: Any) -> bool:

@@ -15,6 +15,7 @@ from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, is_latent
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_PACKED = ("fp8_ds_mla", "nvfp4_ds_mla")  # of sparse attention (`exact_pages`); others' layers are refused later
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp")  # how tokens are drafted
 
 
@@ -33,7 +34,7 @@ def refuse_features(vllm_config: Any) -> None:
             speculative is not None and method not in _DRAFTS
         ),
         f"kv_cache_dtype={dtype!r}: set --kv-cache-dtype to auto, {', '.join((*TORCH_DTYPES, *_FP8))}": (
-            dtype not in ("auto", *TORCH_DTYPES, *_FP8)
+            dtype not in ("auto", *TORCH_DTYPES, *_FP8, *_PACKED)
         ),
         "external_launcher with several ranks, each with a scheduler of its own: set "
         "--distributed-executor-backend mp": (

@@ -496,7 +496,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
                 ]
             },
             UnsupportedModelError,
-            "model.layers.0.self_attn.indexer.k_cache: sparse indexers .*serve this model without CuveeConnector",
+            "sparse indexers with layers other than latents",
         ),
         ({"names": ["model.layers.0", "model.tail"]}, UnsupportedModelError, "model.tail: must have one number"),
         ({"specs": [_spec(), _spec(dtype=torch.float16)]}, UnsupportedModelError, "cache of bfloat16 and float16"),
@@ -559,7 +559,6 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
     ],
 )
 @pytest.mark.serves(model="recurrent layers, no states kept", where="refused")
-@pytest.mark.serves(model="latents (MLA) with a sparse indexer", where="refused")
 @pytest.mark.serves(cache="nvfp4", where="refused")
 @pytest.mark.serves(drafts="dflash", where="refused")
 @pytest.mark.serves(parallel="context parallelism", where="refused")
