@@ -1,6 +1,6 @@
-"""Real vLLM engines for tests: each lives in a process of its own, which is told what to do by JSON.
+"""Real vLLM engines for tests: they live in a process of their own, which is told what to do by JSON.
 
-    run_engines(folder, engines) -> {name: Ran}     this file, run as a script: several engines, one after the other
+    run_engines(folder, engines) -> {name: Ran}     this file, run as a script: engines, one after the other
     run_script(folder, script, ...) -> (status, log)
     Server(model, ...)                              the OpenAI server, on a free port
 
@@ -9,7 +9,9 @@ pytest itself never imports vLLM: it starts threads, pins cores and keeps global
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -28,7 +30,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -40,6 +41,7 @@ ROOT = Path(__file__).parents[3]
 MAX_MODEL_LEN = 512
 _KV_BYTES = 64 << 20
 _START_SECONDS, _STOP_SECONDS = 400.0, 90.0
+_freeze = gc.freeze
 
 # A window is two blocks of the engine, a fraction of a prompt.
 _WINDOW = {"head_dim": 32, "sliding_window": 64, "num_hidden_layers": 4}
@@ -309,19 +311,24 @@ def environment(**changes: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
+        # vLLM's lookup of n-grams gives torch as many threads as Numba has; on shared cores they wait for each other.
+        "NUMBA_NUM_THREADS": "1",
         # vLLM has the ranks of logprobs counted by a function that takes each process three seconds to compile.
         "TORCH_COMPILE_DISABLE": "1",
         **changes,
     }
 
 
-def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0, **variables: str) -> Results:
-    """Run engines one after the other in a new process; `variables` change its environment.
+def run_engines(
+    folder: Path, engines: Sequence[Engine], timeout: float = 600.0, fresh: bool = False, **variables: str
+) -> Results:
+    """Run engines one after the other in the process of those before, or in a new one if their environments differ.
 
     Args:
         folder: for the files of this run; made.
         engines: with names of their own.
         timeout: seconds.
+        fresh: in a new process: keys that depend on string hashes or addresses are found by the one that made them.
         variables: of the environment.
 
     Raises:
@@ -332,11 +339,57 @@ def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0,
     write_order(order, engines)
     # With AMX, oneDNN rounds a product of bfloat16 otherwise in a batch of another size. The attention keeps AMX.
     variables.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    arguments = (str(order), str(results))
-    status, text = run_script(folder, __file__, *arguments, timeout=timeout, **variables)
+    if fresh or not _running or _running[0].variables != variables:
+        _end_running()
+        _running.append(_EngineProcess(folder, variables))
+    status, text = _running[0].run(order, results, timeout)
     if status != 0:
+        _end_running()
         raise EngineFailure(f"engines {', '.join(engine.name for engine in engines)}: {status}\n{_last(text)}")
     return read_results(results, text)
+
+
+class _EngineProcess:
+    """A process that runs orders of engines until it is ended, or pytest is. To import vLLM takes it seven seconds.
+
+    Args:
+        folder: its working directory, with its log.
+        variables: of its environment.
+    """
+
+    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
+        self.variables = variables
+        self._log = folder / "log.txt"
+        self._process = _start(folder, [__file__], variables, subprocess.PIPE)
+
+    def run(self, order: Path, results: Path, timeout: float) -> tuple[int | str, str]:
+        """Have it do what an order says: 0, its exit status, or that it took too long; and its output."""
+        timeout *= _patience()
+        deadline, before = time.monotonic() + timeout, self._log.stat().st_size
+        orders = self._process.stdin
+        assert orders is not None
+        with contextlib.suppress(BrokenPipeError):
+            orders.write(f"{order}\n{results}\n".encode())
+            orders.flush()
+        while not results.exists() and self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended = self._process.poll()
+        status = 0 if results.exists() else f"not done after {timeout:g} s" if ended is None else ended
+        return status, self._log.read_bytes()[before:].decode(errors="replace")
+
+    def end(self) -> None:
+        """End it and its workers at once."""
+        with killed_at_the_end(self._process):
+            cast(Any, self._process.stdin).close()
+
+
+_running: list[_EngineProcess] = []  # at most one
+
+
+@atexit.register
+def _end_running() -> None:
+    while _running:
+        _running.pop().end()
 
 
 def run_script(
@@ -351,25 +404,37 @@ def run_script(
         timeout: seconds.
         variables: of the environment.
     """
-    log, environ = folder / "log.txt", environment(**variables)
+    timeout *= _patience()
+    process = _start(folder, [script, *arguments], variables)
+    with killed_at_the_end(process):
+        try:
+            status: int | str = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = f"not done after {timeout:g} s"
+    return status, (folder / "log.txt").read_text(errors="replace")
+
+
+def _patience() -> int:
+    return gpu_defaults.PATIENCE if gpu_defaults.wanted() else 1
+
+
+def _start(
+    folder: Path, command: Sequence[str], variables: Mapping[str, str], stdin: int | None = None
+) -> subprocess.Popen[bytes]:
+    """A process of Python in a folder, where it writes log.txt."""
+    environ = environment(**variables)
     if gpu_defaults.wanted():
         environ.update(gpu_defaults.GPU)
-        timeout *= gpu_defaults.PATIENCE
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, script, *arguments],
+    with (folder / "log.txt").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdin=stdin,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environ,
             cwd=folder,
             start_new_session=True,
         )
-        with killed_at_the_end(process):
-            try:
-                status: int | str = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                status = f"not done after {timeout:g} s"
-    return status, log.read_text(errors="replace")
 
 
 def write_order(path: Path, engines: Sequence[Engine]) -> None:
@@ -757,7 +822,7 @@ def run_steps(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
         done.append(_answer(llm, prompts, step))
         if step["until"]:
             metric, least = step["until"]
-            _wait_for(llm, metric, partial(operator.le, least))
+            _wait_for(llm, metric, functools.partial(operator.le, least))
         if step["settles"]:
             for _ in range(3):  # ranks report one step later what they hold
                 _take_a_step(llm)
@@ -770,12 +835,15 @@ def import_vllm() -> None:
     """Import vLLM, so that engines can follow each other in this process."""
     if gpu_defaults.wanted():
         gpu_defaults.install()
-    # Its modules make a million objects, none of them garbage: not searching them saves a quarter of the import.
+    # Its modules make a million objects, none of them garbage: not searching them saves a quarter of the import, and
+    # more than half of every engine, which would have all of them searched seven times at its end.
     gc.disable()
     importlib.import_module("vllm.entrypoints.llm")
     gc.enable()
     gc.freeze()
-    # Its CPU platform searches all modules at every start; of llvmlite's library, `vars` is no mapping.
+    # An engine's own objects are garbage once it has ended.
+    cast(Any, gc).freeze = cast(Any, gc).unfreeze = lambda: None
+    # Its CPU platform searches all modules at every start, once is enough; of llvmlite's library, `vars` is no mapping.
     from vllm.triton_utils import dispatcher
 
     def mapping(value: object) -> Mapping[str, Any]:
@@ -783,6 +851,9 @@ def import_vllm() -> None:
         return found if isinstance(found, Mapping) else {}
 
     dispatcher.vars = mapping
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+    once = functools.cache(platform.register_triton_kernel_overrides)
+    type(platform).register_triton_kernel_overrides = staticmethod(once)
     # It asks another process, which imports all of it again, what a model can do: a GPU must not be used before a fork.
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda inspect: inspect()
@@ -792,31 +863,38 @@ def start_engine(model: str | Path, **options: Any) -> Any:
     """`vllm.LLM`, after `import_vllm`."""
     from vllm import LLM
 
-    gc.freeze()  # again: the engine before has thawed everything at its end, and this one collects garbage eight times
+    gc.collect()
+    _freeze()  # what the engine before has imported
     return LLM(model=str(model), **options)
 
 
-def _main(order: Path, results: Path) -> None:
+def _main() -> None:
+    """Do what orders say until there are no more: lines with the path of an order, and of its results."""
     import_vllm()
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    done: dict[str, Any] = {}
-    for engine in json.loads(order.read_text()):
-        begun = time.monotonic()
-        print(mark(engine["name"]), flush=True)
-        try:
-            done[engine["name"]] = _run(engine)
-        except Exception:
-            done[engine["name"]] = {"error": traceback.format_exc()}
-            ensure_kv_transfer_shutdown()  # or the next engine would be given this one's connector
-        print(f"=== end === of {engine['name']} after {time.monotonic() - begun:.1f} s", flush=True)
-    results.write_text(json.dumps(done))
+    for line in sys.stdin:
+        order, results = Path(line.rstrip("\n")), Path(sys.stdin.readline().rstrip("\n"))
+        done: dict[str, Any] = {}
+        for engine in json.loads(order.read_text()):
+            begun, worked = time.monotonic(), time.process_time()
+            print(mark(engine["name"]), flush=True)
+            try:
+                done[engine["name"]] = _run(engine)
+            except Exception:
+                done[engine["name"]] = {"error": traceback.format_exc()}
+                ensure_kv_transfer_shutdown()  # or the next engine would be given this one's connector
+            took, worked = time.monotonic() - begun, time.process_time() - worked
+            print(f"=== end === of {engine['name']} after {took:.1f} s, {worked:.1f} s of them on a core", flush=True)
+        written = results.with_suffix(".part")
+        written.write_text(json.dumps(done))
+        written.replace(results)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--run":  # another script, which starts several engines
+    if sys.argv[1:2] == ["--run"]:  # another script, which starts several engines
         import_vllm()
         sys.argv = sys.argv[2:]
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
-        _main(Path(sys.argv[1]), Path(sys.argv[2]))
+        _main()

@@ -276,7 +276,7 @@ def loaded(
     ):
         options = {"max_logprobs": -1, "kv_transfer_config": cuvee(store(name), **PARTS, profile=profile)}
         engines.append(Engine(name, models["books"], steps, options))
-    return run_engines(folder / "loaded", engines)
+    return run_engines(folder / "loaded", engines, fresh=True)
 
 
 def conversation(ran: Ran) -> list[int]:
