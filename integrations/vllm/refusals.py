@@ -16,6 +16,7 @@ from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, is_la
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _PACKED = ("fp8_ds_mla", "nvfp4_ds_mla")  # of sparse attention (`exact_pages`); others' layers are refused later
+_BLENDED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers were checked against vLLM's prefill
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp")  # how tokens are drafted
 
 
@@ -165,13 +166,16 @@ def check_latents(vllm_config: Any, layout: KVLayout, options: Options) -> None:
         )
 
 
-def check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None, groups: Sequence[LayerGroup]) -> None:
+def check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None) -> None:
     """Refuse to blend where that is not known to be right."""
+    family = vllm_config.model_config.hf_text_config.model_type
+    if family not in _BLENDED:
+        raise UnsupportedModelError(
+            f"blend: must be used with one of {', '.join(_BLENDED)}, got {family}, which was not checked in vLLM; "
+            "remove the option"
+        )
     refused = {
-        "models with recurrent layers": layout.states,
         "models with sliding windows": any(layer.sliding_window is not None for layer in layout.layers),
-        "models with heads of different sizes": any(group.block for group in groups),
-        "models with latents (MLA)": any(layer.latent for layer in layout.layers),
         "fp8 caches": codes is not None,
         "prompts of engines with speculative decoding": vllm_config.speculative_config is not None,
         "prompts of engines with pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,

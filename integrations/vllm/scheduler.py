@@ -91,10 +91,7 @@ class SchedulerSide:
         prefill = LinearCost(1e-3, 0.0)  # before anything is measured: 1,000 tokens per second
         self._planner: BlendPlanner | None = None
         if options.blend is not None:
-            self._planner = BlendPlanner(
-                options.blend, identity, setup.block_tokens, self._lookups, state.overdue, recorder,
-                options.lookup_timeout, options.decide == "always", prefill, state.positions, breaks, clock,
-                setup.beside)  # fmt: skip
+            self._planner = BlendPlanner(state, options.blend, identity, self._lookups, prefill, breaks, setup.beside)
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._rates = Rates(state, prefill)

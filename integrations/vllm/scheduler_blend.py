@@ -47,8 +47,7 @@ class SchedulerBlends:
         if self._planner is None or tracked.segmented is None or tracked.refused:
             return tokens
         tracked.blend = None
-        with self._state.waiting() as patience:
-            offer = self._planner.offer(tracked.request, tracked.segmented, computed + tokens, patience)
+        offer = self._planner.offer(tracked.request, tracked.segmented, computed + tokens)
         if offer.ask_again:
             return None
         if offer.blend is None:

@@ -184,7 +184,7 @@ class Setup:
         if cached.recurrent:
             check_recurrent(vllm_config)
         if options.blend is not None:
-            check_blend(vllm_config, layout, codes, groups)
+            check_blend(vllm_config, layout, codes)
         if layout.max_positions is not None and tokens > layout.max_positions:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
         if layout.layers[0].latent or cached.sparse:
@@ -304,10 +304,8 @@ class Setup:
             vllm_config: vLLM's `VllmConfig`.
 
         Raises:
-            UnsupportedModelError: there are such layers, or prompts are to be blended where layers share a cache.
+            UnsupportedModelError: there are such layers.
         """
-        if self.options.blend is not None and any(shares.values()):
-            raise UnsupportedModelError("blend: models whose layers share a cache cannot be blended; remove the option")
         drafted = vllm_config.speculative_config is not None
         most = vllm_config.model_config.hf_text_config.num_hidden_layers if drafted else None
         known = () if self.layers is None else (*self.layers.names, *(layer.name for layer in self.recurrent))

@@ -28,9 +28,6 @@ from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.integrations.vllm.blending.executing import PagesExchange
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers were checked against vLLM's prefill."""
-
 _LAYER_ARGUMENTS = ["positions", "hidden_states", "residual"]
 
 
@@ -64,17 +61,12 @@ class LoadedModel:
         owners: models that own these modules.
 
     Raises:
-        UnsupportedModelError: its layers were not checked, or cannot be found.
+        UnsupportedModelError: its layers take other arguments than those that were checked, or cannot be found.
     """
 
     def __init__(
         self, vllm_config: Any, layout: KVLayout, attention: dict[str, Any], spec: Any, owners: Sequence[Any]
     ) -> None:
-        family = vllm_config.model_config.hf_text_config.model_type
-        if family not in FAMILIES:
-            raise UnsupportedModelError(
-                f"blend: must be used with one of {', '.join(FAMILIES)}, got {family}, which was not checked in vLLM"
-            )
         self.config = vllm_config
         self.layout = layout
         self.names = list(attention)

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cuvee.blend.segmentation import LineBreaks, Span
 from cuvee.codec.errors import InputError
@@ -34,8 +33,10 @@ from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.decision import BlendCost, BlendPays
 from cuvee.integrations.vllm.lookups import Lookup, Lookups
 from cuvee.integrations.vllm.messages import Blend, Entry
-from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.naming.identity import Identity, Scope, canonical, content_digest
+
+if TYPE_CHECKING:  # it imports this module
+    from cuvee.integrations.vllm.scheduler_state import SchedulerState
 
 logger = logging.getLogger(__name__)
 
@@ -124,50 +125,32 @@ class BlendPlanner:
     """Finds what can be blended. Used by the scheduler's side alone, in the engine's loop.
 
     Args:
-        options: of the engine.
+        state: of the scheduler's side.
+        options: of blending.
         identity: of its blobs.
-        block_tokens: tokens per block of the engine.
         lookups: asks the store in the background.
-        overdue: called when a lookup takes too long.
-        recorder: takes the figures.
-        lookup_timeout: seconds that a request waits for the answer.
-        always: blend all that is found, even if computing is expected to be faster.
         prefill: what computing costs, measured by the caller.
-        positions: number of positions of the model; None: no limit.
         breaks: line breaks of the vocabulary, if they are known.
-        clock: seconds, monotonic.
         beside: whether other connectors see the engine's requests. Then blocks are renamed only once the engine has
             taken a blend (`take`), and it does not find an equal blend that it has already.
     """
 
     def __init__(
         self,
+        state: SchedulerState,
         options: BlendOptions,
         identity: Identity,
-        block_tokens: int,
         lookups: Lookups,
-        overdue: Callable[[], None],
-        recorder: Recorder,
-        lookup_timeout: float,
-        always: bool,
         prefill: LinearCost,
-        positions: int | None = None,
-        breaks: LineBreaks | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        beside: bool = False,
+        breaks: LineBreaks | None,
+        beside: bool,
     ) -> None:
+        self._state = state
         self._options = options
         self._beside = beside
         self.identity = identity
-        self._block = block_tokens
         self._lookups = lookups
-        self._overdue = overdue
-        self._recorder = recorder
-        self._timeout = lookup_timeout
-        self._always = always
-        self._positions = positions
         self._chunker = options.chunker(breaks)
-        self._clock = clock
         self.pays = BlendPays(prefill)
         self._once = Once(logger)
 
@@ -195,7 +178,7 @@ class BlendPlanner:
         digests = self._digests(request, tenant, spans)
         named = wants.segments is not None
         cost = float(options.cost if wants.cost is None else wants.cost)
-        return Segmented(spans, digests, cost, self._clock(), blends=wants.blend, named=named)
+        return Segmented(spans, digests, cost, self._state.clock(), blends=wants.blend, named=named)
 
     def rename(self, segmented: Segmented, request: Any, tenant: str) -> None:
         """Name the segments by a changed identity, forget the store's answer, and do not ask again."""
@@ -206,26 +189,26 @@ class BlendPlanner:
     def ask(self, segmented: Segmented, tenant: str) -> None:
         """Ask the store in the background which segments are there."""
         if segmented.blends and segmented.lookup is None and segmented.digests:
-            segmented.asked = self._clock()
+            segmented.asked = self._state.clock()
             digests, spans = list(segmented.digests), list(segmented.spans)
             segmented.lookup = self._lookups.begin(tenant, partial(self._find, digests, spans), [None] * len(digests))
 
-    def offer(self, request: Any, segmented: Segmented, base: int, patience: float) -> Offer:
+    def offer(self, request: Any, segmented: Segmented, base: int) -> Offer:
         """Offer a blend for a request whose first `base` tokens are exact.
 
         Args:
             request: the engine's.
             segmented: its segments.
             base: number of tokens that the engine has or loads exactly.
-            patience: seconds to wait for the store's answer.
 
         Returns:
             the blend without its blocks, or that nothing is blended, or that the engine has to ask again.
         """
         if not segmented.blends or segmented.lookup is None:
             return NO_BLEND
-        late = not wait([segmented.lookup.answer], patience).done
-        if late and self._clock() - segmented.asked <= self._timeout:
+        with self._state.waiting() as patience:
+            late = not wait([segmented.lookup.answer], patience).done
+        if late and self._state.clock() - segmented.asked <= self._state.options.lookup_timeout:
             return ASK_AGAIN
         try:
             there = segmented.lookup.settle()
@@ -234,7 +217,7 @@ class BlendPlanner:
             self.refuse(segmented, "failed")
             return NO_BLEND
         if late:
-            self._overdue()
+            self._state.overdue()
             if not any(there):
                 self.refuse(segmented, "timeout")
                 return NO_BLEND
@@ -261,7 +244,7 @@ class BlendPlanner:
             return Offer(blend)
         computed = end - base - (1 - segmented.cost) * reused
         cost = BlendCost(len(pieces), sum(piece.tokens for piece in pieces), computed, end)
-        if not self._always and not self.pays.worth(base, end, cost):
+        if self._state.options.decide != "always" and not self.pays.worth(base, end, cost):
             self.refuse(segmented, "declined")
             return NO_BLEND
         if not self._are_named(request, blend):
@@ -300,7 +283,7 @@ class BlendPlanner:
         segmented.taken = frozenset()  # everything is computed, so segments that were to be reused can be stored again
         if segmented.refused:
             return
-        self._recorder.count("blends_refused", label=reason)
+        self._state.recorder.count("blends_refused", label=reason)
         segmented.refused = reason
         segmented.blends = False
 
@@ -319,11 +302,11 @@ class BlendPlanner:
 
     def _kept(self, request: Any, spans: list[Span]) -> list[Span]:
         """Return the segments within the model's positions, in order; if there are too many, the longest of them."""
-        within = [span for span in spans if self._positions is None or span[1] <= self._positions]
+        within = [span for span in spans if self._state.addressed(span[1]) == span[1]]
         # A stable sort: the first among equals.
         longest = sorted(within, key=lambda span: span[0] - span[1])[:MOST_SEGMENTS]
         for reason, left_out, limit in (
-            ("positions", len(spans) - len(within), f"the model has {self._positions} positions"),
+            ("positions", len(spans) - len(within), f"the model has {self._state.positions} positions"),
             ("number", len(within) - len(longest), f"a prompt has at most {MOST_SEGMENTS}; name longer ones"),
         ):
             if left_out:
@@ -337,7 +320,7 @@ class BlendPlanner:
         return [content_digest(self.identity, Scope(tenant), ids[start:end]) for start, end in spans]
 
     def _refused(self, reason: str) -> Segmented:
-        segmented = Segmented([], [], 0.0, self._clock())
+        segmented = Segmented([], [], 0.0, self._state.clock())
         self.refuse(segmented, reason)
         return segmented
 
@@ -347,7 +330,7 @@ class BlendPlanner:
         The last one has none yet if it is not full. It would get an exact one later.
         """
         named = len(request.block_hashes)
-        return named == request.num_tokens // self._block and blend.changed // self._block < named
+        return named == request.num_tokens // self._state.block and blend.changed // self._state.block < named
 
     def _set_apart(self, request: Any, segmented: Segmented, blend: Blend) -> None:
         """Rename the request's blocks from the first on that a blend changes."""
@@ -358,5 +341,5 @@ class BlendPlanner:
             digest_size=32,
             person=b"cuvee-blend",
         ).digest()
-        set_apart(request, first // self._block, recipe)
+        set_apart(request, first // self._state.block, recipe)
         segmented.recipe, segmented.exact = recipe, first

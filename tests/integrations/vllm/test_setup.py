@@ -256,8 +256,6 @@ def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
         Setup.of_engine(*_engine(**latents, **off))
     with pytest.raises(UnsupportedModelError, match="another order than in vLLM's latents; remove it"):
         Setup.of_engine(*_engine(**latents, extra={"profile": str(tmp_path / "p")}))
-    with pytest.raises(UnsupportedModelError, match="blend: models with latents"):
-        Setup.of_engine(*_engine(**latents, extra={"blend": {}}))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
@@ -360,11 +358,6 @@ def test_layers_with_a_cache_that_the_scheduler_does_not_know_are_refused(shared
     made.check_registered({**own, "model.layers.2": "model.layers.1"}, config)
     with pytest.raises(UnsupportedModelError, match=r"model.layers.2: has a cache that .*without CuveeConnector"):
         made.check_registered({**own, "model.layers.2": shared}, config)
-    config, cache = _engine(extra={"blend": {}})
-    made = Setup.of_engine(config, cache)
-    made.check_registered(own, config)
-    with pytest.raises(UnsupportedModelError, match=r"blend: models whose layers share a cache .*remove the option"):
-        made.check_registered({**own, "model.layers.2": "model.layers.1"}, config)
     config, cache = _engine(speculative=_drafts("eagle"))
     Setup.of_engine(config, cache).check_registered({**own, "model.layers.2": shared}, config)
 
@@ -455,7 +448,11 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ),
         (_hybrid(cache__prefix_match_unit=32), UnsupportedModelError, "leave --prefix-match-unit out"),
         (_hybrid(cache__use_replayssm=True), UnsupportedModelError, "leave --use-replayssm out"),
-        (_hybrid(extra={"blend": {}}), UnsupportedModelError, "blend: models with recurrent layers .*remove the opt"),
+        (
+            _hybrid(extra={"blend": {}}),
+            UnsupportedModelError,
+            "blend: must be used with one of llama, .*, got lfm2, .*remove the option",
+        ),
         (
             _hybrid(extra={"deadline_ms": 100}),
             UnsupportedModelError,
@@ -472,11 +469,6 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
             "chunk_tokens: must divide the 384 tokens of a chunk of the model's attention, .*got 256: set it to 128",
         ),
         ({"specs": [_spec(), _spec(RSWASpec)]}, UnsupportedModelError, "cache a RSWASpec are not supported"),
-        (
-            {"specs": [_spec(), _spec(block_size=64)], "extra": {"blend": {}}},
-            UnsupportedModelError,
-            "blend: models with heads of different sizes .*remove the option",
-        ),
         ({"specs": [_spec(), _spec(block_size=96)]}, InputError, "chunk_tokens: must be a multiple of .* 96, got 256"),
         (
             {"specs": [_spec(), _spec(SlidingWindowSpec, sliding_window=80)]},
