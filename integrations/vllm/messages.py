@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-from cuvee.integrations.vllm.decision import BlendCost
+from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.metrics import Data, merge
 
 if TYPE_CHECKING:  # the connector imports this module before whatever imports Numba may be
@@ -229,13 +229,12 @@ class Report:
     Attributes:
         steps: numbers of the executed steps.
         ended: requests whose loads are over, successfully or not.
-        loaded: (work in tokens by `load_work`, seconds) of each successful load.
+        restored: what each successful load and blend took.
         failed: requests whose load failed in part or as a whole.
         unsaved: digests of entries that were to be stored and are not.
         metrics: as `Recorder.drain` returns them.
         delivered: what was restored of which quality, once per rank and load.
         placed: requests with a blend whose prefix and segments are placed, once per rank.
-        blended: work and seconds of each successful blend.
         stored: digests of chunks that are stored, once per rank, if routers are told.
         kept: numbers of steps before which all resets were those of sleeps and changed no weight, once per rank.
         step_seconds: what steps took on the slowest rank, by their numbers, once they are over.
@@ -243,13 +242,12 @@ class Report:
 
     steps: list[int] = field(default_factory=list)
     ended: set[str] = field(default_factory=set)
-    loaded: list[tuple[int, float]] = field(default_factory=list)
+    restored: list[Restored] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     unsaved: set[bytes] = field(default_factory=set)
     metrics: Data | None = None
     delivered: list[Delivery] = field(default_factory=list)
     placed: list[str] = field(default_factory=list)
-    blended: list[BlendCost] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     step_seconds: dict[int, float] = field(default_factory=dict)

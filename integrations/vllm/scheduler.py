@@ -24,7 +24,7 @@ from typing import Any
 
 from cuvee.blend.segmentation import LineBreaks
 from cuvee.integrations.adapters import Adapters
-from cuvee.integrations.costs import LinearCost, prefill_quantities
+from cuvee.integrations.costs import prefill_quantities
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -88,19 +88,20 @@ class SchedulerSide:
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
         self._lookups = Lookups(self._pool, state.contains, setup.ranks)
-        prefill = LinearCost(1e-3, 0.0)  # before anything is measured: 1,000 tokens per second
+        self._rates = Rates(state)
         self._planner: BlendPlanner | None = None
         if options.blend is not None:
-            self._planner = BlendPlanner(state, options.blend, identity, self._lookups, prefill, breaks, setup.beside)
+            self._planner = BlendPlanner(
+                state, options.blend, identity, self._lookups, self._rates.pays, breaks, setup.beside
+            )
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
-        self._rates = Rates(state, prefill)
         self._events = SchedulerEvents(setup.ranks, make_events)
         self._prefixes = PrefixLookups(state, self._lookups, known, self._events)
         self._loads = SchedulerLoads(state, self._prefixes, self._rates, setup.prefix_caching)
         self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
-        self._deadlines = SchedulerDeadlines(state, setup.loads_in_part, prefill)
+        self._deadlines = SchedulerDeadlines(state, setup.loads_in_part, self._rates.prefill)
 
     # Requests, in the order in which the engine calls ------------------------------------------------------------
 

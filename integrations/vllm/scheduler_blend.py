@@ -83,7 +83,7 @@ class SchedulerBlends:
         return drops
 
     def take(self, report: Report) -> None:
-        """Note which blends are placed, and learn from those that were made."""
+        """Note which blends are placed."""
         for request_id in report.placed:
             if request_id in self._placed:
                 self._placed[request_id] += 1
@@ -92,9 +92,6 @@ class SchedulerBlends:
                     self._ready.append(request_id)
             else:  # another rank failed, or the request has ended
                 self._drops.append(request_id)
-        if self._planner is not None:
-            for done in report.blended:
-                self._planner.pays.observe(done)
 
     def refuse(self, tracked: Tracked) -> None:
         """Blend a request no more, because its load failed."""

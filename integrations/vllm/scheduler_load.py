@@ -49,7 +49,7 @@ class SchedulerLoads:
         result = "miss" if not coded else ("hit" if tracked.end == usable else "partial")
         if tokens < options.least_tokens or tracked.declined:
             tokens = 0
-        elif not tracked.settled and not self._rates.pays(tracked, computed):
+        elif not tracked.settled and not self._rates.load_pays(tracked, computed):
             tokens, result, tracked.declined = 0, "declined", True
         if not tracked.settled:
             tracked.settled = True

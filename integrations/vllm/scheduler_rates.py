@@ -1,9 +1,9 @@
-"""Measured speeds of computing and loading, and the decision which of them pays."""
+"""What steps and loads take, and the decision which of them pays."""
 
 from __future__ import annotations
 
 from cuvee.integrations.costs import LinearCost
-from cuvee.integrations.vllm.decision import BreakEven, load_work
+from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 
@@ -12,31 +12,31 @@ _REMEMBERED = 64  # steps whose time no worker has reported yet
 
 
 class Rates:
-    """Learns what steps and loads cost.
+    """Learns what steps, loads and blends cost.
 
     Args:
         state: of the scheduler's side.
-        prefill: learns what computing costs, for loads and blends alike.
 
     Attributes:
-        break_even: decides, by what loads and computing cost.
+        prefill: what computing costs.
+        pays: decides, by what restoring and computing cost.
     """
 
-    def __init__(self, state: SchedulerState, prefill: LinearCost) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._prefill = prefill
-        self.break_even = BreakEven(prefill)
+        self.prefill = LinearCost(1e-3, 0.0)  # before anything is measured: 1,000 tokens per second
+        self.pays = Pays(self.prefill, state.chunk)
         self._timed_steps: dict[int, tuple[int, float]] = {}
 
-    def pays(self, tracked: Tracked, computed: int) -> bool:
+    def load_pays(self, tracked: Tracked, computed: int) -> bool:
         """Return whether it pays to load what was found after the first `computed` tokens. With a deadline, the load
         itself decides.
         """
         if tracked.due is not None or self._state.options.decide == "always":
             return True
         found, chunk = tracked.found, self._state.chunk
-        work = load_work(max(found.chunks - computed // chunk, 0), found.tail, chunk)
-        return self.break_even.worth_loading(computed, tracked.end, work)
+        sizes = [chunk] * (found.chunks - computed // chunk) + [found.tail] * bool(found.tail)
+        return self.pays.worth("load", computed, tracked.end, sizes)
 
     def begin_step(self, plan: StepPlan, prompt_tokens: int, looked_at: float, scheduled: int) -> None:
         """Have a step timed if it tells the speed of prefill.
@@ -54,16 +54,15 @@ class Rates:
                 del self._timed_steps[next(iter(self._timed_steps))]
 
     def take(self, report: Report) -> None:
-        """Learn from the steps and loads that have ended."""
+        """Learn from the steps, loads and blends that have ended."""
         timed = [(self._timed_steps.pop(step), seconds) for step, seconds in report.step_seconds.items()
                  if step in self._timed_steps]  # fmt: skip
         for (tokens, looked_at), seconds in timed:
-            self._prefill.observe(tokens, looked_at, max(seconds, 1e-6))
-        for work, seconds in report.loaded:
-            self.break_even.observe_load(work, max(seconds, 1e-6))
-        estimate = self.break_even.estimate if timed or report.loaded else None
-        if estimate is not None:
+            self.prefill.observe(tokens, looked_at, max(seconds, 1e-6))
+        for done in report.restored:
+            self.pays.observe(done)
+        if (timed or report.restored) and self.pays.knows("load"):
             recorder = self._state.recorder
-            recorder.gauge("break_even_tokens", estimate.break_even)
-            recorder.gauge("tokens_per_second", estimate.prefill_rate, "prefill")
-            recorder.gauge("tokens_per_second", estimate.load_rate, "load")
+            recorder.gauge("break_even_tokens", self.pays.break_even)
+            for work, speed in self.pays.speeds.items():
+                recorder.gauge("tokens_per_second", speed, work)

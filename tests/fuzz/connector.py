@@ -22,6 +22,7 @@ from tests.integrations.vllm.small_engine import SmallEngine, Wrong
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.vllm.connector_config import Options
+from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder, collect, interval_figures
@@ -60,12 +61,17 @@ def _metrics(dice: Dice) -> dict[str, float] | None:
     return recorder.drain()
 
 
+def _restored(dice: Dice) -> Restored:
+    work = dice.pick((1, 16, 1 << 40)), dice.pick((0.0, 1.0, 1e9))
+    return Restored(dice.pick(("load", "blend")), *work, dice.pick((0.0, 1e-12, 1.0, 1e12, -1.0)))
+
+
 def _report(dice: Dice) -> Report:
     """Make a report of the right types from a worker that is confused, late or repeats itself."""
     return Report(
         [dice.pick((0, 1, 2, -1, 1 << 40)) for _ in range(dice.number(0, 4))],
         set(_names(dice)),
-        [(dice.pick((1, 16, 1 << 40)), dice.pick((0.0, 1e-12, 1.0, 1e12, -1.0))) for _ in range(dice.number(0, 3))],
+        [_restored(dice) for _ in range(dice.number(0, 3))],
         set(_names(dice)),
         set(_digests(dice)),
         _metrics(dice),

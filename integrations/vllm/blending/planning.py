@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from cuvee.blend.segmentation import LineBreaks, Span
 from cuvee.codec.errors import InputError
-from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.block_names import set_apart
-from cuvee.integrations.vllm.decision import BlendCost, BlendPays
+from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.lookups import Lookup, Lookups
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.naming.identity import Identity, Scope, canonical, content_digest
@@ -129,7 +128,7 @@ class BlendPlanner:
         options: of blending.
         identity: of its blobs.
         lookups: asks the store in the background.
-        prefill: what computing costs, measured by the caller.
+        pays: whether a blend pays; the caller measures.
         breaks: line breaks of the vocabulary, if they are known.
         beside: whether other connectors see the engine's requests. Then blocks are renamed only once the engine has
             taken a blend (`take`), and it does not find an equal blend that it has already.
@@ -141,7 +140,7 @@ class BlendPlanner:
         options: BlendOptions,
         identity: Identity,
         lookups: Lookups,
-        prefill: LinearCost,
+        pays: Pays,
         breaks: LineBreaks | None,
         beside: bool,
     ) -> None:
@@ -151,7 +150,7 @@ class BlendPlanner:
         self.identity = identity
         self._lookups = lookups
         self._chunker = options.chunker(breaks)
-        self.pays = BlendPays(prefill)
+        self._pays = pays
         self._once = Once(logger)
 
     def segment(self, request: Any, tenant: str) -> Segmented | None:
@@ -243,8 +242,8 @@ class BlendPlanner:
         if segmented.recipe:  # decided before
             return Offer(blend)
         computed = end - base - (1 - segmented.cost) * reused
-        cost = BlendCost(len(pieces), sum(piece.tokens for piece in pieces), computed, end)
-        if self._state.options.decide != "always" and not self.pays.worth(base, end, cost):
+        sizes = (piece.tokens for piece in pieces)
+        if self._state.options.decide != "always" and not self._pays.worth("blend", base, end, sizes, computed):
             self.refuse(segmented, "declined")
             return NO_BLEND
         if not self._are_named(request, blend):

@@ -27,7 +27,7 @@ SCHEDULER = (
     "_track", "_requests.why_uncached", "_requests.tenant", "_requests.chain",
     "_requests._adapters.find", "_requests._media_names.name", "_loads.match",
     "_loads._is_loaded_by_another", "_loads._prefix", "_loads.allocate",
-    "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_rates.pays", "_state.usable",
+    "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_rates.load_pays", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
     "_prefixes._tail_sizes", "_prefixes._find", "_lookups._contains", "_lookups.begin",
     "_lookups._pool.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
@@ -35,8 +35,7 @@ SCHEDULER = (
     "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
     "_blends.drop", "_state.clock", "_events.planned", "_events.stored", "_events.not_stored", "_events.gone",
     "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
-    "_state.store.contains", "_rates.break_even.observe_load",
-    "_rates.break_even.worth_loading",
+    "_state.store.contains", "_rates.pays.observe", "_rates.pays.worth",
     "_planner.segment", "_planner.ask", "_planner.offer", "_planner.harvest", "_planner.refuse", "_planner.rename",
 )  # fmt: skip
 WORKER = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from cuvee.blend.segmentation import ContentChunker, LineBreaks
 from cuvee.integrations.vllm.blending import planning
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented
-from cuvee.integrations.vllm.decision import BlendCost
+from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, StepPlan
 from cuvee.naming.identity import store_key
 
@@ -81,7 +80,7 @@ def blend(d: Desk, request: SimpleNamespace, computed: int = 0) -> Load:
     name = request.request_id
     d.side.take(Report([1], placed=[name] * d.shards))
     assert d.plan().blends == [name]
-    d.side.take(Report([2], ended={name}, blended=[BlendCost(2, 50, 22.5, 65)] * d.shards))
+    d.side.take(Report([2], ended={name}, restored=[Restored("blend", 50, 22.5, 0.1)] * d.shards))
     d.side.allocated(request, [BLOCKS], 0)  # as the engine does once all is there
     return planned
 
@@ -674,7 +673,7 @@ def test_a_lookup_that_fails_is_no_blend(desk: Callable[..., Desk], error: type[
 # Whether it pays -----------------------------------------------------------------------------------------------------
 
 
-def measure(d: Desk, prefill: float, blended: float, shape: BlendCost = BlendCost(2, 50, 22.5, 65)) -> None:  # noqa: B008
+def measure(d: Desk, prefill: float, blended: float, decoded: int = 50, computed: float = 22.5) -> None:
     """Steps of 16 tokens, and blends like those that are asked for, that took so many seconds."""
     for _ in range(8):
         small = make_request("p", tokens=16)
@@ -684,7 +683,7 @@ def measure(d: Desk, prefill: float, blended: float, shape: BlendCost = BlendCos
             Report(
                 [step.step],
                 step_seconds={step.step: prefill},
-                blended=[replace(shape, place_seconds=blended / 2, compute_seconds=blended / 2)],
+                restored=[Restored("blend", decoded, computed, blended)],
             )
         )
 
@@ -708,9 +707,9 @@ def test_blends_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
 def test_loads_and_blends_are_judged_by_their_own_speed(desk: Callable[..., Desk]) -> None:
     d = desk(decide="measured")
     d.put_segments(SECOND)
-    measure(d, 1e-3, 0.65, BlendCost(1, 21, 15.15, 65))
+    measure(d, 1e-3, 0.65, 21, 15.15)
     for _ in range(8):
-        d.side.take(Report(loaded=[(64, 1e-5)]))
+        d.side.take(Report(restored=[Restored("load", 64, 0, 1e-5)]))
     request = ask(d, chunks=2)
     assert d.matched(request) == (32, True)
 

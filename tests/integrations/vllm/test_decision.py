@@ -1,4 +1,4 @@
-"""When loads and blends pay: the break-even length, what is tried although it looks too slow, and shapes of blends."""
+"""When loads and blends pay: the break-even length, what is tried although it looks too slow, and small pieces."""
 
 from __future__ import annotations
 
@@ -7,57 +7,52 @@ import math
 import pytest
 
 from cuvee.integrations.costs import LinearCost, prefill_quantities
-from cuvee.integrations.vllm.decision import (
-    MIN_SAMPLES,
-    TRIAL_EVERY,
-    BlendCost,
-    BlendPays,
-    BreakEven,
-    Estimate,
-    load_work,
-)
+from cuvee.integrations.vllm.decision import MIN_SAMPLES, TRIAL_EVERY, Kind, Pays, Restored, decoding_work
+
+CHUNK = 256
 
 
-def computing(token: float = 1e-3, looked_at: float = 0.0, steps: int = 8, constant: float = 0.0) -> LinearCost:
-    """What was learned from steps of several lengths."""
+def judge(token: float = 1e-3, looked_at: float = 0.0, steps: int = 8, constant: float = 0.0) -> Pays:
+    """What was learned of computing from steps of several lengths, and nothing of restoring."""
     cost = LinearCost(1e-3, 0.0)
     for at in range(steps):
         x, y = prefill_quantities(1024 * (at % 3), 1024 * (at % 3) + 256 * (1 + at % 4))
         cost.observe(x, y, constant + token * x + looked_at * y)
-    return cost
+    return Pays(cost, CHUNK)
 
 
-def loading(decision: BreakEven, overhead: float, token: float, loads: int = 8) -> None:
+def load(pays: Pays, overhead: float, token: float, loads: int = 8) -> None:
     for at in range(loads):
         work = 256 * (1 + at % 4)
-        decision.observe_load(work, overhead + token * work)
+        pays.observe(Restored("load", work, 0.0, overhead + token * work))
+
+
+def pays_for(pays: Pays, start: int, stop: int, kind: Kind = "load") -> bool:
+    """Whether a load pays whose work is that of its tokens."""
+    return pays.worth(kind, start, stop, [CHUNK] * ((stop - start) // CHUNK) + [(stop - start) % CHUNK])
 
 
 def test_the_first_length_that_pays() -> None:
-    decision = BreakEven(computing(1e-3))
-    loading(decision, 0.1, 1e-4)
-    estimate = decision.estimate
-    assert estimate is not None and estimate.break_even == pytest.approx(0.1 / 9e-4, rel=0.05)
-    assert estimate.prefill_rate == pytest.approx(1000, rel=0.05) and estimate.load_rate == pytest.approx(1e4, rel=0.1)
-    length = int(estimate.break_even)
-    assert decision.worth_loading(0, length + 8, length + 8) and not decision.worth_loading(0, length - 8, length - 8)
+    pays = judge(1e-3)
+    load(pays, 0.1, 1e-4)
+    assert pays.break_even == pytest.approx(0.1 / 9e-4, rel=0.05)
+    assert pays.speeds == pytest.approx({"prefill": 1000, "load": 1e4}, rel=0.1)
+    assert pays_for(pays, 0, 160) and not pays_for(pays, 0, 80)
 
 
 def test_what_every_step_takes_makes_no_load_pay() -> None:
     """The rest of the prompt is computed in a step of its own after a load."""
-    decision = BreakEven(computing(1e-3, constant=0.5))
-    loading(decision, 0.1, 1e-4)
-    assert decision.estimate is not None and decision.estimate.break_even == pytest.approx(0.1 / 9e-4, rel=0.1)
-    assert not decision.worth_loading(0, 64, 64) and decision.worth_loading(0, 160, 160)
+    pays = judge(1e-3, constant=0.5)
+    load(pays, 0.1, 1e-4)
+    assert pays.break_even == pytest.approx(0.1 / 9e-4, rel=0.1)
+    assert not pays_for(pays, 0, 64) and pays_for(pays, 0, 160)
 
 
 def test_attention_over_a_long_prefix_makes_loads_pay() -> None:
-    decision = BreakEven(computing(1e-4, 2e-7))
-    loading(decision, 0.02, 3e-4)
-    assert not decision.worth_loading(0, 64, 64) and decision.worth_loading(8192, 8256, 64)
-    estimate = decision.estimate
-    assert estimate is not None and math.isfinite(estimate.break_even)
-    tokens = estimate.break_even
+    pays = judge(1e-4, 2e-7)
+    load(pays, 0.02, 3e-4)
+    assert not pays_for(pays, 0, 64) and pays_for(pays, 8192, 8256)
+    tokens = pays.break_even
     assert 0.02 + 3e-4 * tokens == pytest.approx(1e-4 * tokens + 2e-7 * tokens**2, rel=0.1)
 
 
@@ -69,65 +64,54 @@ def test_attention_over_a_long_prefix_makes_loads_pay() -> None:
     ],
 )  # fmt: skip
 def test_lengths_at_the_edges(prefill: tuple[float, float], load: tuple[float, float], expected: float) -> None:
-    estimate = Estimate.of(LinearCost(*prefill), LinearCost(load[1], 0.0, constant=load[0]))
-    assert estimate.break_even == pytest.approx(expected, abs=1) and estimate.prefill_rate > 0
+    pays = Pays(LinearCost(*prefill), CHUNK)
+    pays._costs["load"] = LinearCost(load[1], 0.0, constant=load[0])
+    assert pays.break_even == pytest.approx(expected, abs=1) and pays.speeds["prefill"] > 0
 
 
 def test_what_a_load_has_to_decode() -> None:
-    assert load_work(3, 0, 256) == 768
-    assert load_work(0, 16, 256) == 16 + 80 and load_work(1, 255, 256) == 256 + 255 + 1
-    decision = BreakEven(computing(1e-3))
-    loading(decision, 0.01, 5e-4)
-    assert decision.worth_loading(240, 512, 272) and not decision.worth_loading(240, 512, 1024), "decoded in vain"
+    assert decoding_work([256] * 3, CHUNK) == 768 and decoding_work([1000], CHUNK) == 1000
+    assert decoding_work([16], CHUNK) == 16 + 80 and decoding_work([256, 253], CHUNK) == 256 + 253 + 1
+    pays = judge(1e-3)
+    load(pays, 0.01, 5e-4)
+    assert pays.worth("load", 240, 512, [272]) and not pays.worth("load", 240, 512, [1024]), "decoded in vain"
 
 
 def test_loads_until_both_sides_are_known() -> None:
-    few = BreakEven(computing(1e-5, steps=MIN_SAMPLES - 1))
-    loading(few, 1.0, 1.0)
-    assert few.estimate is None and few.worth_loading(0, 100, 100)
+    few = judge(1e-5, steps=MIN_SAMPLES - 1)
+    load(few, 1.0, 1.0)
+    assert not few.knows("load") and pays_for(few, 0, 100)
+    few = judge(1e-5)
+    load(few, 1.0, 1.0, loads=MIN_SAMPLES - 1)
+    assert not few.knows("load") and pays_for(few, 0, 100)
 
 
 def test_one_in_so_many_declined_is_tried_and_notices_a_store_that_has_recovered() -> None:
-    decision = BreakEven(computing(1e-4))
-    loading(decision, 1.0, 1e-3)
-    answers = [decision.worth_loading(0, 512, 512) for _ in range(3 * TRIAL_EVERY)]
+    pays = judge(1e-4)
+    load(pays, 1.0, 1e-3)
+    answers = [pays_for(pays, 0, 512) for _ in range(3 * TRIAL_EVERY)]
     assert [at for at, tried in enumerate(answers, 1) if tried] == [TRIAL_EVERY, 2 * TRIAL_EVERY, 3 * TRIAL_EVERY]
-    loading(decision, 1e-4, 1e-6, loads=32)
-    assert all(decision.worth_loading(0, 512, 512) for _ in range(8))
+    load(pays, 1e-4, 1e-6, loads=32)
+    assert all(pays_for(pays, 0, 512) for _ in range(8))
 
 
-# Blends --------------------------------------------------------------------------------------------------------------
-
-USEFUL = BlendCost(4, 1024, 100, 1200)
-USELESS = BlendCost(1000, 4000, 3000, 7000)
-
-
-def blends(pays: BlendPays, shape: BlendCost, seconds: float, count: int = 8) -> None:
-    for _ in range(count):
-        fields = {name: getattr(shape, name) for name in ("pieces", "placed", "computed", "context", "prefix")}
-        pays.observe(BlendCost(**fields, place_seconds=seconds / 2, compute_seconds=seconds / 2))
-
-
-def test_blends_are_judged_by_their_shape() -> None:
-    pays = BlendPays(computing(1e-3))
-    assert pays.worth(0, 1200, USEFUL), "nothing was measured yet"
-    blends(pays, USEFUL, 0.2)
-    blends(pays, USELESS, 20.0)
-    assert pays.expected(USEFUL) == pytest.approx(0.2, rel=0.05)
-    assert pays.worth(0, 1200, USEFUL) and not pays.worth(0, 7000, USELESS)
-    answers = [pays.worth(0, 7000, USELESS) for _ in range(2 * TRIAL_EVERY - 1)]
-    assert answers.count(True) == 2, "some are tried, to notice that they have become quicker"
-    blends(pays, USELESS, 0.5, count=32)
-    assert pays.worth(0, 7000, USELESS)
+def test_useless_blends_of_one_client_do_not_have_those_of_others_declined() -> None:
+    """A thousand pieces of four tokens, and much text between them: each piece has its fixed cost."""
+    useful, useless = ([256] * 4, 100.0), ([4] * 1000, 3000.0)
+    pays = judge(1e-3)
+    for _ in range(8):
+        pays.observe(Restored("blend", decoding_work(useful[0], CHUNK), useful[1], 0.2))
+    for _ in range(24):
+        pays.observe(Restored("blend", decoding_work(useless[0], CHUNK), useless[1], 20.0))
+    assert pays.worth("blend", 0, 1200, *useful) and not pays.worth("blend", 0, 7000, *useless)
+    assert pays_for(pays, 0, 64), "nothing was measured of loads"
+    for _ in range(32):
+        pays.observe(Restored("blend", decoding_work(useless[0], CHUNK), useless[1], 0.5))
+    assert pays.worth("blend", 0, 7000, *useless), "they have become quicker"
 
 
-def test_parts_of_blends_that_were_not_measured_count_as_free() -> None:
-    pays = BlendPays(computing(1e-3))
-    for _ in range(MIN_SAMPLES):
-        pays.observe(BlendCost(4, 1024, 0, 1200, place_seconds=0.5, compute_seconds=0.5))
-        pays.observe(BlendCost(4, 0, 100, 1200, prefix=512, place_seconds=0.5))
-        pays.observe(BlendCost(4, 1024, 100, 1200, place_seconds=math.inf))
-    assert pays.expected(USEFUL) == pytest.approx(0.5, rel=0.05), "placing alone was measured"
-    early = BlendPays(computing(1e-5, steps=MIN_SAMPLES - 1))
-    blends(early, USEFUL, 9.0)
-    assert early.worth(0, 1200, USEFUL)
+def test_without_work_nothing_is_learned() -> None:
+    pays = judge()
+    pays.observe(Restored("load", 0, 0, 1.0))
+    pays.observe(Restored("blend", 256, 0, 0.0))
+    assert not pays.knows("load") and not pays.knows("blend")

@@ -15,6 +15,7 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, Bench, Desk, generate, m
 from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
+from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
 from cuvee.naming.identity import store_key
 
@@ -274,7 +275,7 @@ def test_what_another_request_loads_is_waited_for(desk: Callable[..., Desk]) -> 
         for _ in range(5):
             assert d.side.matched_tokens(other, 0)[0] is None
             d.plan()
-    d.side.take(Report([plan.step], {"a"}, [(48, 0.1)]))
+    d.side.take(Report([plan.step], {"a"}, [Restored("load", 48, 0, 0.1)]))
     assert d.matched(second, 48) == (0, False), "the engine has it now"
     assert d.matched(third) == (32, True), "or not: then it is loaded"
 
@@ -645,7 +646,7 @@ def test_loads_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     for _ in range(8):  # 16 000 tokens/s of prefill, 100 of loading
         d.matched(make_request("p", tokens=16))
         step = d.plan((make_request("p", tokens=16), 0, 16))
-        d.side.take(Report([step.step], step_seconds={step.step: 1e-3}, loaded=[(96, 0.96)]))
+        d.side.take(Report([step.step], step_seconds={step.step: 1e-3}, restored=[Restored("load", 96, 0, 0.96)]))
     request = make_request("q")
     assert d.matched(request) == (0, False)
     assert d.matched(request) == (0, False), "the engine asks again, the answer is the same"

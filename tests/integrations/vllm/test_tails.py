@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tests.integrations.vllm.sides import BLOCK, LORA, Desk, generate, image, make_request
 
+from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
 from cuvee.naming.identity import store_key
 
@@ -327,7 +328,7 @@ def test_a_tail_that_another_request_loads_is_waited_for(desk: Callable[..., Des
     for _ in range(5):
         assert d.side.matched_tokens(second, 0) == (None, False)
         d.plan()
-    d.side.take(Report([plan.step], {"a"}, [(48, 0.1)]))
+    d.side.take(Report([plan.step], {"a"}, [Restored("load", 48, 0, 0.1)]))
     assert d.matched(second, 48) == (0, False)
 
 
@@ -352,7 +353,7 @@ def test_a_tail_costs_more_than_its_tokens(desk: Callable[..., Desk], tail: int,
         d.matched(make_request("p", tokens=16))
         step = d.plan((make_request("p", tokens=16), 0, 16))
         d.now += 1e-3
-        d.side.take(Report([step.step], step_seconds={step.step: 1e-3}, loaded=[(64, 3.2e-3)]))
+        d.side.take(Report([step.step], step_seconds={step.step: 1e-3}, restored=[Restored("load", 64, 0, 3.2e-3)]))
     request = make_request(tokens=tail + 1)
     d.put_tails(request, tail)
     assert d.matched(request)[0] == (tail if pays else 0)

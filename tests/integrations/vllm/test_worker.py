@@ -26,7 +26,7 @@ from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
-from cuvee.integrations.vllm.decision import BlendCost, load_work
+from cuvee.integrations.vllm.decision import Restored, decoding_work
 from cuvee.integrations.vllm.messages import Delivery, Entry, Load, Report, Save
 from cuvee.naming.identity import store_key
 
@@ -43,7 +43,7 @@ def test_what_is_saved_comes_back_in_other_blocks(bench: Callable[..., Bench], p
     assert b.held(blocks, 0, 3 * CHUNK)
     assert not b.worker.loads.take_invalid_blocks()
     report = b.worker.report(1)
-    assert [tokens for tokens, _ in report.loaded] == [3 * CHUNK] and not report.failed
+    assert [(done.kind, done.decoded) for done in report.restored] == [("load", 3 * CHUNK)] and not report.failed
 
 
 def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Bench]) -> None:
@@ -117,7 +117,7 @@ def test_an_entry_that_is_gone_invalidates_the_rest(bench: Callable[..., Bench])
     assert b.worker.loads.take_invalid_blocks() == {14, 15, 16, 17}
     assert b.held(blocks, 0, 2 * CHUNK)
     report = b.worker.report(1)
-    assert report.failed == {"r"} and report.loaded == []
+    assert report.failed == {"r"} and report.restored == []
     assert report.unsaved == set(b.digests[2:4]), "they are to be stored again"
     assert b.counts()["recomputed_tokens"] == 2 * CHUNK
 
@@ -746,12 +746,12 @@ def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: 
 
 
 def test_reports_of_ranks_add_up() -> None:
-    cost = BlendCost(1, 5, 3, 9)
-    one = Report([1], {"c"}, [(16, 0.5)], {"a"}, {b"x"}, None, placed=["a"], blended=[cost])
-    one.add(Report([1], {"d"}, [(16, 0.7)], {"b"}, {b"y"}, None, placed=["b", "a"], blended=[cost]))
-    assert (one.steps, one.ended, one.loaded) == ([1, 1], {"c", "d"}, [(16, 0.5), (16, 0.7)])
+    load, blend = Restored("load", 16, 0, 0.5), Restored("blend", 5, 3, 9)
+    one = Report([1], {"c"}, [load], {"a"}, {b"x"}, None, placed=["a"])
+    one.add(Report([1], {"d"}, [blend], {"b"}, {b"y"}, None, placed=["b", "a"]))
+    assert (one.steps, one.ended, one.restored) == ([1, 1], {"c", "d"}, [load, blend])
     assert (one.failed, one.unsaved) == ({"a", "b"}, {b"x", b"y"})
-    assert sorted(one.placed) == ["a", "a", "b"] and one.blended == [cost, cost]
+    assert sorted(one.placed) == ["a", "a", "b"]
     one.add(Report(stored=[b"z"], kept=[3], delivered=[Delivery("r", 0, (), (), True)], step_seconds={1: 0.5}))
     one.add(Report(step_seconds={1: 0.2, 2: 0.1}, metrics={"raw_bytes||": 2}))
     one.add(Report(metrics={"raw_bytes||": 3}))
@@ -780,7 +780,8 @@ def test_a_tail_comes_back_after_its_chunks(bench: Callable[..., Bench], start: 
     assert b.counts()["raw_bytes"] == end * LAYOUT.bytes_per_token
     blocks = [20, 3, 17, 4, 9][start // CHUNK * 2 :]
     b.load_now([b.load_tail(blocks, start, end)])
-    assert [work for work, _ in b.worker.report(1).loaded] == [load_work(2 - start // CHUNK, BLOCK, CHUNK)]
+    sizes = [CHUNK] * (2 - start // CHUNK) + [BLOCK]
+    assert [done.decoded for done in b.worker.report(1).restored] == [decoding_work(sizes, CHUNK)]
     assert b.held(blocks, start, end, first=start // CHUNK * CHUNK)
     written = {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()}
     assert written == set(blocks[start % CHUNK // BLOCK :])
@@ -838,7 +839,7 @@ def test_a_bad_tail_costs_no_more_than_itself(bench: Callable[..., Bench], damag
     assert b.held(blocks, 0, 2 * CHUNK)
     assert b.worker.loads.take_invalid_blocks() == {9}
     report = b.worker.report(1)
-    assert report.failed == {"r"} and report.unsaved == {load.prefix[-1].digest} and not report.loaded
+    assert report.failed == {"r"} and report.unsaved == {load.prefix[-1].digest} and not report.restored
     assert b.counts()["recomputed_tokens"] == BLOCK and b.counts()["loaded_tokens"] == 2 * CHUNK
     assert key not in b.store.entries, "what can never be loaded is deleted"
 
