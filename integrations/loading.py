@@ -16,8 +16,8 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 HICCUP = 0.02  # seconds by which anything may be late because another thread or process has the core
 _REFINED = 0.15  # what a chunk of both parts loses, over what its base alone loses
@@ -70,17 +70,15 @@ class RecentRates:
         return amount, units
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Load this many leading chunks, the first `refined` with their refinements; the first token comes at `end`."""
+class Choice(NamedTuple):
+    """Load this many leading chunks, the first `refined` with their refinements."""
 
     chunks: int
     refined: int
-    end: float
 
 
 def choose(
-    deadline: float, edges: Sequence[int], compute: Callable[[int], float], now: float, ready: float, loaded: int,
+    left: float, edges: Sequence[int], compute: Callable[[int], float], under_way: float, loaded: int,
     bases: Sequence[float], refinements: Sequence[float],
 ) -> Choice:  # fmt: skip
     """Return the choice that loses least of those in time even if everything is slow, or else of those expected in
@@ -89,11 +87,10 @@ def choose(
     Bases have to be in time. Refinements may be left out at any moment, so it is enough if they are expected in time.
 
     Args:
-        deadline: of the first token, in seconds on any clock. It may have passed.
+        left: seconds until the first token is due; negative: it is late.
         edges: of the chunks that could be loaded, in order: the first position of each, and the last one's end.
         compute: seconds to compute what follows so many of them.
-        now: on the same clock.
-        ready: when all that is under way will be there.
+        under_way: seconds until all that is under way is there.
         loaded: number of leading chunks whose bases are there, which are loaded in any case.
         bases: seconds that fetching and decoding the base of each chunk takes from now on; 0 where it is there or under
             way.
@@ -102,21 +99,20 @@ def choose(
     to_bases, to_refinements = list(accumulate(bases, initial=0.0)), list(accumulate(refinements, initial=0.0))
     count = len(bases)
 
-    def option(chunks: int, slow: float, slow_engine: float) -> tuple[float, Choice]:
-        """Return a choice if all is so many times slower, and what it loses."""
-        computing = slow_engine * compute(chunks)
-        under_way = ready - now if chunks > loaded or loaded == count else 0.0  # of bases that are not wanted: no wait
-        there = now + slow * (under_way + to_bases[chunks])
-        last = deadline - computing - HICCUP
-        refined = min(bisect_right(to_refinements, (last - there) / slow) - 1, chunks) if there <= last else 0
-        loss = _REFINED * (edges[refined] - edges[0]) + edges[chunks] - edges[refined]
-        loss += _COMPUTED * (edges[-1] - edges[chunks])
-        return loss, Choice(chunks, refined, there + computing)
+    def judged(chunks: int) -> tuple[tuple[int, float], Choice]:
+        """Return how bad a choice is: how often it is late of slow and expected, then what it loses, or its end."""
+        waits = under_way if chunks > loaded or loaded == count else 0.0  # for no base that is not wanted
+        there, computing = waits + to_bases[chunks], compute(chunks)
+        late = sum(slow * there + slow_engine * computing > left for slow, slow_engine in (_SLOW, (1.0, 1.0)))
+        slow, slow_engine = (1.0, 1.0) if late else _SLOW
+
+        def refined(slow: float) -> int:
+            spare = left - slow_engine * computing - HICCUP - slow * there
+            return min(bisect_right(to_refinements, spare / slow) - 1, chunks) if spare >= 0 else 0
+
+        end = edges[refined(slow)]
+        loss = _REFINED * (end - edges[0]) + edges[chunks] - end + _COMPUTED * (edges[-1] - edges[chunks])
+        return (late, there + computing if late > 1 else loss), Choice(chunks, refined(1.0))
 
     numbers = dict.fromkeys((*range(count, loaded, -max((count - loaded) // _CANDIDATES, 1)), loaded))
-    for slow, slow_engine in (_SLOW, (1.0, 1.0)):
-        found = [option(chunks, slow, slow_engine) for chunks in numbers]
-        in_time = [each for each in found if each[1].end <= deadline]
-        if in_time:
-            return option(min(in_time, key=lambda each: each[0])[1].chunks, 1.0, slow_engine)[1]
-    return min((each for _, each in found), key=lambda each: each.end)
+    return min(map(judged, numbers), key=lambda each: each[0])[1]

@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.chunk_io import BATCH
 from cuvee.integrations.costs import LinearCost, prefill_quantities
-from cuvee.integrations.loading import HICCUP, Choice, RecentRates, choose
+from cuvee.integrations.loading import HICCUP, Choice, choose
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.messages import Aim, Entry
 from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob, Restorer
@@ -28,18 +28,36 @@ from cuvee.integrations.vllm.worker_state import WorkerState
 from cuvee.naming.part_keys import part_key
 
 _DECODING = "decoding"
-# What to expect before anything is measured: bytes per second of tiers, and tokens of parts that are decoded.
-_RATES, _REMOTE = {"memory": 1e9, "disk": 3e8, _DECODING: 1e4}, 5e7
 _REQUEST_SECONDS = 0.015  # of transfer that one request is for
 _UNDER_WAY = 2  # requests at a time, so that the link is never idle
 _WAKE_SECONDS = 0.02  # until the choice is made anew if nothing happens
 
 
+@dataclass(slots=True)
+class _Chunk:
+    """An entry of a load: the tiers of its parts, how many were asked for and decoded, and what has come."""
+
+    at: int
+    entry: Entry
+    tiers: Sequence[str]
+    asked: int = 0
+    decoded: int = 0
+    held: Fetched | None = None
+
+    @property
+    def parts(self) -> int:
+        return 0 if self.held is None else len(self.held.parts)
+
+    @property
+    def gone(self) -> bool:
+        return self.held is not None and not self.held.parts
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A part of some entries that was asked for: the numbers of the entries, and that of the part."""
+    """A part of some chunks that was asked for."""
 
-    at: Sequence[int]
+    chunks: Sequence[_Chunk]
     part: int
     tier: str
     nbytes: int
@@ -47,164 +65,132 @@ class _Request:
     answer: Future[tuple[list[Fetched], float]]
 
     def is_wanted(self, choice: Choice) -> bool:
-        return self.at[0] < (choice.refined if self.part else choice.chunks)
+        return self.chunks[0].at < (choice.refined if self.part else choice.chunks)
 
 
-class DeadlineLoads:
-    """Fetches by deadlines, and keeps what that measures from one load to the next.
+class DeadlineLoad:
+    """One load, on the thread that loads it.
 
     Args:
-        state: of the worker.
+        state: of the worker; it keeps what loads measure.
         fetchers: threads that wait for the store.
         restorer: reads entries.
+        job: the load.
+        aim: what it aims at.
     """
 
-    def __init__(self, state: WorkerState, fetchers: ThreadPool, restorer: Restorer) -> None:
-        self.state, self.fetchers, self.restorer = state, fetchers, restorer
-        self.rates = RecentRates(_RATES, _REMOTE)
+    def __init__(self, state: WorkerState, fetchers: ThreadPool, restorer: Restorer, job: LoadJob, aim: Aim) -> None:
+        self._state, self._fetchers, self._restorer, self._job = state, fetchers, restorer, job
+        load, parts = job.load, state.parts
+        keys = [state.keys.written(load.tenant, entry.digest) for entry in load.prefix]
+        tiers = state.store.locate([part_key(key, number) for key in keys for number in range(parts)])
+        self._chunks = [_Chunk(at, each, tiers[parts * at :][:parts]) for at, each in enumerate(load.prefix)]
+        self._edges = list(accumulate((len(load.placed(entry)) for entry in load.prefix), initial=load.start))
+        self._prefill, self._end = LinearCost(*aim.prefill), self._edges[-1] + aim.rest
+        self._deadline = job.begun + aim.seconds
+        self._requests: deque[_Request] = deque()
+        self._answered = 0.0  # when the last one was
 
-    def fetched(self, job: LoadJob, aim: Aim) -> Iterator[list[tuple[Entry, Fetched]]]:
-        """Yield entries of a load, some at a time: those that are to be refined with their refinements, once these are
-        there, and the others as their bases. What is not yielded until the model has to start is to be computed.
+    def fetched(self) -> Iterator[list[tuple[Entry, Fetched]]]:
+        """Yield entries, some at a time: those that are to be refined with their refinements, once these are there, and
+        the others as their bases. What is not yielded until the model has to start is to be computed.
 
         Raises:
             CuveeError: the store lacks an entry.
             Exception: that of the store.
         """
-        run, going_on = _Run(self, job, aim), True
-        self.state.store.report_overdue("get_many", self.state.timeout)  # a request of an earlier load may still hang
-        while not job.over and going_on:
-            choice = run.choose(time.monotonic())
-            run.ask(choice)
-            going_on = any(request.is_wanted(choice) for request in run.requests)
-            if going_on and wait([run.requests[0].answer], _WAKE_SECONDS).done:
-                run.take()
-            while batch := run.due(choice if going_on else replace(choice, refined=0)):
+        going_on = True
+        self._state.store.report_overdue("get_many", self._state.timeout)  # a call of an earlier load may still hang
+        while not self._job.over and going_on:
+            choice = self._choose(time.monotonic())
+            self._ask(choice)
+            going_on = any(request.is_wanted(choice) for request in self._requests)
+            if going_on and wait([self._requests[0].answer], _WAKE_SECONDS).done:
+                self._take()
+            while batch := self._due(choice.refined if going_on else 0):
                 begun = time.monotonic()
                 yield batch
                 tokens = sum(entry.tokens * len(fetched.parts) for entry, fetched in batch)
-                self.rates.observe(_DECODING, tokens, time.monotonic() - begun)
-        if missing := run.missing():
-            raise CuveeError(f"{self.restorer.name(job.load.prefix[missing[0]])} is no longer in the store")
-        job.as_planned = True
+                self._state.rates.observe(_DECODING, tokens, time.monotonic() - begun)
+        for each in self._chunks:
+            if each.gone:
+                raise CuveeError(f"{self._restorer.name(each.entry)} is no longer in the store")
+        self._job.as_planned = True
 
-
-class _Run:
-    """One load, on the thread that loads it."""
-
-    def __init__(self, loads: DeadlineLoads, job: LoadJob, aim: Aim) -> None:
-        self._loads, self._state, load = loads, loads.state, job.load
-        self._tenant, self._entries, parts = load.tenant, load.prefix, self._state.parts
-        keys = [self._state.keys.written(load.tenant, entry.digest) for entry in load.prefix]
-        found = self._state.store.locate([part_key(key, number) for key in keys for number in range(parts)])
-        self._tiers = [found[at : at + parts] for at in range(0, len(found), parts)]
-        self._edges = list(accumulate((len(load.placed(entry)) for entry in load.prefix), initial=load.start))
-        self._prefill, self._end = LinearCost(*aim.prefill), self._edges[-1] + aim.rest
-        self._deadline = job.begun + aim.seconds
-        self._held: list[Fetched | None] = [None] * len(keys)
-        self._asked, self._decoded = [0] * len(keys), [0] * len(keys)  # parts of each entry
-        self.requests: deque[_Request] = deque()
-        self._answered = 0.0  # when the last one was
-
-    def choose(self, now: float) -> Choice:
-        """Return what to load."""
-        rates, entries = self._loads.rates, self._entries
-        decode = 1 / rates(_DECODING)  # of a token
+    def _choose(self, now: float) -> Choice:
+        rates, decode = self._state.rates, 1 / self._state.rates(_DECODING)
 
         def seconds(part: int) -> list[float]:
             return [
-                0.0 if part < asked or part == len(tiers)
-                else max(self._size(at, part) / rates(tiers[part]), decode * entries[at].tokens)
-                for at, (asked, tiers) in enumerate(zip(self._asked, self._tiers, strict=True))
+                math.inf if each.gone and not part
+                else 0.0 if part < each.asked or part == len(each.tiers)
+                else max(self._size(each, part) / rates(each.tiers[part]), decode * each.entry.tokens)
+                for each in self._chunks
             ]  # fmt: skip
 
-        bases = seconds(0)
-        for at in self.missing():
-            bases[at] = math.inf
-        there, pending = now, 0.0
-        if self.requests:
-            first = self.requests[0]
+        coming = 0.0
+        if self._requests:
+            first = self._requests[0]
             rate, passed = rates(first.tier), now - max(first.sent, self._answered)
-            late = passed > first.nbytes / rate + HICCUP
-            left = sum(request.nbytes for request in self.requests) / rate - passed
-            there += passed if late else max(left, 0.0)  # an answer that is late takes as long again
-        for entry, asked, decoded in zip(entries, self._asked, self._decoded, strict=True):
-            pending += decode * entry.tokens if asked and not decoded else 0.0
-        # What has come is decoded meanwhile.
-        ready = max(there + min(pending, decode * max(entry.tokens for entry in entries)), now + pending)
-        loaded = sum(1 for _ in takewhile(lambda held: held and held.parts, self._held))
-        return choose(self._deadline, self._edges, self._compute, now, ready, loaded, bases, seconds(1))
+            left = max(sum(request.nbytes for request in self._requests) / rate - passed, 0.0)
+            coming = passed if passed > first.nbytes / rate + HICCUP else left  # one that is late takes as long again
+        undecoded = [decode * each.entry.tokens for each in self._chunks if each.asked > each.decoded == 0]
+        under_way = max(coming + max(undecoded, default=0.0), sum(undecoded))  # what has come is decoded meanwhile
+        loaded = sum(1 for _ in takewhile(lambda each: each.parts, self._chunks))
+        return choose(self._deadline - now, self._edges, self._compute, under_way, loaded, seconds(0), seconds(1))
 
     def _compute(self, chunks: int) -> float:
         """Return the seconds to compute what follows so many chunks."""
         return self._prefill(*prefill_quantities(self._edges[chunks], self._end))
 
-    def missing(self) -> list[int]:
-        """Return the numbers of the entries that the store does not have."""
-        return [at for at, held in enumerate(self._held) if held is not None and not held.parts]
-
-    def ask(self, choice: Choice) -> None:
-        """Ask for the next parts of a choice, so that the link is busy. No base waits for a refinement in the same
-        request, which a store may not answer.
+    def _ask(self, choice: Choice) -> None:
+        """Ask for the next parts of a choice, so that the link is busy: for one part of several chunks in one tier. No
+        base waits for a refinement in the same request, which a store may not answer.
         """
-        while len(self.requests) < _UNDER_WAY:
-            bases = [at for at in range(choice.chunks) if not self._asked[at]]
-            refinements = [at for at in range(choice.refined) if self._is_refinable(at)]
-            if not bases and not refinements:
+        while len(self._requests) < _UNDER_WAY:
+            bases = [each for each in self._chunks[: choice.chunks] if not each.asked]
+            refined = [each for each in self._chunks[: choice.refined] if 0 < each.parts == each.asked]
+            several = bases or [each for each in refined if each.asked < len(each.tiers)]
+            if not several:
                 return
-            self._send(*((0, bases) if bases else (1, refinements)))
+            part = int(not bases)
+            tier, nbytes = several[0].tiers[part], max(self._size(several[0], part), 1)
+            most = 1 + int(_REQUEST_SECONDS * self._state.rates(tier) / nbytes)
+            chunks = list(takewhile(lambda each: each.tiers[part] == tier, several[:most]))
+            for each in chunks:
+                each.asked = part + 1
+            nbytes = sum(self._size(each, part) for each in chunks)
+            answer = self._fetchers.submit(self._fetch, chunks, part)
+            self._requests.append(_Request(chunks, part, tier, nbytes, time.monotonic(), answer))
 
-    def _is_refinable(self, at: int) -> bool:
-        held = self._held[at]
-        return held is not None and bool(held.parts) and self._asked[at] < len(self._tiers[at])
+    def _fetch(self, chunks: Sequence[_Chunk], part: int) -> tuple[list[Fetched], float]:
+        held = [each.held for each in chunks] if part else None
+        digests = [each.entry.digest for each in chunks]
+        return self._restorer.get(self._job.load.tenant, digests, part + 1, held), time.monotonic()
 
-    def _send(self, part: int, several: Sequence[int]) -> None:
-        """Ask for a part of the first of these entries, as many as one request is for."""
-        loads, tier, nbytes = self._loads, self._tiers[several[0]][part], 0
-        numbers: list[int] = []
-        for number in several:
-            if self._tiers[number][part] != tier or (numbers and nbytes >= _REQUEST_SECONDS * loads.rates(tier)):
-                break
-            numbers.append(number)
-            nbytes += self._size(number, part)
-            self._asked[number] = part + 1
-        digests = [self._entries[number].digest for number in numbers]
-        held = [self._held[number] for number in numbers] if part else None
+    def _size(self, chunk: _Chunk, part: int) -> int:
+        return round(chunk.entry.tokens * self._state.sizes(str(part)))
 
-        def fetch() -> tuple[list[Fetched], float]:
-            begun = time.monotonic()
-            try:
-                return loads.restorer.get(self._tenant, digests, part + 1, held), time.monotonic()
-            finally:
-                self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
-
-        self.requests.append(_Request(numbers, part, tier, nbytes, time.monotonic(), loads.fetchers.submit(fetch)))
-
-    def _size(self, at: int, part: int) -> int:
-        return round(self._entries[at].tokens * self._state.sizes(str(part)))
-
-    def take(self) -> None:
+    def _take(self) -> None:
         """Take the first answer."""
-        request, nbytes = self.requests.popleft(), 0
+        request, nbytes = self._requests.popleft(), 0
         found, answered = request.answer.result()
-        for number, fetched in zip(request.at, found, strict=True):
-            self._held[number] = fetched
+        for chunk, fetched in zip(request.chunks, found, strict=True):
+            chunk.held = fetched
             for part, blob in enumerate(fetched.parts[request.part :], request.part):
                 nbytes += len(blob)
-                self._state.sizes.observe(str(part), len(blob), self._entries[number].tokens)
+                self._state.sizes.observe(str(part), len(blob), chunk.entry.tokens)
         if nbytes:
-            self._loads.rates.observe(request.tier, nbytes, answered - max(request.sent, self._answered))
+            self._state.rates.observe(request.tier, nbytes, answered - max(request.sent, self._answered))
         self._answered = answered
 
-    def due(self, choice: Choice) -> list[tuple[Entry, Fetched]]:
+    def _due(self, refined: int) -> list[tuple[Entry, Fetched]]:
         """Return some entries to decode: those of which more is there than in the pages, unless more is to come."""
+        coming = [chunk.at for request in self._requests for chunk in request.chunks]
         batch: list[tuple[Entry, Fetched]] = []
-        coming = {at for request in self.requests if request.is_wanted(choice) for at in request.at}
-        for at, fetched in enumerate(self._held):
-            if fetched is None or not fetched.parts or len(batch) == BATCH:
-                break
-            waits = at in coming or (at < choice.refined and self._asked[at] < len(self._tiers[at]))
-            if len(fetched.parts) > self._decoded[at] and not waits:
-                self._decoded[at] = len(fetched.parts)
-                batch.append((self._entries[at], fetched))
+        for each in takewhile(lambda each: each.parts and len(batch) < BATCH, self._chunks):
+            waits = each.at < refined and (each.at in coming or each.asked < len(each.tiers))
+            if each.held is not None and each.parts > each.decoded and not waits:
+                each.decoded = each.parts
+                batch.append((each.entry, each.held))
         return batch

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.guard import Guard
-from cuvee.integrations.vllm.decision import BlendCost, load_work
-from cuvee.integrations.vllm.messages import Delivery, Load
-from cuvee.integrations.vllm.worker_deadline import DeadlineLoads
-from cuvee.integrations.vllm.worker_restore import LateError, LoadJob, Restorer
+from cuvee.integrations.vllm.decision import Restored, decoding_work
+from cuvee.integrations.vllm.messages import Delivery, Entry, Load
+from cuvee.integrations.vllm.worker_deadline import DeadlineLoad
+from cuvee.integrations.vllm.worker_restore import Fetched, LateError, LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark
 
@@ -36,7 +36,6 @@ class WorkerLoads:
         self._pools = pools
         self._guard = guard
         self._restorer = Restorer(state, pools)
-        self._deadlines = DeadlineLoads(state, pools.fetchers, self._restorer)
         # The state's lock guards these tables.
         self._jobs: dict[str, LoadJob] = {}
         self._arrived: set[str] = set()
@@ -130,9 +129,7 @@ class WorkerLoads:
         with self._guard("load", partial(self.abandon, job)):
             try:
                 with ready.followed():
-                    aim = load.aim
-                    batches = self._restorer.fetched(job) if aim is None else self._deadlines.fetched(job, aim)
-                    for batch in batches:
+                    for batch in self._fetched(job):
                         with job.lock:
                             if job.over:
                                 return
@@ -157,6 +154,12 @@ class WorkerLoads:
             self._restorer.discard(job)
             with job.lock:
                 self.end(job)
+
+    def _fetched(self, job: LoadJob) -> Iterator[list[tuple[Entry, Fetched]]]:
+        """Yield what the store has of a load, some entries at a time."""
+        if job.load.aim is None:
+            return self._restorer.fetched(job)
+        return DeadlineLoad(self._state, self._pools.fetchers, self._restorer, job, job.load.aim).fetched()
 
     def _place(self, job: LoadJob) -> None:
         """Report that everything a blend reuses is placed; the scheduler's side says when the rest is computed."""
@@ -203,8 +206,7 @@ class WorkerLoads:
         incomplete = done < load.end
         failed = incomplete and not job.as_planned
         missing = load.blocks[done // self._state.block - load.start // self._state.block :] if incomplete else []
-        tail = sum(entry.tokens for entry in load.prefix if entry.kind == "tail")
-        work = load_work(len(load.prefix) - bool(tail), tail, chunk)
+        work = decoding_work((entry.tokens for entry in load.entries if entry.kind != "state"), chunk)
         unsaved = [
             entry.digest
             for entry in (load.entries if failed else ())
@@ -224,15 +226,9 @@ class WorkerLoads:
             if incomplete or load.aim is not None:
                 pass  # its time says little about loads of this length
             elif load.blend is None:
-                report.loaded.append((work, seconds))
+                report.restored.append(Restored("load", work, 0.0, seconds))
             else:
-                pieces = load.blend.pieces
-                report.blended.append(
-                    BlendCost(
-                        len(pieces), sum(piece.tokens for piece in pieces), job.computed, load.end, work,
-                        job.place_seconds, job.compute_seconds,
-                    )
-                )  # fmt: skip
+                report.restored.append(Restored("blend", work, job.computed, job.place_seconds + job.compute_seconds))
 
     def _book_as_failed(self, job: LoadJob) -> None:
         """Book a load about which nothing is certain: all blocks that it was to fill are invalid."""

@@ -97,11 +97,7 @@ class Restorer:
             return
 
         def fetch(entries: Sequence[Entry]) -> list[Fetched]:
-            begun = time.monotonic()
-            try:
-                return self.get(job.load.tenant, [entry.digest for entry in entries], self._state.parts)
-            finally:
-                self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
+            return self.get(job.load.tenant, [entry.digest for entry in entries], self._state.parts)
 
         def answer(fetching: Future[list[Fetched]]) -> list[Fetched]:
             if not wait([fetching], max(job.begun + self._state.timeout - time.monotonic(), 0)).done:
@@ -123,6 +119,15 @@ class Restorer:
             held: the bases of the entries, if only the refinements are to be read; where there is none, the base alone
                 is returned.
         """
+        begun = time.monotonic()
+        try:
+            return self._get(tenant, digests, parts, held)
+        finally:
+            self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
+
+    def _get(
+        self, tenant: str, digests: Sequence[bytes], parts: int, held: Sequence[Fetched | None] | None
+    ) -> list[Fetched]:
         state = self._state
         if held is not None:
             bases = [each for each in held if each is not None]

@@ -29,6 +29,8 @@ from cuvee.integrations.vllm.torch_threads import compute_alone
 # each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `_LOADS` times two batches.
 _WRITES, _FETCHES, _LOADS = 16, 16, 8
 _BITS, _LOSSLESS_BITS = 1.0, 11.0  # of a value in a part, until some were seen
+# What to expect before anything is measured: bytes per second of tiers, and tokens of parts that are decoded.
+_RATES, _REMOTE = {"memory": 1e9, "disk": 3e8, "decoding": 1e4}, 5e7
 
 
 class WorkerPools:
@@ -91,6 +93,7 @@ class WorkerState:
         predicts: whether the codec predicts from token ids.
         parts: most parts that an entry has; 1: entries are whole blobs.
         sizes: bytes per token of parts, by their numbers.
+        rates: bytes per second of tiers, and tokens per second of "decoding".
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
         report: what happened since the last report.
@@ -121,6 +124,7 @@ class WorkerState:
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
         guess = values * (_LOSSLESS_BITS if codec.lossless else _BITS) / 8
         self.sizes = RecentRates({}, guess, half_life=8 * self.chunk, given=1, stale=math.inf)
+        self.rates = RecentRates(_RATES, _REMOTE)
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
         self.report = Report()

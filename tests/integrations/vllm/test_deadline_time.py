@@ -24,6 +24,7 @@ from cuvee.integrations.loading import RecentRates
 from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.vllm import worker_deadline
 from cuvee.integrations.vllm.messages import Aim
+from cuvee.integrations.vllm.worker_deadline import DeadlineLoad
 from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob
 
 CHUNKS, REST = 8, 4  # that are loaded, and tokens behind them
@@ -45,26 +46,27 @@ class Simulation:
         self.bench, self.now, self.rates = bench, 100.0, rates
         self._busy = dict.fromkeys(rates, 0.0)
         self._done: dict[int, float] = {}  # when each answer is there
-        self.loads = bench.worker.loads._deadlines
-        self.loads.fetchers = self  # type: ignore[assignment]
+        self.state, self.restorer = bench.worker._state, bench.worker.loads._restorer
         initial = {tier: told * rate(0.0) for tier, rate in rates.items()}
-        self.loads.rates = RecentRates({**initial, "decoding": CHUNK / DECODE}, otherwise=1e9)
+        self.state.rates = RecentRates({**initial, "decoding": CHUNK / DECODE}, otherwise=1e9)
         self.tier: Callable[[bytes], str] = lambda digest: "memory"
         monkeypatch.setattr(worker_deadline, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(worker_deadline, "wait", self._wait)
-        get = self.loads.restorer.get
+        get = self.restorer.get
 
         def noting(tenant: str, digests: Sequence[bytes], parts: int, held: Any = None) -> list[Fetched]:
             self._asked = self.tier(digests[0])
             return get(tenant, digests, parts, held)
 
-        monkeypatch.setattr(self.loads.restorer, "get", noting)
+        monkeypatch.setattr(self.restorer, "get", noting)
 
-    def submit(self, fetch: Callable[[], tuple[list[Fetched], float]]) -> Future[tuple[list[Fetched], float]]:
+    def submit(
+        self, fetch: Callable[..., tuple[list[Fetched], float]], *given: Any
+    ) -> Future[tuple[list[Fetched], float]]:
         """Fetch, and have the answer there once its link has brought it."""
         answer: Future[tuple[list[Fetched], float]] = Future()
         try:
-            found, _ = fetch()
+            found, _ = fetch(*given)
         except Exception as error:
             answer.set_exception(error)
             self._done[id(answer)] = self.now + LATENCY
@@ -95,7 +97,8 @@ class Simulation:
         begun, load = self.now, self.bench.load(BLOCKS, 0, CHUNKS * CHUNK)
         job, parts = LoadJob(load, begun, 0), [0] * CHUNKS
         try:
-            for batch in self.loads.fetched(job, Aim(deadline, REST, (token, 0.0, 0.0))):
+            aim = Aim(deadline, REST, (token, 0.0, 0.0))
+            for batch in DeadlineLoad(self.state, self, self.restorer, job, aim).fetched():  # type: ignore[arg-type]
                 for entry, fetched in batch:
                     assert len(fetched.parts) > parts[entry.start // CHUNK], "nothing is decoded twice for nothing"
                     parts[entry.start // CHUNK] = len(fetched.parts)

@@ -14,6 +14,7 @@ from tests.integrations.vllm.test_worker_deadline import profile
 from cuvee.codec.errors import InputError
 from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.vllm.connector_config import Options
+from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Delivery, Load, Report
 
@@ -81,8 +82,8 @@ def test_a_deadline_has_its_plan_decide_whether_loading_pays(desk: Callable[...,
     d = desk(decide="measured")
     rates = d.side._rates
     for tokens in (100, 200) * 5:
-        rates._prefill.observe(tokens, 0.0, tokens * 1e-6)
-        rates.break_even.observe_load(tokens, tokens * 1e-3)
+        rates.prefill.observe(tokens, 0.0, tokens * 1e-6)
+        rates.pays.observe(Restored("load", tokens, 0, tokens * 1e-3))
     assert loading(d, asking(deadline_ms=100)).aim is not None
     other = asking(name="other")
     d.put(other, 4)

@@ -224,7 +224,7 @@ def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
     report = run(b, planned=aim())
     assert delivered(report).parts == (2,) * 4 and delivered(report).complete
     assert all(holds(b, chunk, 2) for chunk in range(4))
-    assert not report.failed and not report.loaded, "its time says nothing of the store"
+    assert not report.failed and not report.restored, "its time says nothing of the store"
     assert b.worker.loads.take_invalid_blocks() == set()
     counts = b.counts()
     assert counts["loaded{chunk}"] == 4 and counts["loaded_tokens"] == 4 * CHUNK and "loaded_at{0}" not in counts
@@ -260,7 +260,7 @@ def test_a_deadline_that_has_passed_gives_the_first_token_soon(bench: Callable[.
 def test_where_there_is_time_to_compute_nothing_is_loaded_coarsely(bench: Callable[..., Bench]) -> None:
     store = Parted()
     b = stored(bench(store=store))
-    b.worker.loads._deadlines.rates.observe("memory", 1, 3600.0)  # a byte took an hour
+    b.worker._state.rates.observe("memory", 1, 3600.0)  # a byte took an hour
     load = b.load(BLOCKS, 0, 4 * CHUNK)
     load.aim = Aim(0.5, 1, (1e-6, 0.0, 0.0))
     b.worker.loads.start([load])
