@@ -11,12 +11,10 @@ their values, so they do not grow with the load.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from cuvee.codec.errors import InputError
 from cuvee.integrations.vllm.metric_table import METRICS, Metric
 
 if TYPE_CHECKING:
@@ -79,12 +77,9 @@ class Recorder:
         """Add `value` to a counter, or one observation of `value` seconds to a histogram.
 
         Raises:
-            InputError: no such counter or histogram, a label it does not take, or a negative or infinite value.
+            KeyError: no such counter or histogram, or a label it does not take.
         """
-        metric = _declared(name, label, gauge=False)
-        value = _number(name, value)
-        if not 0 <= value < math.inf:
-            raise InputError(f"value: must be finite and at least 0 for {name}, got {value}")
+        metric = _declared(name, label)
         if metric.kind == "histogram":
             self._add(metric, f"{name}|{value:.3g}|", 1)
         elif value:
@@ -94,12 +89,9 @@ class Recorder:
         """Set a gauge.
 
         Raises:
-            InputError: no such gauge, a label it does not take, or NaN.
+            KeyError: no such gauge, or a label it does not take.
         """
-        metric = _declared(name, label, gauge=True)
-        value = _number(name, value)
-        if math.isnan(value):
-            raise InputError(f"value: must be a number for {name}, got NaN")
+        metric = _declared(name, label)
         if metric.ranks == "sum":
             self._set(f"{name}|{label}|{self._rank}", value)
         elif self._rank == 0:
@@ -111,17 +103,15 @@ class Recorder:
         Call it in one place per store: two connectors that share a store would count the same operations twice.
 
         Args:
-            counters: cumulative, from `Store.counters`. A reopened store starts from zero.
+            counters: cumulative, from `Store.counters`. A reopened store starts from zero. What is no number that
+                can be sent is left out.
             fields: what to count.
-
-        Raises:
-            Exception: a figure that is no number from 0 on, or a tier whose name cannot be a label.
         """
         for tier, now in counters.items():
             seen = self._stores.setdefault(tier, {})
             for name in fields:
                 value, last = getattr(now, name), seen.get(name)
-                if value is None or value == last:
+                if value == last or type(value) is not int or not 0 <= value < 1 << 63:
                     continue  # most often: the rest would take tens of microseconds of every step
                 metric, result = _OF_TIERS[name]
                 if METRICS[metric].kind == "gauge":
@@ -168,9 +158,9 @@ class Recorder:
     def _add(self, metric: Metric, key: str, value: float) -> None:
         with self._lock:
             total = f"{metric.name}||" if metric.kind == "histogram" else key
-            self._totals[total] = _number(key, self._totals.get(total, 0) + value)
+            self._totals[total] = self._totals.get(total, 0) + value
             if metric.ranks == "sum" or self._rank == 0:
-                self._pending[key] = _number(key, self._pending.get(key, 0) + value)
+                self._pending[key] = self._pending.get(key, 0) + value
 
     def _set(self, key: str, value: float) -> None:
         with self._lock:
@@ -204,30 +194,13 @@ def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
     return line
 
 
-def _declared(name: str, label: str, *, gauge: bool) -> Metric:
-    """Return the metric of a name if it is (not) a gauge and takes the label."""
-    metric = METRICS.get(name)
+def _declared(name: str, label: str) -> Metric:
+    metric = METRICS[name]
     label.encode()  # an error for what cannot be sent: lone surrogates
-    if metric is not None and (metric.kind == "gauge") is gauge and "|" not in label:
-        first, _, last = label.rpartition(":") if metric.second else (label, "", label)
-        if bool(first) == bool(metric.label) and (not metric.values or last in metric.values):
-            return metric
-    kind = "gauge" if gauge else "counter or histogram"
-    raise InputError(f"name: must be a {kind} of metric_table with one of its labels, got {name!r} with {label!r}")
-
-
-def _number(name: str, value: float) -> float:
-    """Convert a number for messages: the engine sends figures by msgpack, whose integers have 64 bits.
-
-    Raises:
-        InputError: it is not a number.
-    """
-    try:
-        if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
-            return int(value)
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"value: must be a number for {name}, got {type(value).__name__}: {error}") from None
+    first, _, last = label.rpartition(":") if metric.second else (label, "", label)
+    if bool(first) != bool(metric.label) or (metric.values and last not in metric.values) or "|" in label:
+        raise KeyError(f"{name!r} with the label {label!r} is not in metric_table")
+    return metric
 
 
 def _shown(value: float) -> str:

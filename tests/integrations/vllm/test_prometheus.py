@@ -189,33 +189,6 @@ def check_a_second_exporter_of_a_process_shares_the_first() -> None:
         exporter(registry)
 
 
-def check_ranks_are_merged_by_the_engine() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-    from cuvee.integrations.vllm.metrics import collect
-    from cuvee.integrations.vllm.prometheus import CuveeStats
-
-    def output(stats: CuveeStats | None) -> ModelRunnerOutput:
-        result = ModelRunnerOutput(req_ids=[], req_id_to_index={})
-        result.kv_connector_output = KVConnectorOutput(kv_connector_stats=stats)
-        return result
-
-    ranks = [recorded(rank) for rank in range(2)]
-    merged = KVOutputAggregator(2).aggregate([output(None), *(output(CuveeStats(data)) for data in ranks)])
-    assert merged is not None and merged.kv_connector_output is not None
-    stats = merged.kv_connector_output.kv_connector_stats
-    assert isinstance(stats, CuveeStats)
-    figures = collect(stats.data)
-    assert (
-        figures["raw_bytes", ""] == 2000
-        and figures["store_operations", "memory:hit"] == 6
-        and figures["pending_bytes", ""] == 8
-    )
-    assert figures["loaded_tokens", ""] == 512
-    assert ranks[0] == recorded(0)  # what was given is as it was
-
-
 def check_stats_as_vllm_uses_them() -> None:
     from cuvee.integrations.vllm.prometheus import CuveeStats
 
