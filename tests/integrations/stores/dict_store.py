@@ -151,13 +151,22 @@ class FakeStore(DictStore):
         self._call("close")
 
 
-def hold(store: DictStore, operation: str) -> threading.Event:
-    """Let an operation of a store hang until the event is set."""
-    event = threading.Event()
+class Held(threading.Event):
+    """Operations of a store that wait until it is set; `begun` once one of them waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+
+def hold(store: DictStore, *operations: str, once: bool = False) -> Held:
+    """Let operations of a store hang until the event is set; all of them if none is named. `once`: only the first."""
+    held = Held()
 
     def wait(called: str) -> None:
-        if called == operation:
-            event.wait(60)
+        if (called in operations or not operations) and not (once and held.begun.is_set()):
+            held.begun.set()
+            held.wait(60)
 
     store.before = wait
-    return event
+    return held

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from tests.integrations.vllm.sides import Bench
 
-from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm import cores, worker_state
 from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
 from cuvee.integrations.vllm.worker_state import WorkerPools
@@ -84,13 +84,6 @@ def test_a_core_that_there_is_not_is_logged_and_the_thread_stays(caplog: pytest.
     assert os.sched_getaffinity(0) == before and "stay on the engine's core: cores [100000]" in caplog.text
 
 
-def test_a_thread_of_a_crew_begins_before_its_first_job() -> None:
-    begun: list[int] = []
-    pool = ThreadPool(1, "test", begin=lambda: begun.append(threading.get_ident()))
-    assert [pool.submit(threading.get_ident).result() for _ in range(3)] == begun * 3
-    assert pool.dismiss(5)
-
-
 def niceness() -> int:
     """Of the calling thread."""
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -122,21 +115,18 @@ def test_a_priority_that_cannot_be_changed_is_logged(
 
 
 @needs_two_cores
-def test_all_threads_of_a_worker_are_on_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_threads_of_a_worker_are_on_free_cores_and_start_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     free = frozenset({max(os.sched_getaffinity(0))})
     monkeypatch.setattr(worker_state, "free_cores", lambda: free)
-    others = set(threading.enumerate())  # of other tests
+    others, threads = set(threading.enumerate()), torch.get_num_threads()  # of other tests
+    torch.set_num_threads(3)
     bench = Bench()
     side = bench.worker
     try:
-        for pool in (
-            side._pools.loaders,
-            side._pools.encoders,
-            side._pools.writers,
-            side._pools.fetchers,
-            side._pools.coders,
-        ):
+        pools = side._pools
+        for pool in (pools.loaders, pools.encoders, pools.writers, pools.fetchers, pools.coders):
             assert pool.submit(os.sched_getaffinity, 0).result() == free
+            assert pool.submit(torch.get_num_threads).result() == 1 and torch.get_num_threads() == 3
         bench.store_all()
         bench.load_now([bench.load([1, 2], 0, 8)])
         own = [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("cuvee")]
@@ -144,16 +134,4 @@ def test_all_threads_of_a_worker_are_on_free_cores(monkeypatch: pytest.MonkeyPat
         assert os.sched_getaffinity(0) != free, "the engine's thread stays where it is"
     finally:
         side.close()
-
-
-def test_threads_of_a_worker_let_torch_start_none() -> None:
-    script = """
-import torch
-torch.set_num_threads(3)
-from cuvee.integrations.vllm.worker_state import WorkerPools
-pools = WorkerPools(1, 30.0)
-for pool in (pools.loaders, pools.encoders, pools.writers, pools.fetchers, pools.coders):
-    assert pool.submit(torch.get_num_threads).result(30) == 1
-assert torch.get_num_threads() == 3
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "3"})
+        torch.set_num_threads(threads)

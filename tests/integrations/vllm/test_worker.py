@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import fitted_to
-from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, make_pages, poison
 
@@ -49,8 +49,7 @@ def test_what_is_saved_comes_back_in_other_blocks(bench: Callable[..., Bench], p
 def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Bench]) -> None:
     b = bench()
     b.store_all()
-    go = threading.Event()
-    b.store.before = lambda operation: _wait(go) if operation == "get" else None
+    go = hold(b.store, "get")
     b.worker.loads.start([b.load([1, 2], 0, CHUNK)])
     assert b.worker.loads.take_arrived() == set(), "without patience it is only a question"
     assert b.worker.loads.take_arrived(0.01) == set(), "patience ends"
@@ -68,8 +67,7 @@ def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Ben
 
 def test_a_chunk_that_is_being_stored_is_not_stored_again(bench: Callable[..., Bench]) -> None:
     b = bench()
-    go = threading.Event()
-    b.store.before = lambda operation: _wait(go)
+    go = hold(b.store)
     b.fill([0, 1], CHUNK)
     for _ in range(3):
         b.worker.saves.save(b.saves([0, 1], range(1)))
@@ -82,8 +80,7 @@ def test_a_store_that_hangs_while_it_deletes_keeps_nobody_waiting(bench: Callabl
     b = bench(load_timeout=0.2)
     b.store_all()
     b.store.entries[b.key(1)] = b"garbage"
-    go = threading.Event()
-    b.store.before = lambda operation: _wait(go) if operation == "delete" else None
+    go = hold(b.store, "delete")
     b.load_now([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
     assert b.worker.loads.take_invalid_blocks() == {12, 13}
     go.set()
@@ -91,8 +88,7 @@ def test_a_store_that_hangs_while_it_deletes_keeps_nobody_waiting(bench: Callabl
 
 def test_pages_may_be_overwritten_as_soon_as_save_returns(bench: Callable[..., Bench]) -> None:
     b = bench()
-    go = threading.Event()
-    b.store.before = lambda operation: None if operation != "contains" else _wait(go)
+    go = hold(b.store, "contains")
     b.fill([0, 1], CHUNK)
     b.worker.saves.save(b.saves([0, 1], range(1)))
     for tensor in b.cache.keys + b.cache.values:
@@ -101,10 +97,6 @@ def test_pages_may_be_overwritten_as_soon_as_save_returns(bench: Callable[..., B
     b.drain()
     b.load_now([b.load([4, 5], 0, CHUNK)])
     assert b.held([4, 5], 0, CHUNK)
-
-
-def _wait(event: threading.Event) -> None:
-    assert event.wait(30)
 
 
 def test_an_entry_that_is_gone_invalidates_the_rest(bench: Callable[..., Bench]) -> None:
@@ -273,8 +265,7 @@ def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypa
 def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Callable[..., Bench]) -> None:
     b = bench(load_timeout=0.2)
     b.store_all()
-    go = threading.Event()
-    b.store.before = lambda operation: _wait(go) if operation == "get" else None
+    go = hold(b.store, "get")
     b.worker.loads.start([b.load([1, 2], 0, CHUNK)])
     b.wait()
     assert b.worker.loads.take_invalid_blocks() == {1, 2}
@@ -289,8 +280,7 @@ def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Calla
 def test_a_load_that_never_got_a_thread_is_given_up(bench: Callable[..., Bench]) -> None:
     b = bench(load_timeout=0.2)
     b.store_all()
-    go, names = threading.Event(), [str(number) for number in range(b.worker._pools.loaders.threads + 1)]
-    b.store.before = lambda operation: _wait(go) if operation == "get" else None
+    go, names = hold(b.store, "get"), [str(number) for number in range(b.worker._pools.loaders.threads + 1)]
     b.worker.loads.start([b.load([2 * at, 2 * at + 1], 0, CHUNK, name) for at, name in enumerate(names)])
     b.wait(*names)
     go.set()
@@ -366,19 +356,12 @@ def test_a_step_is_encoded_in_one_go_by_each_thread(
 
 def test_a_write_that_hangs_holds_up_none_of_its_batch(bench: Callable[..., Bench]) -> None:
     b = bench(threads=2)
-    go, hangs = threading.Event(), threading.Event()
-
-    def hang(operation: str) -> None:
-        if operation == "put" and not hangs.is_set():
-            hangs.set()
-            _wait(go)
-
-    b.store.before = hang
+    go = hold(b.store, "put", once=True)
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
     b.worker.saves.save(b.saves(blocks, range(4)))
     wait_until(lambda: len(b.worker.saves._sizes) == 1, "all but one are stored")
-    assert len(b.store.entries) == 3 and hangs.is_set()
+    assert len(b.store.entries) == 3 and go.begun.is_set()
     assert 0 < b.worker.saves._pending < CHUNK * LAYOUT.bytes_per_token, "what is not written still counts: its blob"
     go.set()
     b.drain()
@@ -436,8 +419,8 @@ def test_what_is_there_already_is_not_encoded_again(bench: Callable[..., Bench])
 
 def test_what_is_encoded_waits_at_the_size_of_its_blob(bench: Callable[..., Bench]) -> None:
     """A store that is slow must not make the budget of a codec that is good look full."""
-    b, go = bench(), threading.Event()
-    b.store.before = lambda operation: _wait(go) if operation == "put" else None
+    b = bench()
+    go = hold(b.store, "put")
     blocks = list(range(4))
     b.fill(blocks, 2 * CHUNK)
     b.worker.saves.save(b.saves(blocks, range(1)))
@@ -452,8 +435,7 @@ def test_what_is_encoded_waits_at_the_size_of_its_blob(bench: Callable[..., Benc
 def test_copies_have_a_budget(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     size = CHUNK * LAYOUT.bytes_per_token
     b = bench(max_pending_gb=2.5 * size / 1e9)
-    go = threading.Event()
-    b.store.before = lambda operation: _wait(go)
+    go = hold(b.store)
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
     b.worker.saves.save(b.saves(blocks, range(3)))
@@ -586,16 +568,9 @@ def test_close_is_bounded_and_says_what_is_lost(
     b = bench(close_timeout=0.3, threads=1)
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
-    go, hangs = threading.Event(), threading.Event()
-
-    def hang(operation: str) -> None:
-        if operation == hanging:
-            hangs.set()
-            _wait(go)
-
-    b.store.before = hang
+    go = hold(b.store, hanging)
     b.worker.saves.save(b.saves(blocks, range(4)))
-    assert hangs.wait(10)
+    assert go.begun.wait(10)
     with caplog.at_level("INFO", logger="cuvee"):
         _in_time(b.worker.close)
     assert b.counts()["stores_skipped{stopped}"] == 4
@@ -611,21 +586,14 @@ def test_what_a_store_could_not_write_behind_is_lost(
     monkeypatch.setattr("cuvee.integrations.vllm.worker._FLUSH_SECONDS", 0.1)
     b = bench(close_timeout=0.3)
     slow = DictStore()
-    go, hangs = threading.Event(), threading.Event()
-
-    def hang(operation: str) -> None:
-        if operation == "put":
-            hangs.set()
-            _wait(go)
-
-    slow.before = hang
+    go = hold(slow, "put")
     tiers = TieredStore([b.store, slow])
     b.worker._state.store = tiers
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
     b.worker.saves.save(b.saves(blocks, range(4)))
     b.drain()
-    assert hangs.wait(10)
+    assert go.begun.wait(10)
     _in_time(b.worker.close)
     assert b.counts()["stores_skipped{stopped}"] == 4
     assert "4 to be written" in caplog.text
@@ -637,16 +605,9 @@ def test_what_a_store_could_not_write_behind_is_lost(
 def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     b = bench(threads=1)
     b.store_all()
-    go, hangs = threading.Event(), threading.Event()
-
-    def hang(operation: str) -> None:
-        if operation == "get":
-            hangs.set()
-            _wait(go)
-
-    b.store.before = hang
+    go = hold(b.store, "get")
     b.worker.loads.start([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")])
-    assert hangs.wait(10)
+    assert go.begun.wait(10)
     _in_time(b.worker.close)
     go.set()
     assert b.worker._pools.loaders.dismiss(30) and b.worker._pools.fetchers.dismiss(30)
@@ -677,21 +638,21 @@ def test_no_more_loads_decode_at_a_time_than_threads_code(
 ) -> None:
     b = bench(threads=threads)
     b.store_all(chunks=1)
-    restorer = b.worker.loads._restorer
-    decode, lock, now, most = restorer._decode, threading.Lock(), 0, 0
+    coding = b.worker.loads._restorer._io
+    place, lock, now, most = coding.place, threading.Lock(), 0, 0
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **more: Any) -> Any:
         nonlocal now, most
         with lock:
             now, most = now + 1, max(most, now + 1)
         threading.Event().wait(0.02)
         try:
-            return decode(*given)
+            return place(*given, **more)
         finally:
             with lock:
                 now -= 1
 
-    monkeypatch.setattr(restorer, "_decode", counted)
+    monkeypatch.setattr(coding, "place", counted)
     b.worker.loads.start([b.load([2 * at, 2 * at + 1], 0, CHUNK, f"r{at}") for at in range(6)])
     b.wait(*(f"r{at}" for at in range(6)))
     assert most == threads and b.counts()["loaded_tokens"] == 6 * CHUNK
@@ -703,16 +664,9 @@ def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench])
     guarded.first_backoff = guarded.max_backoff = 1e-3
     blocks = list(range(16))
     b.fill(blocks, 8 * CHUNK)
-    go, hangs = threading.Event(), threading.Event()
-
-    def hang(operation: str) -> None:
-        if operation == "put" and not hangs.is_set():
-            hangs.set()
-            _wait(go)
-
-    b.store.before = hang
+    go = hold(b.store, "put", once=True)
     b.worker.saves.save(b.saves(blocks, range(1)))
-    assert hangs.wait(10)
+    assert go.begun.wait(10)
     threading.Event().wait(0.3)
     b.worker.saves.save(b.saves(blocks, range(1, 3)))
     wait_until(lambda: not b.worker.saves._sizes.keys() & set(b.digests[1:3]), "chunks are stored")
@@ -848,8 +802,7 @@ def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: 
     """As before vLLM 0.33 sleeps: what waits to be stored is stored, and other pages serve afterwards."""
     b = bench()
     b.store_all(4)
-    go = threading.Event()
-    b.store.before = lambda operation: _wait(go) if operation in ("get", "put") else None
+    go = hold(b.store, "get", "put")
     b.fill([20, 21], CHUNK)
     b.worker.saves.save([Save(TENANT, replace(b.chunk(5), start=0).within([[20, 21]], [BLOCK]))])
     b.worker.loads.start([b.load([1, 2, 3, 4], 0, 2 * CHUNK)])
