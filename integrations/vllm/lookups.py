@@ -28,11 +28,14 @@ class Lookup(Generic[T]):
 
     Attributes:
         answer: to come; cancel it to ask nothing more.
+        asked: when it began.
+        tokens: of the prompt that it asks about.
     """
 
-    def __init__(self, tenant: str, contains: Contains, batch: int, nothing: T) -> None:
+    def __init__(self, lookups: Lookups, tenant: str, nothing: T, tokens: int) -> None:
         self.answer: Future[T] = Future()
-        self._tenant, self._contains, self._batch, self._known = tenant, contains, batch, nothing
+        self.asked, self.tokens = lookups.clock(), tokens
+        self._lookups, self._tenant, self._known = lookups, tenant, nothing
         self._lock = threading.Lock()  # of the answer, which the asking and the waiting thread may both set
 
     def settle(self) -> T:
@@ -53,10 +56,11 @@ class Lookup(Generic[T]):
         """
         self._known = known
         there: list[bool] = []
-        for first in range(0, len(digests), self._batch):
+        size = self._lookups.batch
+        for first in range(0, len(digests), size):
             if self.answer.done():
                 raise CancelledError
-            there += self._contains(self._tenant, digests[first : first + self._batch])
+            there += self._lookups.contains(self._tenant, digests[first : first + size])
         return there
 
     def run(self, find: Callable[[Lookup[T]], T]) -> None:
@@ -84,22 +88,24 @@ class Lookups:
         pool: threads that wait for the store, one per lookup.
         contains: asks the store.
         shards: keys per digest.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, pool: ThreadPool, contains: Contains, shards: int) -> None:
-        self._pool, self._contains, self._shards = pool, contains, shards
+    def __init__(self, pool: ThreadPool, contains: Contains, shards: int, clock: Callable[[], float]) -> None:
+        self._pool, self._shards = pool, shards
+        self.contains, self.clock = contains, clock
 
     @property
     def batch(self) -> int:
         """Most digests per call of the store, at least 1. Each call asks for all ranks' parts."""
         return max(CALL_KEYS // self._shards, 1)
 
-    def begin(self, tenant: str, find: Callable[[Lookup[T]], T], nothing: T) -> Lookup[T]:
-        """Ask in the background; `nothing` is the answer while nothing is known.
+    def begin(self, tenant: str, find: Callable[[Lookup[T]], T], nothing: T, tokens: int) -> Lookup[T]:
+        """Ask in the background about a prompt of so many tokens; `nothing` is the answer while nothing is known.
 
         Raises:
             RuntimeError: the threads were dismissed, or none can be started.
         """
-        lookup = Lookup(tenant, self._contains, self.batch, nothing)
+        lookup = Lookup(self, tenant, nothing, tokens)
         self._pool.submit(lookup.run, find)
         return lookup

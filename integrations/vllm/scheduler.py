@@ -87,7 +87,7 @@ class SchedulerSide:
         self._guard = Guard(recorder)
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
-        self._lookups = Lookups(self._pool, state.contains, setup.ranks)
+        self._lookups = Lookups(self._pool, state.contains, setup.ranks, clock)
         self._rates = Rates(state)
         self._planner: BlendPlanner | None = None
         if options.blend is not None:
@@ -98,7 +98,7 @@ class SchedulerSide:
         self._requests = Requests(state, identity, adapters)
         self._events = SchedulerEvents(setup.ranks, make_events)
         self._prefixes = PrefixLookups(state, self._lookups, known, self._events)
-        self._loads = SchedulerLoads(state, self._prefixes, self._rates, setup.prefix_caching)
+        self._loads = SchedulerLoads(state, self._prefixes, self._rates.pays, setup.prefix_caching)
         self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
         self._deadlines = SchedulerDeadlines(state, setup.loads_in_part, self._rates.prefill)

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from cuvee.codec.errors import InputError
@@ -38,10 +39,8 @@ class SchedulerDeadlines:
     def __init__(self, state: SchedulerState, possible: bool, prefill: LinearCost) -> None:
         self._state, self._possible, self._prefill = state, possible, prefill
         self._engine = state.options.deadline
-        # Of each request's last load, also if the request is not cached any more: who asked, and what ranks delivered.
-        self._loading: dict[str, Tracked] = {}
-        self._delivered: dict[str, list[Delivery]] = {}
-        self._computing: dict[int, list[Due]] = {}  # whose first token a step computes
+        self._loading: dict[str, Tracked] = {}  # who loads, also if it is not cached any more
+        self._computing: list[Due] = []  # whose first token a step computes that is not over
         self._once = Once(logger)
 
     def begin(self, tracked: Tracked) -> None:
@@ -62,8 +61,7 @@ class SchedulerDeadlines:
 
     def loading(self, tracked: Tracked) -> Aim | None:
         """Return what a load aims at that is about to begin; None: it restores everything."""
-        self._loading[tracked.request.request_id] = tracked
-        self._delivered.pop(tracked.request.request_id, None)
+        self._loading[tracked.request.request_id], tracked.delivered = tracked, []
         due = tracked.due
         if due is None or due.first_token is not None:  # preempted after its first token: there is no hurry
             return None
@@ -74,32 +72,39 @@ class SchedulerDeadlines:
         """Note that a step computes a request's tokens `before … after`."""
         if tracked.due is not None and before < tracked.request.num_prompt_tokens <= after:
             tracked.due.step = step
-            self._computing.setdefault(step, []).append(tracked.due)
+            self._computing.append(tracked.due)
 
     def note_executed(self, steps: Sequence[int]) -> None:
         """Note that steps were executed."""
-        for step in steps:
-            for due in self._computing.pop(step, ()):
+        for due in self._computing:
+            if due.step in steps:
                 self._settle(due)
+        self._computing = [due for due in self._computing if due.first_token is None]
 
     def note_delivery(self, delivery: Delivery) -> None:
         """Note what a rank restored, before the engine hears that the load is over. What its deadline leaves out is
-        computed, and not loaded after all.
+        computed, and not loaded after all. From the first block on that is worse than what is stored, the request's
+        blocks are renamed.
         """
         tracked = self._loading.get(delivery.request)
         if tracked is None:  # the request has ended
             return
-        self._delivered.setdefault(delivery.request, []).append(delivery)
+        tracked.delivered.append(delivery)
+        ends = list(accumulate(delivery.tokens, initial=delivery.start))
         if not delivery.complete:
             tracked.refused = True
             # What is computed may be better than what the store has of it.
-            tracked.saved = min(tracked.saved, (delivery.start + sum(delivery.tokens)) // self._state.chunk)
-        self._keep_apart(tracked, delivery)
+            tracked.saved = min(tracked.saved, ends[-1] // self._state.chunk)
+        worse = [end for end, parts in zip(ends, delivery.parts, strict=False) if parts < self._state.parts]
+        if worse:
+            first = worse[0] // self._state.block
+            recipe = canonical(first.to_bytes(8, "little"), bytes(delivery.parts))
+            set_apart(tracked.request, first, hashlib.blake2b(recipe, digest_size=32, person=b"cuvee-parts").digest())
+            tracked.unstored = "quality"
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._loading.pop(request_id, None)
-        self._delivered.pop(request_id, None)
 
     def outcome(self, tracked: Tracked) -> dict[str, Any] | None:
         """Return what the client learns; None: it asked for nothing."""
@@ -110,27 +115,15 @@ class SchedulerDeadlines:
             return None
         if due.step:  # the step is over, although its report is still to come
             self._settle(due)
-        parts = [0] * self._state.parts
-        # What all ranks have restored, as far as is known.
-        deliveries = self._delivered.get(tracked.request.request_id, [])
-        for at in range(min((len(each.tokens) for each in deliveries), default=0)):
-            parts[min(each.parts[at] for each in deliveries) - 1] += deliveries[0].tokens[at]
+        parts, delivered = [0] * self._state.parts, tracked.delivered
+        restored = min((len(each.tokens) for each in delivered), default=0)  # on all ranks, as far as is known
+        for at in range(restored):
+            parts[min(each.parts[at] for each in delivered) - 1] += delivered[0].tokens[at]
         said: dict[str, Any] = {"loaded_tokens": sum(parts), "parts": parts}
         if due.first_token is not None:
             said["first_token_ms"] = float(f"{1e3 * due.first_token:.3g}")
             said["deadline_met"] = due.first_token <= due.deadline
         return said
-
-    def _keep_apart(self, tracked: Tracked, delivery: Delivery) -> None:
-        """Rename a request's blocks from the first on that is worse than what is stored, if there is one."""
-        full = self._state.parts
-        at = next((at for at, parts in enumerate(delivery.parts) if parts < full), None)
-        if at is None:
-            return
-        first = (delivery.start + sum(delivery.tokens[:at])) // self._state.block
-        recipe = canonical(first.to_bytes(8, "little"), bytes(delivery.parts))
-        set_apart(tracked.request, first, hashlib.blake2b(recipe, digest_size=32, person=b"cuvee-parts").digest())
-        tracked.unstored = "quality"
 
     def _settle(self, due: Due) -> None:
         """Note that a first token is there."""

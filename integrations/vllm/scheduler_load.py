@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.messages import Aim, Entry, Load
 from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
-from cuvee.integrations.vllm.scheduler_rates import Rates
 from cuvee.integrations.vllm.scheduler_state import Found, SchedulerState, Tracked
 
 
@@ -17,14 +17,14 @@ class SchedulerLoads:
     Args:
         state: of the scheduler's side.
         lookups: asks the store.
-        rates: decides whether a load pays.
+        pays: decides whether a load does.
         share: whether one request finds in the engine what another one loaded.
     """
 
-    def __init__(self, state: SchedulerState, lookups: PrefixLookups, rates: Rates, share: bool) -> None:
+    def __init__(self, state: SchedulerState, lookups: PrefixLookups, pays: Pays, share: bool) -> None:
         self._state = state
         self._lookups = lookups
-        self._rates = rates
+        self._pays = pays
         self._share = share
         self._promised: dict[str, int] = {}  # tokens before those that a request was told it can load
         self._loads: dict[str, Load] = {}  # to be started by the next step
@@ -49,8 +49,11 @@ class SchedulerLoads:
         result = "miss" if not coded else ("hit" if tracked.end == usable else "partial")
         if tokens < options.least_tokens or tracked.declined:
             tokens = 0
-        elif not tracked.settled and not self._rates.load_pays(tracked, computed):
-            tokens, result, tracked.declined = 0, "declined", True
+        elif not tracked.settled and tracked.due is None and options.decide == "measured":  # else the load decides
+            first, chunk = computed // self._state.chunk, self._state.chunk
+            sizes = [chunk] * (found.chunks - first) + [found.tail] * bool(found.tail)
+            if not self._pays.worth("load", computed, tracked.end, sizes):
+                tokens, result, tracked.declined = 0, "declined", True
         if not tracked.settled:
             tracked.settled = True
             self._state.recorder.count("lookups", label=result)
@@ -64,13 +67,7 @@ class SchedulerLoads:
         """Return and forget the number of tokens before those that were promised."""
         return self._promised.pop(request_id, 0)
 
-    def allocate(
-        self,
-        tracked: Tracked,
-        tables: Sequence[Sequence[int]],
-        tokens: int,
-        aim: Aim | None = None,
-    ) -> None:
+    def allocate(self, tracked: Tracked, tables: Sequence[Sequence[int]], tokens: int, aim: Aim | None = None) -> None:
         """Plan a load of the request's last `tokens` tokens before the end of its prefix or blend.
 
         Args:
@@ -83,9 +80,14 @@ class SchedulerLoads:
         end = tracked.end if blend is None else tracked.blend_end
         start = end - tokens
         held = [table[: -(-end // size)] for table, size in zip(tables, sizes, strict=True)]
-        prefix: list[Entry] = []
-        if blend is None or blend.start > start:
-            prefix = self._prefix(tracked, start // self._state.chunk, held)
+        found, chunk = tracked.found, self._state.chunk
+        names = tracked.chain.digests(tracked.request.all_token_ids, found.chunks)
+        prefix = [Entry("chunk", names[at], at * chunk, chunk) for at in range(start // chunk, found.chunks)]
+        if found.tail:
+            prefix.append(Entry("tail", found.digest, found.chunks * chunk, found.tail))
+        exact = end if blend is None else blend.start
+        prefix = [entry.within(held, sizes) for entry in prefix if start < exact and entry.start < exact]
+        prefix = [entry for entry in prefix if self._state.is_needed(entry)]
         digests = [entry.digest for entry in prefix]
         self._under_way[request_id] = digests
         for digest in digests:
@@ -93,10 +95,10 @@ class SchedulerLoads:
         own = [*held[0][start // sizes[0] :]]
         load = Load(request_id, tracked.tenant, prefix, start, end, own, blend, aim)
         if self._state.recurrent:
-            last = Entry("state", tracked.found.state, end - self._state.block, self._state.block)
-            load.state = last.within(held, sizes)
+            state = Entry("state", found.state, end - self._state.block, self._state.block)
+            load.state = state.within(held, sizes)
         self._loads[request_id] = load
-        tracked.saved = max(tracked.saved, tracked.found.chunks)
+        tracked.saved = max(tracked.saved, found.chunks)
 
     def void(self, request_id: str, blocks: list[int]) -> None:
         """Report these blocks as invalid in place of a request's load, because it cannot begin."""
@@ -134,20 +136,6 @@ class SchedulerLoads:
         shared = shared // self._state.chunk * self._state.chunk
         if shared > max(found.stated, getattr(request, "shared_prefix_boundary", shared)):
             request.shared_prefix_boundary = shared
-
-    def _prefix(self, tracked: Tracked, first: int, tables: Sequence[Sequence[int]]) -> list[Entry]:
-        """Return the entries that were found, from chunk number `first` on, with their blocks; those alone that some
-        layer needs.
-        """
-        chunk, found = self._state.chunk, tracked.found
-        digests = tracked.chain.digests(tracked.request.all_token_ids, found.chunks)
-        entries = [Entry("chunk", digests[at], at * chunk, chunk) for at in range(first, found.chunks)]
-        if found.tail:
-            entries.append(Entry("tail", found.digest, found.chunks * chunk, found.tail))
-        if self._state.recurrent:
-            entries = [entry for entry in entries if entry.start < tracked.end]
-        placed = [entry.within(tables, self._state.blocks) for entry in entries]
-        return [entry for entry in placed if self._state.is_needed(entry)]
 
     def _is_loaded_by_another(self, tracked: Tracked, computed: int) -> bool:
         """Return whether the next entry is on its way for another request: the engine will have it soon."""

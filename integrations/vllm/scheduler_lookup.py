@@ -15,14 +15,7 @@ from typing import Any
 
 from cuvee.integrations.vllm.lookups import Lookup, Lookups
 from cuvee.integrations.vllm.scheduler_events import SchedulerEvents
-from cuvee.integrations.vllm.scheduler_state import (
-    NOTHING,
-    Found,
-    KnownEntries,
-    PrefixLookup,
-    SchedulerState,
-    Tracked,
-)
+from cuvee.integrations.vllm.scheduler_state import NOTHING, Found, KnownEntries, SchedulerState, Tracked
 from cuvee.naming.identity import PrefixChain
 
 logger = logging.getLogger(__name__)
@@ -57,15 +50,14 @@ class PrefixLookups:
         could = state.usable(request.num_tokens) - computed
         return state.loads and not request.skip_reading_prefix_cache and could >= state.options.least_tokens
 
-    def ask(self, tracked: Tracked) -> PrefixLookup:
+    def ask(self, tracked: Tracked) -> Lookup[Found]:
         """Send the question what the store has of a request's tokens."""
         tokens = tracked.request.num_tokens
         digests = self._whole(tracked, tokens)
         find = partial(self._find, tracked.chain, tracked.request.all_token_ids, tokens, digests)
-        lookup = self._lookups.begin(tracked.tenant, find, NOTHING)
-        tracked.lookup = PrefixLookup(tokens, self._state.clock(), lookup)
+        tracked.lookup = lookup = self._lookups.begin(tracked.tenant, find, NOTHING, tokens)
         tracked.settled = False
-        return tracked.lookup
+        return lookup
 
     def look_up(self, tracked: Tracked) -> Found | None:
         """Return what the store has of a request's tokens; None: not known yet."""
@@ -84,7 +76,7 @@ class PrefixLookups:
             if now - lookup.asked <= self._state.options.lookup_timeout:
                 return None
             self._state.overdue()
-            found = lookup.lookup.settle()
+            found = lookup.settle()
             if not found.chunks and not found.tail:
                 tracked.refused = tracked.settled = True
                 self._state.recorder.count("lookups", label="timeout")
@@ -123,11 +115,26 @@ class PrefixLookups:
     ) -> Found:
         """Find what every rank has of the first `tokens` of `ids`, whose whole chunks have these digests.
 
-        Finds nothing if the store fails, and counts the failure.
+        All tails of a chunk are asked for at once: those after the prompt's last whole chunk together with the last
+        whole chunks, those of a missing chunk once it is known to be missing. Finds nothing if the store fails, and
+        counts the failure.
         """
-        begun = self._state.clock()
+        begun, size, found = self._state.clock(), self._lookups.batch, NOTHING
         try:
-            found = self._find_in_parts(chain, ids, tokens, digests, lookup)
+            for first in range(0, max(len(digests), 1), size):
+                batch = digests[first : first + size]
+                chunk = first + len(batch)
+                sizes = self._tail_sizes(tokens, chunk) if chunk == len(digests) else []
+                tails = chain.tails(ids, chunk, sizes)
+                there = lookup.contains([*batch, *tails], Found(first))
+                if not all(there[: len(batch)]):
+                    chunk = first + there.index(False)
+                    sizes = self._tail_sizes(tokens, chunk)
+                    tails = chain.tails(ids, chunk, sizes)
+                    there = lookup.contains(tails, Found(chunk, missing=digests[chunk]))
+                    found = replace(_longest(chunk, sizes, tails, there), missing=digests[chunk])
+                    break
+                found = _longest(chunk, sizes, tails, there[len(batch) :])
             if self._state.recurrent:
                 found = self._with_state(chain, ids, tokens, found, lookup)
         except CancelledError:
@@ -138,27 +145,6 @@ class PrefixLookups:
             found = NOTHING
         self._state.recorder.count("lookup_seconds", self._state.clock() - begun)
         return found
-
-    def _find_in_parts(
-        self, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes], lookup: Lookup[Found]
-    ) -> Found:
-        """Ask for all tails of a chunk at once: the tails after the prompt's last whole chunk together with the last
-        whole chunks, the tails of a missing chunk once it is known to be missing.
-        """
-        size = self._lookups.batch
-        for first in range(0, max(len(digests), 1), size):
-            batch = digests[first : first + size]
-            chunk = first + len(batch)
-            sizes = self._tail_sizes(tokens, chunk) if chunk == len(digests) else []
-            tails = chain.tails(ids, chunk, sizes)
-            there = lookup.contains([*batch, *tails], Found(first))
-            if not all(there[: len(batch)]):
-                chunk = first + there.index(False)
-                sizes = self._tail_sizes(tokens, chunk)
-                tails = chain.tails(ids, chunk, sizes)
-                there = lookup.contains(tails, Found(chunk, missing=digests[chunk]))
-                return replace(_longest(chunk, sizes, tails, there), missing=digests[chunk])
-        return _longest(chunk, sizes, tails, there[len(batch) :])
 
     def _with_state(
         self, chain: PrefixChain, ids: Sequence[int], tokens: int, found: Found, lookup: Lookup[Found]

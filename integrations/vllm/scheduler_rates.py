@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.messages import Report, StepPlan
-from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
+from cuvee.integrations.vllm.scheduler_state import SchedulerState
 
 _LEAST_PREFILL = 16  # prompt tokens of a step that tells anything about the speed of prefill
 _REMEMBERED = 64  # steps whose time no worker has reported yet
@@ -27,16 +27,6 @@ class Rates:
         self.prefill = LinearCost(1e-3, 0.0)  # before anything is measured: 1,000 tokens per second
         self.pays = Pays(self.prefill, state.chunk)
         self._timed_steps: dict[int, tuple[int, float]] = {}
-
-    def load_pays(self, tracked: Tracked, computed: int) -> bool:
-        """Return whether it pays to load what was found after the first `computed` tokens. With a deadline, the load
-        itself decides.
-        """
-        if tracked.due is not None or self._state.options.decide == "always":
-            return True
-        found, chunk = tracked.found, self._state.chunk
-        sizes = [chunk] * (found.chunks - computed // chunk) + [found.tail] * bool(found.tail)
-        return self.pays.worth("load", computed, tracked.end, sizes)
 
     def begin_step(self, plan: StepPlan, prompt_tokens: int, looked_at: float, scheduled: int) -> None:
         """Have a step timed if it tells the speed of prefill.

@@ -6,9 +6,8 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cuvee.integrations.adapters import AdapterFiles
@@ -18,7 +17,7 @@ from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.lookups import Lookup
-from cuvee.integrations.vllm.messages import Blend, Entry
+from cuvee.integrations.vllm.messages import Blend, Delivery, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.naming.identity import PrefixChain, beside_digest
@@ -69,20 +68,6 @@ NOTHING = Found()
 
 
 @dataclass(slots=True)
-class PrefixLookup:
-    """A question to the store: what does it have of a prompt of this many tokens?"""
-
-    tokens: int
-    asked: float
-    lookup: Lookup[Found]
-
-    @property
-    def answer(self) -> Future[Found]:
-        """The answer to come."""
-        return self.lookup.answer
-
-
-@dataclass(slots=True)
 class Due:
     """A request's deadline, and what became of it.
 
@@ -121,13 +106,14 @@ class Tracked:
         blend: the blend offered to the engine last, and the position where that ends.
         due: by when its first token has to come; None: whenever it comes.
         due_refused: why its deadline is not aimed at; empty if it is.
+        delivered: what ranks have restored of its last load.
         adapter: the files of its adapter; None: it has none.
     """
 
     request: Any
     tenant: str
     chain: PrefixChain
-    lookup: PrefixLookup | None = None
+    lookup: Lookup[Found] | None = None
     found: Found = NOTHING
     end: int = 0
     computed: int = 0
@@ -142,6 +128,7 @@ class Tracked:
     blend_end: int = 0
     due: Due | None = None
     due_refused: str = ""
+    delivered: list[Delivery] = field(default_factory=list)
     adapter: AdapterFiles | None = None
 
     def forget_lookups(self) -> None:

@@ -21,10 +21,9 @@ from cuvee.codec.errors import CuveeError
 from cuvee.integrations.chunk_io import BATCH
 from cuvee.integrations.costs import LinearCost, prefill_quantities
 from cuvee.integrations.loading import HICCUP, Choice, choose
-from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.messages import Aim, Entry
 from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob, Restorer
-from cuvee.integrations.vllm.worker_state import WorkerState
+from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.naming.part_keys import part_key
 
 _DECODING = "decoding"
@@ -73,14 +72,14 @@ class DeadlineLoad:
 
     Args:
         state: of the worker; it keeps what loads measure.
-        fetchers: threads that wait for the store.
+        pools: threads of the worker.
         restorer: reads entries.
         job: the load.
         aim: what it aims at.
     """
 
-    def __init__(self, state: WorkerState, fetchers: ThreadPool, restorer: Restorer, job: LoadJob, aim: Aim) -> None:
-        self._state, self._fetchers, self._restorer, self._job = state, fetchers, restorer, job
+    def __init__(self, state: WorkerState, pools: WorkerPools, restorer: Restorer, job: LoadJob, aim: Aim) -> None:
+        self._state, self._pools, self._restorer, self._job = state, pools, restorer, job
         load, parts = job.load, state.parts
         keys = [state.keys.written(load.tenant, entry.digest) for entry in load.prefix]
         tiers = state.store.locate([part_key(key, number) for key in keys for number in range(parts)])
@@ -156,11 +155,14 @@ class DeadlineLoad:
             part = int(not bases)
             tier, nbytes = several[0].tiers[part], max(self._size(several[0], part), 1)
             most = 1 + int(_REQUEST_SECONDS * self._state.rates(tier) / nbytes)
-            chunks = list(takewhile(lambda each: each.tiers[part] == tier, several[:most]))
-            for each in chunks:
+            chunks: list[_Chunk] = []
+            for each in several[:most]:
+                if each.tiers[part] != tier:
+                    break
                 each.asked = part + 1
+                chunks.append(each)
             nbytes = sum(self._size(each, part) for each in chunks)
-            answer = self._fetchers.submit(self._fetch, chunks, part)
+            answer = self._pools.fetchers.submit(self._fetch, chunks, part)
             self._requests.append(_Request(chunks, part, tier, nbytes, time.monotonic(), answer))
 
     def _fetch(self, chunks: Sequence[_Chunk], part: int) -> tuple[list[Fetched], float]:

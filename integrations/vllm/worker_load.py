@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.decision import Restored, decoding_work
-from cuvee.integrations.vllm.messages import Delivery, Entry, Load
+from cuvee.integrations.vllm.messages import Delivery, Load
 from cuvee.integrations.vllm.worker_deadline import DeadlineLoad
-from cuvee.integrations.vllm.worker_restore import Fetched, LateError, LoadJob, Restorer
+from cuvee.integrations.vllm.worker_restore import LateError, LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark
 
@@ -129,7 +129,10 @@ class WorkerLoads:
         with self._guard("load", partial(self.abandon, job)):
             try:
                 with ready.followed():
-                    for batch in self._fetched(job):
+                    batches = self._restorer.fetched(job)
+                    if load.aim is not None:
+                        batches = DeadlineLoad(self._state, self._pools, self._restorer, job, load.aim).fetched()
+                    for batch in batches:
                         with job.lock:
                             if job.over:
                                 return
@@ -154,12 +157,6 @@ class WorkerLoads:
             self._restorer.discard(job)
             with job.lock:
                 self.end(job)
-
-    def _fetched(self, job: LoadJob) -> Iterator[list[tuple[Entry, Fetched]]]:
-        """Yield what the store has of a load, some entries at a time."""
-        if job.load.aim is None:
-            return self._restorer.fetched(job)
-        return DeadlineLoad(self._state, self._pools.fetchers, self._restorer, job, job.load.aim).fetched()
 
     def _place(self, job: LoadJob) -> None:
         """Report that everything a blend reuses is placed; the scheduler's side says when the rest is computed."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.open_blob import Expected, OpenBlob
+from cuvee.codec.open_blob import Expected
 from cuvee.integrations.chunk_io import ChunkIO, Stored, Writer, fetch_ahead
 from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.messages import Entry, Load
@@ -119,33 +119,28 @@ class Restorer:
             held: the bases of the entries, if only the refinements are to be read; where there is none, the base alone
                 is returned.
         """
-        begun = time.monotonic()
-        try:
-            return self._get(tenant, digests, parts, held)
-        finally:
-            self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
-
-    def _get(
-        self, tenant: str, digests: Sequence[bytes], parts: int, held: Sequence[Fetched | None] | None
-    ) -> list[Fetched]:
         state = self._state
-        if held is not None:
-            bases = [each for each in held if each is not None]
-            found = state.store.get_many([part_key(base.key, 1) for base in bases])
-            return [
-                replace(base, parts=(base.parts[0], more) if more is not None else base.parts[:1])
-                for base, more in zip(bases, found, strict=True)
-            ]
 
         def find(digests: Sequence[bytes], parts: int) -> list[Fetched]:
             answers = state.keys.find(tenant, digests, lambda _, keys: state.store.get_parts(keys, parts))
             return [Fetched(*answer) for answer in answers]
 
-        entries, drafts = find(digests, parts), state.drafts
-        if drafts is None:
-            return entries
-        beside = find([drafts.digest(digest) for digest in digests], 1)
-        return [replace(entry, drafts=each) for entry, each in zip(entries, beside, strict=True)]
+        begun = time.monotonic()
+        try:
+            if held is not None:
+                bases = [each for each in held if each is not None]
+                found = state.store.get_many([part_key(base.key, 1) for base in bases])
+                return [
+                    replace(base, parts=(base.parts[0], more) if more is not None else base.parts[:1])
+                    for base, more in zip(bases, found, strict=True)
+                ]
+            entries, drafts = find(digests, parts), state.drafts
+            if drafts is None:
+                return entries
+            beside = find([drafts.digest(digest) for digest in digests], 1)
+            return [replace(entry, drafts=each) for entry, each in zip(entries, beside, strict=True)]
+        finally:
+            state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
 
     def restore(self, job: LoadJob, batch: Sequence[tuple[Entry, Fetched]]) -> None:
         """Decode some of a load's entries in order, as far as they are there and sound.
@@ -157,24 +152,35 @@ class Restorer:
         if batch[0][0].kind == "state":
             self._restore_state(job, *batch[0])
             batch = batch[1:]
+        state, load = self._state, job.load
         with self._pools.decoding:
             begun = time.monotonic()
-            decoded, problem = self._decode(job.load, batch)
-            if self._state.drafts is not None:
-                self._restore_drafts(job, self._state.drafts, batch[: len(decoded)])
-        for (entry, fetched), parts in zip(batch, decoded, strict=False):
+            present = list(takewhile(lambda each: each[1].parts, batch))
+            opened, problem = self._io.open_all(self._stored(load.tenant, entry, got.parts) for entry, got in present)
+            if problem is None and len(opened) < len(batch):
+                problem = CuveeError(f"{self.name(batch[len(opened)][0])} is no longer in the store")
+            entries = [entry for entry, _ in present[: len(opened)]]
+            slots = self._sent([state.slots(entry, load.placed(entry)) for entry in entries])
+            starts = [entry.start for entry in entries]
+            blobs, damage = self._io.place(state.pages, opened, slots, starts, write=self._writer)
+            problem = damage or problem
+            if state.drafts is not None:
+                self._restore_drafts(job, state.drafts, batch[: len(blobs)])
+        for (entry, fetched), blob in zip(batch, blobs, strict=False):
+            # A whole blob lacks nothing. A part that is damaged, or refines another base, is left out.
+            parts = state.parts if blob.header.lossless else 1 + len(blob.refinements)
             if entry.kind == "segment" or entry.start not in job.parts:
                 count("loaded", label=entry.kind)
             if entry.kind != "segment":
                 job.parts[entry.start] = parts
-            if parts < min(len(fetched.parts), self._state.parts):
+            if parts < min(len(fetched.parts), state.parts):
                 job.bad.append((fetched.key, parts))
-        for entry in takewhile(lambda each: each.start in job.parts, job.load.prefix):
-            job.valid_until = max(job.valid_until, min(entry.end, job.load.exact))
+        for entry in takewhile(lambda each: each.start in job.parts, load.prefix):
+            job.valid_until = max(job.valid_until, min(entry.end, load.exact))
         count("work_seconds", time.monotonic() - begun, "decode")
         if problem is None:
             return
-        fetched = batch[len(decoded)][1]
+        fetched = batch[len(blobs)][1]
         if fetched.parts and problem.blames_blob:
             job.bad.append((fetched.key, 0))
         raise problem
@@ -201,28 +207,6 @@ class Restorer:
             Mark(state.pages.device).wait()  # the engine reads it on another stream
         state.recorder.count("loaded", label=entry.kind)
         state.recorder.count("work_seconds", time.monotonic() - begun, "decode")
-
-    def _decode(self, load: Load, batch: Sequence[tuple[Entry, Fetched]]) -> tuple[list[int], CuveeError | None]:
-        """Decode entries of a load into their pages.
-
-        A part that is damaged, or refines another base, is left out, with those behind it.
-
-        Returns:
-            of how many parts each entry up to the first that failed was decoded, and the error of that one. Nothing
-            writes to the pages any more.
-        """
-        state, cache = self._state, self._state.pages
-        present = list(takewhile(lambda each: each[1].parts, batch))
-        opened, problem = self._io.open_all(
-            self._stored(load.tenant, entry, fetched.parts) for entry, fetched in present
-        )
-        if problem is None and len(opened) < len(batch):
-            problem = CuveeError(f"{self.name(batch[len(opened)][0])} is no longer in the store")
-        entries = [entry for entry, _ in present[: len(opened)]]
-        slots = self._sent([state.slots(entry, load.placed(entry)) for entry in entries])
-        starts = [entry.start for entry in entries]
-        blobs, damage = self._io.place(cache, opened, slots, starts, write=self._writer)
-        return [self._parts_of(blob) for blob in blobs], damage or problem
 
     def _sent(self, slots: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Send each entry's slots of each group of layers to the device, in one transfer."""
@@ -259,10 +243,6 @@ class Restorer:
             state.recorder.count("failures", label="drafts")
             job.bad.append((left[len(placed)][1].key, 0))
             left = left[len(placed) + 1 :]
-
-    def _parts_of(self, blob: OpenBlob) -> int:
-        """Return of how many parts an open entry is. A whole blob lacks nothing."""
-        return self._state.parts if blob.header.lossless else 1 + len(blob.refinements)
 
     def _stored(self, tenant: str, entry: Entry, parts: Sequence[bytes]) -> Stored:
         start = None if entry.kind == "segment" else entry.start

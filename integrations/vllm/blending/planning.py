@@ -58,7 +58,6 @@ class Segmented:
         spans: their positions in the prompt.
         digests: digests of their tokens.
         cost: share of the reused tokens' computation to spend on recomputing some of them.
-        asked: when the store was asked.
         lookup: asks whether each is there; its answer is None for each that it could not ask for in time. None: no
             lookup.
         blends: whether reuse is allowed at all; otherwise segments are only harvested.
@@ -74,7 +73,6 @@ class Segmented:
     spans: list[Span]
     digests: list[bytes]
     cost: float
-    asked: float
     lookup: Lookup[list[bool | None]] | None = None
     blends: bool = True
     recipe: bytes = b""
@@ -177,7 +175,7 @@ class BlendPlanner:
         digests = self._digests(request, tenant, spans)
         named = wants.segments is not None
         cost = float(options.cost if wants.cost is None else wants.cost)
-        return Segmented(spans, digests, cost, self._state.clock(), blends=wants.blend, named=named)
+        return Segmented(spans, digests, cost, blends=wants.blend, named=named)
 
     def rename(self, segmented: Segmented, request: Any, tenant: str) -> None:
         """Name the segments by a changed identity, forget the store's answer, and do not ask again."""
@@ -188,9 +186,9 @@ class BlendPlanner:
     def ask(self, segmented: Segmented, tenant: str) -> None:
         """Ask the store in the background which segments are there."""
         if segmented.blends and segmented.lookup is None and segmented.digests:
-            segmented.asked = self._state.clock()
             digests, spans = list(segmented.digests), list(segmented.spans)
-            segmented.lookup = self._lookups.begin(tenant, partial(self._find, digests, spans), [None] * len(digests))
+            nothing: list[bool | None] = [None] * len(digests)
+            segmented.lookup = self._lookups.begin(tenant, partial(self._find, digests, spans), nothing, spans[-1][1])
 
     def offer(self, request: Any, segmented: Segmented, base: int) -> Offer:
         """Offer a blend for a request whose first `base` tokens are exact.
@@ -207,7 +205,7 @@ class BlendPlanner:
             return NO_BLEND
         with self._state.waiting() as patience:
             late = not wait([segmented.lookup.answer], patience).done
-        if late and self._state.clock() - segmented.asked <= self._state.options.lookup_timeout:
+        if late and self._state.clock() - segmented.lookup.asked <= self._state.options.lookup_timeout:
             return ASK_AGAIN
         try:
             there = segmented.lookup.settle()
@@ -319,7 +317,7 @@ class BlendPlanner:
         return [content_digest(self.identity, Scope(tenant), ids[start:end]) for start, end in spans]
 
     def _refused(self, reason: str) -> Segmented:
-        segmented = Segmented([], [], 0.0, self._state.clock())
+        segmented = Segmented([], [], 0.0)
         self.refuse(segmented, reason)
         return segmented
 

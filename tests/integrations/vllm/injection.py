@@ -27,9 +27,9 @@ SCHEDULER = (
     "_track", "_requests.why_uncached", "_requests.tenant", "_requests.chain",
     "_requests._adapters.find", "_requests._media_names.name", "_loads.match",
     "_loads._is_loaded_by_another", "_loads._prefix", "_loads.allocate",
-    "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_rates.load_pays", "_state.usable",
+    "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
-    "_prefixes._tail_sizes", "_prefixes._find", "_lookups._contains", "_lookups.begin",
+    "_prefixes._tail_sizes", "_prefixes._find", "_lookups.contains", "_lookups.begin",
     "_lookups._pool.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
@@ -40,7 +40,7 @@ SCHEDULER = (
 )  # fmt: skip
 WORKER = (
     "loads._place", "blends._slice", "blends._blended", "loads._restorer.fetched",
-    "loads._restorer.get", "_state.keys.bound_to", "loads._restorer.restore", "loads._restorer._decode",
+    "loads._restorer.get", "_state.keys.bound_to", "loads._restorer.restore",
     "loads._restorer._io.in_a_row", "loads._restorer._io.open_all", "loads._restorer._io.open",
     "loads._restorer._io.place", "loads._restorer.discard", "loads._book", "_state.keys.find", "saves._io.encode",
     "loads._count_load", "saves._copy", "saves._complete", "saves._encode",

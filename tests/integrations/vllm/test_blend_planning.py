@@ -836,7 +836,7 @@ def planner_of(d: Desk) -> BlendPlanner:
 
 def segmented(**changes: Any) -> Segmented:
     spans = [(0, 20), (20, 50), (130, 150), (150, 190)]
-    return Segmented(spans, [bytes([number]) for number in range(4)], 0.15, 0.0, **changes)
+    return Segmented(spans, [bytes([number]) for number in range(4)], 0.15, **changes)
 
 
 @pytest.mark.parametrize(

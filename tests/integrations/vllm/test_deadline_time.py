@@ -98,7 +98,8 @@ class Simulation:
         job, parts = LoadJob(load, begun, 0), [0] * CHUNKS
         try:
             aim = Aim(deadline, REST, (token, 0.0, 0.0))
-            for batch in DeadlineLoad(self.state, self, self.restorer, job, aim).fetched():  # type: ignore[arg-type]
+            pools: Any = SimpleNamespace(fetchers=self)
+            for batch in DeadlineLoad(self.state, pools, self.restorer, job, aim).fetched():
                 for entry, fetched in batch:
                     assert len(fetched.parts) > parts[entry.start // CHUNK], "nothing is decoded twice for nothing"
                     parts[entry.start // CHUNK] = len(fetched.parts)

@@ -3,118 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import CHUNK, Desk, make_request
 
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm import lookups
-from cuvee.integrations.vllm.lookups import CALL_KEYS, THREADS, Lookup, Lookups
+from cuvee.integrations.vllm.lookups import CALL_KEYS, Lookup, Lookups
 from cuvee.naming.identity import store_key
 
 SEGMENTS = {"segment_tokens": 12}
-NONE: list[int] = []
-
-
-class Counter:
-    """Stands in for a store: says which calls are under way, and lets them go one by one."""
-
-    def __init__(self) -> None:
-        self.begun: list[tuple[str, int]] = []  # tenant and digests of each call
-        self.blocked: set[str] = set()
-        self._go: defaultdict[str, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(0))
-
-    def __call__(self, tenant: str, digests: Sequence[bytes]) -> list[bool]:
-        self.begun.append((tenant, len(digests)))
-        if tenant in self.blocked:
-            assert self._go[tenant].acquire(timeout=30)
-        return [digest[0] % 2 == 0 for digest in digests]
-
-    def release(self, calls: int) -> None:
-        """Let so many calls of each tenant go."""
-        for tenant in self.blocked:
-            self._go[tenant].release(calls)
-
-
-def asking(*questions: int) -> Callable[[Lookup[list[int]]], list[int]]:
-    """Questions of so many digests each; the answer is how many were there of each."""
-
-    def find(lookup: Lookup[list[int]]) -> list[int]:
-        known: list[int] = []
-        for count in questions:
-            known = [*known, sum(lookup.contains([bytes([at % 256]) for at in range(count)], known))]
-        return known
-
-    return find
-
-
-@pytest.fixture
-def made() -> Iterator[Callable[..., tuple[Lookups, Counter]]]:
-    every: list[tuple[ThreadPool, Counter]] = []
-
-    def make(threads: int = THREADS, shards: int = 1) -> tuple[Lookups, Counter]:
-        pool, store = ThreadPool(threads, "test", 60.0), Counter()
-        every.append((pool, store))
-        return Lookups(pool, store, shards), store
-
-    yield make
-    for pool, store in every:
-        store.release(10_000)
-        assert pool.dismiss(20)
 
 
 @pytest.mark.parametrize("shards", [1, 4, 100])
-def test_a_question_of_any_length_is_asked_in_bounded_calls(
-    made: Callable[..., tuple[Lookups, Counter]], shards: int
-) -> None:
-    looking, store = made(shards=shards)
-    assert looking.begin("a", asking(130, 0, 2), NONE).answer.result(20) == [65, 0, 1]
+def test_a_question_of_any_length_is_asked_in_bounded_calls(shards: int) -> None:
+    """Each asks for the parts of all ranks."""
+    asked: list[int] = []
+
+    def contains(tenant: str, digests: Sequence[bytes]) -> list[bool]:
+        asked.append(len(digests))
+        return [digest[0] % 2 == 0 for digest in digests]
+
+    def find(lookup: Lookup[list[int]]) -> list[int]:
+        return [sum(lookup.contains([bytes([at]) for at in range(count)], [])) for count in (130, 0, 2)]
+
+    pool = ThreadPool(1, "test", 60.0)
+    looking = Lookups(pool, contains, shards, time.monotonic)
+    assert looking.begin("a", find, [], 1).answer.result(20) == [65, 0, 1]
     most = max(CALL_KEYS // shards, 1)
-    assert looking.batch == most and all(count <= most for _, count in store.begun)
-    assert len(store.begun) == -(-130 // most) + -(-2 // most)
-
-
-def test_nobody_is_asked_for_what_is_not_wanted_any_more(made: Callable[..., tuple[Lookups, Counter]]) -> None:
-    looking, store = made(threads=2)
-    store.blocked = {"cancelled", "settled"}
-    cancelled, settled = (looking.begin(tenant, asking(6, 6400), NONE) for tenant in ("cancelled", "settled"))
-    wait_until(lambda: len(store.begun) == 2, "both first calls")
-    store.release(1)
-    wait_until(lambda: len(store.begun) == 4, "the first calls of both second questions")
-    unbegun = looking.begin("a", asking(2), NONE)
-    assert cancelled.answer.cancel() and settled.settle() == [3], "of the first question"
-    assert unbegun.answer.cancel()
-    with pytest.raises(CancelledError):
-        cancelled.settle()
-    store.release(1000)
-    assert looking.begin("b", asking(1), NONE).answer.result(20) == [1]
-    assert store.begun[4:] == [("b", 1)] and settled.answer.result() == [3]
-
-
-def test_errors_go_to_whoever_asks_and_then_to_whoever_waits(made: Callable[..., tuple[Lookups, Counter]]) -> None:
-    looking, _ = made()
-
-    def caught(lookup: Lookup[str]) -> str:
-        try:
-            lookup.contains([b""], "nothing")
-        except IndexError as error:
-            return f"it is {error}"
-        return "up"
-
-    assert looking.begin("a", caught, "nothing").answer.result(20) == "it is index out of range"
-
-    def uncaught(lookup: Lookup[list[bool]]) -> list[bool]:
-        return lookup.contains([b""], [])
-
-    with pytest.raises(IndexError):
-        looking.begin("a", uncaught, [True]).answer.result(20)
-    assert looking.begin("a", asking(1), NONE).answer.result(20) == [1], "the threads are there"
+    assert looking.batch == most and all(count <= most for count in asked)
+    assert len(asked) == -(-130 // most) + -(-2 // most)
+    assert pool.dismiss(20)
 
 
 # In the scheduler's side ---------------------------------------------------------------------------------------------

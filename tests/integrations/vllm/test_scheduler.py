@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.integrations.stores.dict_store import hold
 from tests.integrations.vllm.sides import BLOCK, CHUNK, Bench, Desk, generate, make_request
 
 from cuvee.codec.format.keys import make_keys
@@ -132,8 +132,7 @@ def test_short_hits_are_left(desk: Callable[..., Desk]) -> None:
 
 def test_many_pending_lookups_share_the_patience_of_a_step(desk: Callable[..., Desk]) -> None:
     d = desk()
-    go = threading.Event()
-    d.store.before = lambda operation: _wait(go)
+    go = hold(d.store)
     requests = [make_request(str(number)) for number in range(50)]
     assert {d.side.matched_tokens(request, 0) for request in requests} == {(None, False)}
     assert d.side._state.patience == 0
@@ -143,15 +142,10 @@ def test_many_pending_lookups_share_the_patience_of_a_step(desk: Callable[..., D
     assert {d.matched(request) for request in requests} == {(0, False)}
 
 
-def _wait(event: threading.Event) -> None:
-    assert event.wait(30)
-
-
 def test_a_slow_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
     d, request = desk(lookup_timeout=5), make_request()
     d.put(request, 6)
-    go = threading.Event()
-    d.store.before = lambda operation: _wait(go)
+    go = hold(d.store)
     assert d.side.matched_tokens(request, 0) == (None, False)
     d.now += 6
     assert d.side.matched_tokens(request, 0) == (0, False)
@@ -163,12 +157,11 @@ def test_a_slow_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
 def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., Desk]) -> None:
     """More of them than the pool has threads; afterwards the store is used again."""
     d = desk(lookup_timeout=0.2, own_store=True)
-    d.side._state.clock = time.monotonic
+    d.side._state.clock = d.side._lookups.clock = time.monotonic
     d.side._state.store = guarded = GuardedStore(d.store)
     d.side._own_store = guarded
     guarded.first_backoff = 0.05
-    go = threading.Event()
-    d.store.before = lambda operation: _wait(go)
+    go = hold(d.store)
     hanging = [make_request(f"hanging {number}") for number in range(6)]
     for request in hanging:
         d.put(request, 6)
@@ -194,8 +187,7 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
 
 def test_close_waits_for_no_lookup(desk: Callable[..., Desk]) -> None:
     d = desk()
-    go = threading.Event()
-    d.store.before = lambda operation: _wait(go)
+    go = hold(d.store)
     for number in range(8):
         d.side.arrived(make_request(str(number)))
     begun = time.monotonic()
