@@ -111,7 +111,7 @@ class Recorder:
             seen = self._stores.setdefault(tier, {})
             for name in fields:
                 value, last = getattr(now, name), seen.get(name)
-                if value == last or type(value) is not int or not 0 <= value < 1 << 63:
+                if value == last or type(value) is not int or not 0 <= value < 1 << 53:
                     continue  # most often: the rest would take tens of microseconds of every step
                 metric, result = _OF_TIERS[name]
                 if METRICS[metric].kind == "gauge":

@@ -26,7 +26,7 @@ THREADS = {"cuvee-lookup": "lookup", "cuvee-load": "load", "cuvee-fetch": "load"
 SCHEDULER = (
     "_track", "_requests.why_uncached", "_requests.tenant", "_requests.chain",
     "_requests._adapters.find", "_requests._media_names.name", "_loads.match",
-    "_loads._is_loaded_by_another", "_loads._prefix", "_loads.allocate",
+    "_loads._is_loaded_by_another", "_state.is_needed", "_loads.allocate",
     "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
     "_prefixes._tail_sizes", "_prefixes._find", "_lookups.contains", "_lookups.begin",
