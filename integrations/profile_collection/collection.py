@@ -9,11 +9,10 @@
 - `<n>` is the version of profile files. A build takes the newest that it can read, so builds of two versions share a
   collection while a fleet is upgraded.
 
-**Which profile is taken**: the one that was pushed last for the model's weights, or the one that an id names. The order
-of pushes decides, not a clock or a size, so pushing an older profile again goes back to it. Since one small file says
-which is the newest, and is replaced atomically after the profile is there, a reader finds the old profile or the new
-one, whoever else pushes, and no list of profiles can lose an entry to another writer. (A checkpoint has a fingerprint
-for each dtype that its weights may be loaded in; between profiles of several of these, the times of the pushes decide.)
+**Which profile is taken**: the one that was pushed last for the model's weights, or the one that an id names. One small
+file says which is the newest, and is replaced atomically after the profile is there, so a reader finds the old profile
+or the new one, whoever else pushes. (A checkpoint has a fingerprint for each dtype that its weights may be loaded in;
+between profiles of several of these, the times of the pushes decide.)
 
 **Nothing that is read is trusted**: sizes are bounded, `Profile.load` parses, and layout, weights and id must be those
 that the names promise. Whoever can write to the place can still replace the newest profile by another valid one; an id
@@ -23,19 +22,17 @@ in the location pins it.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileMismatchError, VersionError
+from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.profile_file import VERSION
-from cuvee.integrations.profile_collection.files import FolderFiles, NamedFiles, ObjectFiles
-from cuvee.integrations.profile_collection.hub import HubFiles
+from cuvee.integrations.profile_collection.files import FolderFiles, HubFiles, NamedFiles, ObjectFiles
 from cuvee.integrations.profile_collection.location import ProfileLocation, check_id, names_collection
 from cuvee.integrations.weight_fingerprints import WeightFingerprints, weight_fingerprints
 
@@ -54,16 +51,12 @@ class PushedProfile:
 
     Attributes:
         id: of the profile, 32 hex digits.
-        layout: fingerprint of the model's layout without its dtype, in hex.
         weights: fingerprint of the model's weights, in hex; None: the profile names none, so only its id finds it.
-        file: name of the profile's file in the collection.
-        bytes: its size.
+        bytes: size of its file.
     """
 
     id: str
-    layout: str
     weights: str | None
-    file: str
     bytes: int
 
 
@@ -108,17 +101,15 @@ class ProfileCollection:
                 "profile anew (cuvee profile learn)"
             )
         with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
-            path = Path(folder) / "profile.safetensors"
-            profile.save(path)
-            data = path.read_bytes()
+            profile.save(f"{folder}/profile")
+            data = Path(f"{folder}/profile").read_bytes()
         if len(data) > MAX_PROFILE_BYTES:
             raise InputError(f"profile: must be at most {MAX_PROFILE_BYTES} bytes, got {len(data)}")
-        name = f"cuvee-profiles/{layout}/{identity}.safetensors"
-        files = {name: data}
+        files = {_file_name(layout, identity): data}
         if weights is not None:
             files[_newest_name(layout, weights)] = f"{identity} {int(time.time())}\n".encode()
         self._files.write(files)
-        return PushedProfile(identity, layout, weights, name, len(data))
+        return PushedProfile(identity, weights, len(data))
 
     def pull(self, layout: KVLayout, *, weights: WeightFingerprints | None = None, id: str | None = None) -> Profile:
         """Return a profile of a model, after everything about it is verified. The log says which.
@@ -137,7 +128,7 @@ class ProfileCollection:
             ProfileMismatchError: the file holds another profile than its name says, or one of another model.
             StoreError: the place cannot be reached, or holds something else than a file of a sensible size.
         """
-        shown, of_layout, why = self._files.shown, _layout_name(layout), "named by its id"
+        of_layout, why = _layout_name(layout), "named by its id"
         accepted = () if weights is None else weights.found
         if id is None:
             pushed, identity, newest = self._newest(of_layout, weights, layout.model_type)
@@ -145,14 +136,12 @@ class ProfileCollection:
             accepted = (newest,)
         else:
             identity = check_id(id)
-        name = f"cuvee-profiles/{of_layout}/{identity}.safetensors"
+        name = _file_name(of_layout, identity)
         data = self._files.read(name, MAX_PROFILE_BYTES)
-        if data is None and id is None:
-            raise FileNotFoundError(f"{name}: is missing in {shown}, which says that it is the newest: push it again")
         if data is None:
             raise FileNotFoundError(
-                f"no profile {identity} of this model's layout ({of_layout}) in {shown}: name another id, or push it "
-                "(cuvee profile push)"
+                f"no profile {identity} of this model's layout ({of_layout}) in {self._where}: name another id, or "
+                "push it (cuvee profile push)"
             )
         profile = self._loaded(name, data)
         for field, wanted, got in (
@@ -162,8 +151,8 @@ class ProfileCollection:
         ):
             if wanted and got not in wanted:
                 raise ProfileMismatchError(
-                    f"{field}: must be {' or '.join(wanted)}, got a profile of {got} in {name} of {shown}; push a "
-                    "profile of this model there again, or name its id"
+                    f"{field}: must be {' or '.join(wanted)}, got a profile of {got} in {name} of {self._where}; push "
+                    "a profile of this model there again, or name its id"
                 )
         logger.info(
             "cuvee: took profile %s (%s, group %s, %d bytes), %s, from %s",
@@ -173,26 +162,22 @@ class ProfileCollection:
 
     def _loaded(self, name: str, data: bytes) -> Profile:
         """Return the profile in the bytes of a file; errors name the place that it came from."""
-        with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
-            path = Path(folder) / "profile.safetensors"
-            path.write_bytes(data)
+        with tempfile.NamedTemporaryFile(prefix="cuvee-") as file:
+            file.write(data)
+            file.flush()
             try:
-                return Profile.load(path)
-            except VersionError as error:  # names the remedy itself
-                raise VersionError(f"{self._files.shown}: {name}: {error}") from error
+                return Profile.load(file.name)
             except CuveeError as error:
-                text = str(error).replace(f"{path}: ", "")
-                raise type(error)(f"{self._files.shown}: {name}: {text}; {self._files.remedy}") from error
+                text = str(error).replace(f"{file.name}: ", "")
+                raise type(error)(f"{self._where}: {name}: {text}; {self._files.remedy}") from error
 
     def _newest(self, layout: str, weights: WeightFingerprints | None, model_type: str) -> tuple[int, str, str]:
         """Return the time of the last push of a model, the profile's id, and the weights that it was pushed for."""
-        shown = self._files.shown
         if weights is None or not weights.found:
             why = "" if weights is None else f" ({weights.unknown})"
-            url = shown if "://" in shown else f"file://{os.path.abspath(shown)}"
             raise InputError(
                 f"id: must name the profile, because the fingerprint of the model's weights is not known{why}, got "
-                f"none for {shown}: name it as in {url}?id=…; cuvee profile push printed it"
+                f"none for {self._where}: end its URL in ?id=…; cuvee profile push printed it"
             )
         found: list[tuple[int, str, str]] = []
         for own in weights.found:
@@ -202,12 +187,12 @@ class ProfileCollection:
                 continue
             match = _NEWEST.fullmatch(data)
             if match is None:
-                wrong = f"{name} in {shown}: must be an id and a time, got {data!r}"
+                wrong = f"{name} in {self._where}: must be an id and a time, got {data!r}"
                 raise FormatError(f"{wrong}: push a profile of this model there again")
             found.append((int(match[2]), match[1].decode(), own))
         if not found:
             raise FileNotFoundError(
-                f"no profile of this {model_type} model in {shown} (layout {layout}, weights "
+                f"no profile of this {model_type} model in {self._where} (layout {layout}, weights "
                 f"{' or '.join(weights.found)}, profiles of version {VERSION}): learn one (cuvee profile learn) and "
                 "push it (cuvee profile push), or name another place"
             )
@@ -246,6 +231,10 @@ def _files_at(location: ProfileLocation) -> NamedFiles:
 
 def _layout_name(layout: KVLayout) -> str:
     return replace(layout, dtype="bfloat16").fingerprint.hex()
+
+
+def _file_name(layout: str, identity: str) -> str:
+    return f"cuvee-profiles/{layout}/{identity}.safetensors"
 
 
 def _newest_name(layout: str, weights: str) -> str:

@@ -1,26 +1,23 @@
-"""Files by name, in a folder or in object storage: all that a collection of profiles needs of the place where it is.
+"""Files by name, in a folder, in object storage or on the hub: all that a collection of profiles needs of its place.
 
-Whoever can write there chooses what is read, so `read` bounds every answer, and follows no link.
+Whoever can write there chooses what is read, so `read` bounds every answer.
 """
 
 from __future__ import annotations
 
-import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
+from cuvee.codec.support.files import replacing
 from cuvee.integrations.stores.base import StoreError
-from cuvee.integrations.stores.redaction import secrets_of
-from cuvee.integrations.stores.safe_files import (
-    open_file,
-    open_folder,
-    read_exactly,
-    replace_file,
-)
 
-# Profiles are read by others than their writer. They hold no user's data, unlike the entries of a store.
-_FOLDER_MODE, _FILE_MODE = 0o755, 0o644
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_LONGEST_MESSAGE = 500  # characters of the hub's own messages that are shown
+
+_T = TypeVar("_T")
 
 
 class NamedFiles(ABC):
@@ -39,7 +36,7 @@ class NamedFiles(ABC):
         """Return the content of a file; None if there is no such file.
 
         Raises:
-            StoreError: the place cannot be reached, or the file has more than `most` bytes, or is a link or no file.
+            StoreError: the place cannot be reached, or the file has more than `most` bytes, or is no file.
         """
 
     @abstractmethod
@@ -50,74 +47,55 @@ class NamedFiles(ABC):
             StoreError: the place cannot be reached, or refuses a file. The files before it are written.
         """
 
-    def too_large(self, name: str, most: int, size: int | None = None) -> StoreError:
-        """Return the error for a file that is larger than `most` bytes, or whose size is not known."""
-        got = "more, or a file of unknown size" if size is None else str(size)
-        return StoreError(
-            f"{name}: must be at most {most} bytes in {self.shown}, got {got}: it is not what cuvee pushed; push it "
-            "again"
-        )
+    def check_size(self, name: str, size: int, most: int) -> None:
+        """Refuse a file of more than `most` bytes by a StoreError."""
+        if size > most:
+            raise StoreError(
+                f"{name}: must be at most {most} bytes in {self.shown}, got {size}: it is not what cuvee pushed; push "
+                "it again"
+            )
 
 
 class FolderFiles(NamedFiles):
-    """Files in a folder. Links are never followed; the folder itself is no link either.
+    """Files in a folder, which the first `write` creates.
 
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as folder:
-        ...     files = FolderFiles(folder)
-        ...     files.write({"a/b.json": b"{}"})
-        ...     files.read("a/b.json", most=100), files.read("a/c.json", most=100)
-        (b'{}', None)
-
-    Args:
-        path: the folder, which the first `write` creates.
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     files = FolderFiles(folder)
+    ...     files.write({"a/b.json": b"{}"})
+    ...     files.read("a/b.json", most=100), files.read("a/c.json", most=100)
+    (b'{}', None)
     """
 
     def __init__(self, path: str) -> None:
-        self.shown = path
-        self._path = os.path.abspath(os.path.expanduser(path))
+        self.shown, self._path = path, Path(path).expanduser()
 
     def read(self, name: str, most: int) -> bytes | None:
         """See `NamedFiles.read`."""
+        file = self._path / name
         try:
-            with self._folder_of(name) as folder, open_file(name.rpartition("/")[2], folder) as file:
-                size = os.fstat(file).st_size
-                if size > most:
-                    raise self.too_large(name, most, size)
-                return read_exactly(file, size)
-        except FileNotFoundError:
-            return None
+            if not file.exists():
+                return None
+            if not file.is_file():
+                raise OSError("it is something else")
+            self.check_size(name, file.stat().st_size, most)
+            return file.read_bytes()
         except OSError as error:
-            raise StoreError(
-                f"{name}: must be a file that can be read, in folders that are no links, in {self.shown}, got {error}: "
-                "replace it by a copy"
-            ) from error
+            raise StoreError(f"{name}: must be a file that can be read in {self.shown}, got {error}") from error
 
     def write(self, files: Mapping[str, bytes]) -> None:
         """See `NamedFiles.write`."""
         for name, data in files.items():
             try:
-                with self._folder_of(name, create=True) as folder:
-                    replace_file(name.rpartition("/")[2], data, folder, _FILE_MODE)
+                (self._path / name).parent.mkdir(parents=True, exist_ok=True)
+                with replacing(self._path / name) as temporary:
+                    temporary.write_bytes(data)
             except OSError as error:
                 raise StoreError(f"{name}: cannot be written in {self.shown}: {error}") from error
 
-    @contextmanager
-    def _folder_of(self, name: str, *, create: bool = False) -> Iterator[int]:
-        """Yield the descriptor of the folder that holds a file."""
-        with ExitStack() as opened:
-            folder = opened.enter_context(open_folder(self._path, None, create=create, mode=_FOLDER_MODE))
-            for part in name.split("/")[:-1]:
-                folder = opened.enter_context(open_folder(part, folder, create=create, mode=_FOLDER_MODE))
-            yield folder
-
 
 class ObjectFiles(NamedFiles):
-    """Files as objects of the same names below a prefix.
-
-    Args:
-        url: of the prefix, as `ObjectStore` takes it.
-        shown: the same for messages, without secrets.
+    """Files as objects of the same names below a prefix, the URL of an `ObjectStore`.
 
     Raises:
         InputError: the URL is wrong.
@@ -125,37 +103,86 @@ class ObjectFiles(NamedFiles):
     """
 
     def __init__(self, url: str, shown: str) -> None:
-        from cuvee.integrations.stores.objects import connect
+        from cuvee.integrations.stores.objects import ObjectStore
 
-        self.shown, self._secrets = shown, secrets_of(url)
-        self._place = connect(url)
+        self.shown, self._store = shown, ObjectStore(url)
 
     def read(self, name: str, most: int) -> bytes | None:
         """See `NamedFiles.read`."""
-        from cuvee.integrations.stores.objects import asked, read_object, shown_error
-
-        try:
-            data = asked(lambda: read_object(self._place, name, most))
-        except FileNotFoundError:
+        size = self._store.size_of(name)
+        if size is None:
             return None
-        except Exception as error:
-            failure = StoreError(f"{name}: cannot be read in {self.shown}: {shown_error(error, self._secrets)}")
-        else:
-            if data is not None:
-                return data
-            failure = self.too_large(name, most)
-        raise failure  # outside, because the cause may hold a password that the server sent back
+        self.check_size(name, size, most)
+        return self._store.read_object(name, most)
 
     def write(self, files: Mapping[str, bytes]) -> None:
         """See `NamedFiles.write`."""
-        import obstore
-
-        from cuvee.integrations.stores.objects import asked, shown_error
-
         for name, data in files.items():
-            try:
-                asked(lambda name=name, data=data: obstore.put(self._place, name, data))  # type: ignore[misc]
-                continue
-            except Exception as error:
-                why = shown_error(error, self._secrets)
-            raise StoreError(f"{name}: cannot be written in {self.shown}: {why}")
+            self._store.write_object(name, data)
+
+
+class HubFiles(NamedFiles):
+    """Files in a model repository of the Hugging Face hub, through huggingface_hub.
+
+    Every read is of one commit: a branch is resolved once, so that the files that belong together are of one push.
+    Files of a commit never change, so huggingface_hub's cache serves them again; with a commit as the revision, it does
+    so without a network. Access tokens and the address of the hub are huggingface_hub's own (HF_TOKEN, HF_ENDPOINT).
+
+    Args:
+        repository: `owner/name`.
+        revision: branch, tag or commit; None: the main branch.
+        shown: the location for messages.
+
+    Raises:
+        ImportError: huggingface_hub is missing.
+    """
+
+    def __init__(self, repository: str, revision: str | None, shown: str) -> None:
+        try:
+            import huggingface_hub  # noqa: F401 - its absence is reported before any work
+        except ImportError as missing:
+            raise ImportError("hf:// needs huggingface_hub: pip install cuvee[transformers]") from missing
+        self.shown, self._repository, self._revision = shown, repository, revision
+        self.remedy += f", or, if only this machine's copy is damaged, remove that (hf cache rm model/{repository})"
+        self._commit = revision if revision and _COMMIT.fullmatch(revision) else None
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """See `NamedFiles.read`. What is too large is refused after its download."""
+        from huggingface_hub import HfApi, hf_hub_download
+
+        if self._commit is None:
+            commit = self._ask(lambda: HfApi().model_info(self._repository, revision=self._revision).sha)
+            # It becomes part of the paths of huggingface_hub's cache.
+            if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None:
+                raise StoreError(f"{self.shown}: the hub names no commit of it, but {commit!r:.80}")
+            self._commit = commit
+        cached = self._ask(lambda: hf_hub_download(self._repository, name, revision=self._commit))
+        if cached is None:
+            return None
+        self.check_size(name, Path(cached).stat().st_size, most)
+        return Path(cached).read_bytes()
+
+    def write(self, files: Mapping[str, bytes]) -> None:
+        """Write all files in one commit, so that readers see all of them or none."""
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        if self._revision is not None and _COMMIT.fullmatch(self._revision):
+            raise StoreError(f"{self.shown}: is a commit, which never changes: push to a branch, or leave it out")
+        operations = [CommitOperationAdd(name, data) for name, data in files.items()]
+        named: dict[str, Any] = {"commit_message": "Push a cuvee profile", "revision": self._revision}
+        self._ask(lambda: HfApi().create_commit(self._repository, operations, **named))
+
+    def _ask(self, call: Callable[[], _T]) -> _T | None:
+        """Return `call()`; None if there is no such file."""
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        try:
+            return call()
+        except Exception as error:  # of huggingface_hub's HTTP client, which is another one in each of its versions
+            # The second says that the hub did not answer, and that the file is not cached.
+            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+                return None
+            why = " ".join(str(error).split())[:_LONGEST_MESSAGE]
+            raise StoreError(
+                f"{self.shown}: the hub failed, or cannot be reached: {type(error).__name__}: {why}"
+            ) from error

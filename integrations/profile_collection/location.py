@@ -53,31 +53,30 @@ class ProfileLocation:
         Raises:
             InputError: the scheme, an option, a path or the name of a repository is wrong. No message shows secrets.
         """
-        shown = redacted(where)
-        scheme = _URL.match(where)
+        shown, scheme = redacted(where), _URL.match(where)
         if not scheme and where and not where.startswith(_TIERED):
             return cls("folder", where, where)
         kind = scheme[1].lower() if scheme else ""
-        if kind not in (*_OBJECTS, "file", "hf"):
-            raise InputError(
-                f"profile: must name a folder, object storage ({', '.join(_OBJECTS)}) or hf://owner/name, got {shown!r}"
-            )
         place, _, query = where.partition("?")
-        name, _, value = query.partition("=")
-        if query and (name != "id" or "&" in value):
-            raise InputError(f"{name}: must be no option of {kind}://, which takes one id alone, got {shown}")
-        named = check_id(value) if query else None
-        rest = place.partition("://")[2]
+        rest, named = place.partition("://")[2], None
+        if query:
+            name, _, value = query.partition("=")
+            if name != "id":
+                raise InputError(f"{name}: must be no option of {kind}://, which takes one id alone, got {shown}")
+            named = check_id(value)
         if kind == "file":
             path = unquote(rest)
             if not path.startswith("/") or set(rest) & set("#\0") or "\0" in path:
                 raise InputError(f"profile: must be file:///absolute/path, with %23 for # and %3F for ?, got {shown}")
             return cls("folder", path, shown, named)
-        if kind != "hf":
+        if kind in _OBJECTS:
             return cls("objects", place, shown, named)
         repository = _REPOSITORY.fullmatch(rest.rstrip("/"))
-        if repository is None or ".." in rest:
-            raise InputError(f"profile: must be hf://owner/name or hf://owner/name@revision, got {shown}")
+        if kind != "hf" or repository is None or ".." in rest:
+            raise InputError(
+                f"profile: must name a folder, object storage ({', '.join(_OBJECTS)}), hf://owner/name or "
+                f"hf://owner/name@revision, got {shown!r}"
+            )
         return cls("hub", repository[1], shown, named, repository[2])
 
 

@@ -54,6 +54,7 @@ _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
 _RETRY: dict[str, Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
 # A deletion without an answer is repeated this often, after pauses that double, unless it took this many seconds.
 _TRIES, _PAUSE, _AGAIN_SECONDS = 6, 0.25, 15.0
+_DEBUG = "\n\nDebug source"  # begins what obstore's errors add for its developers
 _ANSWERED = ("Server returned", "following redirect")  # in the messages of obstore's errors
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
@@ -99,7 +100,7 @@ class ObjectStore(Store):
         check_bytes("max_entry", max_entry)
         where, secrets = redacted(url), secrets_of(url)
         self._place = connect(url)
-        self._label, self._ttl, self._secrets = f"object store {where}", ttl, secrets
+        self._label, self._ttl = f"object store {where}", ttl
         self._most = HEADER_BYTES + max_entry
         self._monitor = StoreMonitor(_log, self._label, secrets)
         self._lock = threading.Lock()
@@ -117,9 +118,7 @@ class ObjectStore(Store):
         if HEADER_BYTES + len(blob) > self._most:
             self._monitor.too_large(len(blob), self._most - HEADER_BYTES)
             return False
-        data = seal(key, blob, time.time())
-        if self._call(lambda: obstore.put(self._place, path, data, use_multipart=False)) is None:
-            raise self._failure(FileNotFoundError("there is no such bucket"))
+        self.write_object(path, seal(key, blob, time.time()))
         self._monitor.stored(blob)
         return True
 
@@ -155,22 +154,39 @@ class ObjectStore(Store):
         if threads is not None and not threads.dismiss(_CLOSE_SECONDS):
             _log.warning("%s: closed while requests hang", self._label)
 
+    def size_of(self, path: str) -> int | None:
+        """Return the bytes of an object below the prefix; None if there is none. Errors are those of `get`."""
+        info = self._call(lambda: obstore.head(self._place, path))
+        return None if info is None else int(info["size"])
+
+    def read_object(self, path: str, most: int) -> bytes | None:
+        """Return an object below the prefix; None if there is none, or if the server announces more than `most` bytes,
+        which it cannot exceed.
+        """
+
+        def read() -> bytes:
+            found = obstore.get(self._place, path)
+            if found.meta["size"] <= most:
+                return bytes(found.bytes())
+            self._monitor.beyond(path, most - HEADER_BYTES)
+            raise FileNotFoundError
+
+        return self._call(read)
+
+    def write_object(self, path: str, data: bytes) -> None:
+        """Write an object below the prefix, all or nothing. Errors are those of `put`."""
+        if self._call(lambda: obstore.put(self._place, path, data, use_multipart=False)) is None:
+            raise self._failure(FileNotFoundError("there is no such bucket"))
+
     def _get(self, key: str) -> bytes | None:
         path = _path(key)
-        entry = self._call(lambda: self._read(path))
+        entry = self.read_object(path, self._most)
         return None if entry is None else self._monitor.opened(key, entry, self._ttl, lambda: self._remove(path))
-
-    def _read(self, path: str) -> bytes | None:
-        """Return an object; None if it is too large."""
-        data = read_object(self._place, path, self._most)
-        if data is None:
-            self._monitor.beyond(path, self._most - HEADER_BYTES)
-        return data
 
     def _there(self, path: str) -> bool:
         # An object that is too large to be read counts as absent, so that a smaller one can replace it.
-        info = self._call(lambda: obstore.head(self._place, path))
-        return info is not None and info["size"] <= self._most
+        size = self.size_of(path)
+        return size is not None and size <= self._most
 
     def keys(self, tenant: str) -> Iterator[str]:
         """Yield the keys of a tenant's entries."""
@@ -193,7 +209,10 @@ class ObjectStore(Store):
             StoreError: it failed otherwise.
         """
         try:
-            return asked(request)
+            if _Runtime.process not in (None, os.getpid()):  # there, obstore would never return
+                raise RuntimeError("a forked process cannot use obstore: start it by spawn")
+            _Runtime.process = os.getpid()
+            return request()
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -205,7 +224,7 @@ class ObjectStore(Store):
 
     def _failure(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""
-        return self._monitor.failure(RuntimeError(shown_error(error, self._secrets)), with_type=False)
+        return self._monitor.failure(RuntimeError(str(error).partition(_DEBUG)[0]), with_type=False)
 
     def _map(self, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
         """Apply `function` to each item, in threads if there are several; return the results in order."""
@@ -238,26 +257,8 @@ def connect(url: str) -> Any:
     try:
         return from_url(url, **options)
     except Exception as error:
-        why = shown_error(error, secrets_of(url))
+        why = scrubbed(error, secrets_of(url)).partition(_DEBUG)[0]
     raise InputError(f"url: obstore does not accept {where}: {why}")
-
-
-def read_object(place: Any, path: str, most: int) -> bytes | None:
-    """Return an object; None if the server announces more than `most` bytes, which it cannot exceed."""
-    answer = obstore.get(place, path)
-    return bytes(answer.bytes()) if answer.meta["size"] <= most else None
-
-
-def asked(request: Callable[[], _T]) -> _T:
-    """Return `request()`, a call of obstore.
-
-    Raises:
-        Exception: obstore's, or a RuntimeError in a forked process, where obstore would never return.
-    """
-    if _Runtime.process not in (None, os.getpid()):
-        raise RuntimeError("a forked process cannot use obstore: start it by spawn")
-    _Runtime.process = os.getpid()
-    return request()
 
 
 def _repeated(delete: Callable[[], _T]) -> _T:
@@ -272,8 +273,3 @@ def _repeated(delete: Callable[[], _T]) -> _T:
                 raise
         time.sleep(_PAUSE * 2**turn)
     return delete()
-
-
-def shown_error(error: Exception, secrets: Sequence[str]) -> str:
-    """Return the message of an error of obstore, without secrets and without what it adds for its developers."""
-    return scrubbed(error, secrets).partition("\n\nDebug source")[0]

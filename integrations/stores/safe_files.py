@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -118,24 +117,6 @@ def objection(info: os.stat_result, path: str) -> str | None:
             f"{stat.S_IMODE(info.st_mode):04o}: run chmod go-w {path}{inside}"
         )
     return None
-
-
-def replace_file(name: str, data: bytes, parent: int, mode: int = 0o600) -> None:
-    """Write a file of an open folder. Readers see the old file, or all of the new one, even after a power failure.
-
-    A link in its place is replaced, not followed. If this fails, what was there stays.
-    """
-    temporary = ".tmp-" + secrets.token_hex(8)
-    try:
-        with open_file(temporary, parent, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
-            write_all(file, data)
-            os.fsync(file)
-        os.replace(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=parent)
-        raise
-    os.fsync(parent)
 
 
 @contextmanager

@@ -46,17 +46,17 @@ def test_what_a_location_says(where: str, expected: tuple[str, str, str | None, 
         ("s3://b/p?id=12ab", "id: must be 32 lower-case hex digits, .* got '12ab'"),
         (f"s3://b/p?id={ID.upper()}", "id: must be 32 lower-case hex digits"),
         ("s3://b/p?id=../../../../../../../../etc/passwd", "id: must be 32 lower-case hex digits"),
-        (f"s3://b/p?id={ID}&id={ID}", "id: must be no option of s3://, which takes one id alone"),
+        (f"s3://b/p?id={ID}&id={ID}", "id: must be 32 lower-case hex digits"),
         ("file://relative", "profile: must be file:///absolute/path"),
         ("file:///a%00b", "profile: must be file:///absolute/path"),
-        ("hf://gpt2", "profile: must be hf://owner/name"),
-        ("hf://datasets/me/p", "profile: must be hf://owner/name"),
-        ("hf://me/../x", "profile: must be hf://owner/name"),
-        ("hf://me/p@../../x", "profile: must be hf://owner/name"),
-        ("hf://me/p@a/../../x", "profile: must be hf://owner/name"),
-        ("hf://me/p@", "profile: must be hf://owner/name"),
-        ("hf://-me/p", "profile: must be hf://owner/name"),
-        ("hf://me/p\n", "profile: must be hf://owner/name"),
+        ("hf://gpt2", "profile: must name a folder, .*hf://owner/name"),
+        ("hf://datasets/me/p", "profile: must name a folder, .*hf://owner/name"),
+        ("hf://me/../x", "profile: must name a folder, .*hf://owner/name"),
+        ("hf://me/p@../../x", "profile: must name a folder, .*hf://owner/name"),
+        ("hf://me/p@a/../../x", "profile: must name a folder, .*hf://owner/name"),
+        ("hf://me/p@", "profile: must name a folder, .*hf://owner/name"),
+        ("hf://-me/p", "profile: must name a folder, .*hf://owner/name"),
+        ("hf://me/p\n", "profile: must name a folder, .*hf://owner/name"),
     ],
 )
 def test_what_is_refused(where: str, message: str) -> None:
@@ -86,5 +86,5 @@ def test_no_message_shows_a_secret(tmp_path: Path) -> None:
 def test_options_check_a_location_and_leave_a_path_alone() -> None:
     assert CodingOptions(profile="hf://me/p@v1").profile == "hf://me/p@v1"
     assert CodingOptions(profile="missing.safetensors").profile == "missing.safetensors"
-    with pytest.raises(InputError, match=r"^profile: must be hf://owner/name"):
+    with pytest.raises(InputError, match=r"^profile: must name a folder, .*hf://owner/name"):
         CodingOptions(profile="hf://gpt2")

@@ -88,7 +88,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     fails("profile", "push", tmp_path / "missing", tmp_path, match="no profile at")
     fails("profile", "push", tmp_path / "p", f"file://{tmp_path}?id={identity}", match="WHERE: must be without an id")
     fails("profile", "push", tmp_path / "p", "memory://", match="must name a folder, object storage")
-    fails("profile", "pull", MODEL, "hf://gpt2", *out, match="profile: must be hf://owner/name")
+    fails("profile", "pull", MODEL, "hf://gpt2", *out, match="hf://owner/name@revision, got")
     fails("profile", "pull", MODEL, tmp_path, *out, "--other-weights", match="--other-weights: must come with an id")
     fails("profile", "pull", "/nowhere", tmp_path, *out, match="nowhere: no such model folder")
     misused("profile", "pull", MODEL, tmp_path)
