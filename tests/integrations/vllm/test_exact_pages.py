@@ -1,11 +1,13 @@
 """Pages of sparse attention (DeepSeek V3.2: latents and an indexer's keys), stored and restored by ours.
 
-vLLM's cache groups and its memory; no model, because vLLM has no sparse attention for CPUs.
+vLLM's scheduler, its cache groups, its memory and its calls of a connector; no model, because vLLM has no sparse
+attention for CPUs. Steps write what follows from the tokens, in the format of vLLM's kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm.sides import BLOCK, CHUNK, TENANT, Bench
 from tests.integrations.vllm_tier.real_tiers import real
@@ -54,7 +57,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Engine:
-    """vLLM's configuration, cache groups and memory.
+    """vLLM's configuration, cache groups and memory; `scheduled` adds its scheduler, and a worker's connector.
 
     Args:
         checkpoint: of the model.
@@ -392,3 +395,137 @@ def test_blocks_that_are_not_whole_are_refused(make_engine: MakeEngine) -> None:
         engine.pages[name] = other
         with pytest.raises(UnsupportedModelError, match=f"{name}: the engine's blocks .*this attention backend"):
             engine.found()
+
+
+class Served(Engine):
+    """vLLM's scheduler and its calls of a worker's connector, around steps that write what follows from the tokens."""
+
+    def __init__(self, checkpoint: Path, store: DictStore, patch: pytest.MonkeyPatch, **changes: Any) -> None:
+        super().__init__(checkpoint, **changes)
+        ours = real("cuvee.integrations.vllm.connector")
+        patch.setattr(ours, "borrow_store", lambda urls: store)
+        patch.setattr(ours, "return_store", lambda urls: None)
+        structured = real("vllm.v1.structured_output").StructuredOutputManager(self.config)
+        self.config.cache_config.num_gpu_blocks = self.own.num_blocks
+        kind = real("vllm.v1.core.sched.scheduler").Scheduler
+        self.scheduler = kind(self.config, self.schedulers, structured, block_size=self.block)
+        self.transfer = real("vllm.distributed.kv_transfer.kv_transfer_state")
+        self.transfer.ensure_kv_transfer_initialized(self.config, self.own)
+        self.worker = self.transfer.get_kv_transfer_group()
+        self.worker.register_kv_caches(self.pages)
+        self.computed = 0
+
+    def close(self) -> None:
+        self.transfer.ensure_kv_transfer_shutdown()
+        self.scheduler.shutdown()
+
+    def answer(self, name: str, prompt: Sequence[int]) -> int:
+        """Serve a prompt; return how many tokens were computed for it."""
+        utils = real("vllm.v1.core.kv_cache_utils")
+        hasher = utils.get_request_block_hasher(self.block, real("vllm.utils.hashing").sha256)
+        utils.init_none_hash(real("vllm.utils.hashing").sha256)
+        params = real("vllm").SamplingParams(max_tokens=4)
+        self.scheduler.add_request(
+            real("vllm.v1.request").Request(name, list(prompt), params, None, block_hasher=hasher)
+        )
+        before = self.computed
+        for _ in range(3000):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            self._step()
+        else:
+            raise AssertionError("never answered")
+        self._step()  # what the request leaves behind
+        wait_until(lambda: not self.worker._worker.saves._sizes, "all is stored")
+        return self.computed - before
+
+    def _step(self) -> None:
+        output = self.scheduler.schedule()
+        self.worker.handle_preemptions(output.kv_connector_metadata)
+        mixin = real("vllm.v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
+        context = real("vllm.forward_context").set_forward_context
+        with context(None, self.config), mixin._get_kv_connector_output(output) as told:
+            sampled = [self._compute(name, count) for name, count in output.num_scheduled_tokens.items()]
+        names = list(output.num_scheduled_tokens)
+        made = real("vllm.v1.outputs").ModelRunnerOutput(
+            names, {name: at for at, name in enumerate(names)}, sampled, kv_connector_output=told
+        )
+        self.scheduler.update_from_output(output, made)
+
+    def _compute(self, name: str, count: int) -> list[int]:
+        """Compute so many tokens of a request, having checked all before them; return what is sampled."""
+        request = self.scheduler.requests[name]
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        ids, end = list(request.all_token_ids), request.num_computed_tokens
+        for at in range(end):
+            wrong = self._visit(table, at, _truth(ids[: at + 1]), write=at >= end - count)
+            assert not wrong, f"{name}: token {at} of {wrong}"
+        self.computed += count
+        return [sum(ids) % 256] if end == len(ids) else []
+
+    def _visit(self, table: Sequence[int], at: int, noise: torch.Tensor, write: bool) -> list[str]:
+        """Write a token as vLLM's kernels do, or return the layers which hold another one."""
+        wrong = []
+        row = at % self.block
+        for name in self.pages:
+            page = self.held(name, table[at // self.block])
+            if name.endswith("k_cache"):
+                scales = self.block * self.codes
+                parts = [page[row * self.codes : (row + 1) * self.codes], page[scales:].view(self.block, SCALES)[row]]
+            else:
+                parts = [page.view(self.block, -1)[row]]
+            for part in parts:
+                if write:
+                    part.copy_(noise[: len(part)])
+                elif not torch.equal(part, noise[: len(part)]):
+                    wrong.append(name)
+        return wrong
+
+
+def _truth(ids: Sequence[int]) -> torch.Tensor:
+    """Bytes of a token's pages, which follow from all tokens up to it."""
+    seed = int.from_bytes(hashlib.sha256(repr(ids).encode()).digest()[:7], "little")
+    return torch.randint(0, 256, (1152,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def served(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
+    """Makes engines, one after the other, in a group of one rank."""
+    state, made = real("vllm.distributed.parallel_state"), []
+
+    def make(store: DictStore, **changes: Any) -> Served:
+        while made:
+            made.pop().close()
+        made.append(Served(checkpoint, store, monkeypatch, **changes))
+        return made[-1]
+
+    config = Engine(checkpoint).config
+    with real("vllm.config").set_current_vllm_config(config):
+        state.init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, "gloo")
+        state.initialize_model_parallel(1, 1)
+    yield make
+    while made:
+        made.pop().close()
+    state.destroy_model_parallel()
+    state.destroy_distributed_environment()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+def test_a_prompt_is_restored_after_a_restart(served: Callable[..., Served], dtype: str) -> None:
+    """By vLLM's scheduler: its chunks and its tail, in whole blocks; and a damaged chunk is computed."""
+    prompt = [at * 37 % 251 for at in range(5 * BLOCK + 3)]
+    store = DictStore()
+    first = served(store, dtype=dtype)
+    computed = first.answer("first", prompt)
+    assert computed == len(prompt) + 3
+    entries = dict(store.entries)
+    again = served(store, dtype=dtype)
+    assert again.answer("again", prompt) == computed - 5 * BLOCK
+    assert again.answer("other", [1, *prompt]) == computed + 1, "another prompt"
+    for key in entries:
+        store.entries = dict(entries)
+        store.entries[key] = store.entries[key][:-50] + bytes(50)
+        left = served(store, dtype=dtype).answer("again", prompt)
+        assert computed - 5 * BLOCK <= left <= computed
+    other = served(store, dtype=dtype, codes=CODES // 2)
+    assert other.answer("first", prompt) == computed, "another indexer"
