@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from typing import Any
@@ -28,7 +29,10 @@ KINDS = (
 )  # fmt: skip
 WINDOWS = {"SlidingWindowSpec": "sliding_window", "ChunkedLocalAttentionSpec": "attention_chunk_size"}
 REMEDY = re.compile(r"\b(set|pass|use|serve|remove|give|leave|must|only|supported: |there are)")
-MODELS = {"llama": engines.CONFIG, "mistral": engines.WINDOWED, "deepseek": engines.LATENTS}
+MODELS = {
+    "llama": engines.CONFIG, "mistral": engines.WINDOWED, "deepseek": engines.LATENTS, "lfm2": engines.HYBRID,
+}  # fmt: skip
+STATES = 64  # tokens of a block of recurrent layers
 
 
 def drawn(rng: random.Random) -> tuple[dict[str, Any], bool]:
@@ -42,7 +46,7 @@ def drawn(rng: random.Random) -> tuple[dict[str, Any], bool]:
     dtype = pick("auto", DTYPES, 0.3)
     held = {"float16": torch.float16}.get(dtype, torch.bfloat16 if dtype in ("auto", "bfloat16") else torch.uint8)
     served &= dtype in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-    own = {"llama": "FullAttentionSpec", "mistral": "SlidingWindowSpec", "deepseek": "MLAAttentionSpec"}[model]
+    own = {"mistral": "SlidingWindowSpec", "deepseek": "MLAAttentionSpec"}.get(model, "FullAttentionSpec")
     kind, heads = pick(own, KINDS), 1 if model == "deepseek" else 2
     size = 20 if model == "deepseek" else 8
     served &= kind == own or (model != "deepseek" and kind in ("FullAttentionSpec", *WINDOWS))
@@ -51,19 +55,24 @@ def drawn(rng: random.Random) -> tuple[dict[str, Any], bool]:
     heads_there = 1 if model == "deepseek" else max(heads // tensor, 1)
     served &= model == "deepseek" or tensor != 3
     block, chunk = pick(32, (8, 16, 48, 128)), pick(64, (32, 48, 96, 256, 4096))
-    served &= chunk % block == 0 and chunk <= 256 and not (kind == "SlidingWindowSpec" and chunk > 64)
+    hybrid = model == "lfm2"
+    whole = math.lcm(block, STATES) if hybrid else block
+    served &= chunk % whole == 0 and chunk <= 256 and not (kind == "SlidingWindowSpec" and chunk > 64)
     served &= not (kind == "ChunkedLocalAttentionSpec" and 64 % chunk)
     extra: dict[str, Any] = {"chunk_tokens": chunk}
     option = pick(None, ("blend", "kl", "quality", "refinements", "nonsense", "deadline_ms"), 0.2)
     extra |= {} if option is None else {option: {"blend": {}, "quality": "small"}.get(option, 1)}
     method = pick(None, DRAFTS, 0.3)
     served &= method is None or method in DRAFTS[:7]
-    targets = option == "deadline_ms"
+    mode = pick("align", ("none", "all"))
+    served &= not hybrid or (mode == "align" and method is None)
+    targets = option == "deadline_ms" and not hybrid
     served &= option is None or option == "blend" or (targets and kind not in WINDOWS)
     fp8 = held is torch.uint8
     served &= option != "blend" or not (model != "llama" or fp8 or method or pipeline > 1)
-    layers = pick(2, (1, 3, 0)) if pipeline == 1 else 1
-    served &= layers == (1 if pipeline > 1 else 2) or (layers == 3 and method is not None)
+    served &= not hybrid or pipeline == 1
+    layers = 2 if hybrid else pick(2, (1, 3, 0)) if pipeline == 1 else 1
+    served &= layers == (1 if pipeline > 1 and not hybrid else 2) or (layers == 3 and method is not None)
     chunked, prefix = pick(True, (False,)), pick(True, (False,))
     served &= model != "deepseek" or chunked or prefix
     decode, prefill = pick(1, (2,), 0.05), pick(1, (2,), 0.05)
@@ -78,8 +87,12 @@ def drawn(rng: random.Random) -> tuple[dict[str, Any], bool]:
     spec = engines._spec(
         spec_class, block_size=block, num_kv_heads=heads_there, head_size=size, dtype=held, **fields, **latent
     )
+    states = engines._spec(
+        engines.MambaSpec, block_size=STATES, shapes=((2, 32),), dtypes=(torch.bfloat16,), mamba_cache_mode=mode
+    )
     return {
-        "specs": [spec], "layers": layers, "extra": extra, "model__hf_text_config": MODELS[model],
+        "specs": [states, spec] if hybrid else [spec], "layers": layers, "extra": extra,
+        "model__hf_text_config": MODELS[model],
         "cache__cache_dtype": dtype, "cache__enable_prefix_caching": prefix,
         "scheduler__enable_chunked_prefill": chunked, "speculative": method and engines._drafts(method),
         "parallel__tensor_parallel_size": tensor, "parallel__pipeline_parallel_size": pipeline,
