@@ -4,8 +4,8 @@
                         the server again, with what is stored -> the requests (after a restart)
     figures:            seconds to the first token of each request, and how many prompt tokens were not computed
 
-Variants run one after the other, with the same requests; ratios are to the variant without any cache. A variant that
-fails is reported with its reason, and the others go on.
+Variants run one after the other, with the same requests; ratios are to the variant without any cache. Lossy ones need
+a profile. A variant that fails is reported with its reason, and the others go on.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.errors import CuveeError
+from cuvee.eval.bench.engine.process import environment
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.machine import hardware
 
-__all__ = ["BASELINE", "REQUESTS", "VARIANTS", "Server", "run_clients", "show_clients"]
+__all__ = ["BASELINE", "VARIANTS", "run_clients", "serving", "show_clients"]
 
 BASELINE = "no cache"
 # Options of the connector, by the name of the variant; without one, of vLLM alone.
@@ -48,15 +50,11 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 COLD, WARM, RESTART = "cold", "warm", "after a restart"
 _SERVER = ("--dtype", "bfloat16", "--max-num-seqs", "8", "--block-size", "32", "--enforce-eager")
 _COUNTED = ("prompt_tokens", "prefix_cache_hits", "external_prefix_cache_hits")
-_SEED = 1
 _START_SECONDS, _STOP_SECONDS, _CLIENT_SECONDS = 300.0, 90.0, 900.0
-_LOG_LINES = 15
 _VLLM_CLIENT = (
     "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
     "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
 )
-
-
 # Six prefixes of 2,048 tokens, each asked twice.
 REQUESTS = (
     "--dataset-name", "prefix_repetition", "--prefix-repetition-prefix-len=2048", "--prefix-repetition-suffix-len=64",
@@ -69,126 +67,66 @@ def client_command(url: str, model: str, requests: Sequence[str], folder: Path) 
     """Return the command that sends requests to a server; its result goes to `folder`."""
     return [
         sys.executable, "-c", _VLLM_CLIENT, "--backend", "openai", "--base-url", url, "--model", model, *requests,
-        f"--seed={_SEED}", "--request-rate=inf", "--num-warmups=0", "--ignore-eos", "--disable-tqdm", "--save-result",
+        "--seed=1", "--request-rate=inf", "--num-warmups=0", "--ignore-eos", "--disable-tqdm", "--save-result",
         "--save-detailed", f"--result-dir={folder}", "--result-filename=requests.json",
     ]  # fmt: skip
 
 
-def first_tokens(folder: Path) -> list[float]:
-    """Return the seconds to the first token of each request.
-
-    Raises:
-        CuveeError: a request failed, or the file is not as expected.
-    """
-    try:
-        found = json.loads((folder / "requests.json").read_text())
-        errors, seconds = [error for error in found["errors"] if error], [float(t) for t in found["ttfts"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CuveeError(f"the client left no result that can be read in {folder}: {error}") from error
-    if errors or not seconds:
-        raise CuveeError(f"{len(errors)} of {len(seconds)} requests failed: {(errors or ['none was made'])[0][:300]}")
-    return seconds
-
-
-class Server:
-    """vLLM's OpenAI server on a free port of this machine. Leaving the context stops it as an operator would.
-
-    Args:
-        log: where its output goes.
-        model: folder of the checkpoint, which is also the name that clients ask for.
-        arguments: more of the command line.
+@contextmanager
+def serving(log: Path, model: Path, arguments: Sequence[str]) -> Iterator[str]:
+    """Run vLLM's OpenAI server on a free port of this machine, yield its URL, and stop it as an operator would.
 
     Raises:
         CuveeError: it does not come up. The message ends with its last lines.
     """
-
-    def __init__(self, log: Path, model: Path, arguments: Sequence[str]) -> None:
-        self.model, self._log = str(model), log
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        sources = str(Path(sys.modules["cuvee"].__path__[0]).parent)
-        variables = {
-            "PYTHONPATH": os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH")))),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            # On a CPU vLLM gives an engine with a connector other cores than one without. All variants have the same.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(os.cpu_count() or 1),
-        }
-        command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--host", "127.0.0.1",
-            "--port", self.url.rpartition(":")[2], "--shutdown-timeout", "60", *arguments,
-        ]  # fmt: skip
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | variables, start_new_session=True
-            )
-
-    def __enter__(self) -> Self:
-        deadline = time.monotonic() + _START_SECONDS
-        while self._process.poll() is None and time.monotonic() < deadline:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
+        "--port", port, "--shutdown-timeout", "60", *arguments,
+    ]  # fmt: skip
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
+    try:
+        while True:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return self
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                said = log.read_text(errors="replace").splitlines()[-15:]
+                raise CuveeError("\n".join(["the server did not start; its log ends with", *said]))
             time.sleep(0.2)
-        self._kill()
-        raise self._failure("did not start")
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
+        yield url
+        process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_SECONDS)
-        self._kill()
-
-    def counters(self) -> dict[str, float]:
-        """Return the metrics of the server, each summed over its labels.
-
-        Raises:
-            CuveeError: it does not answer.
-        """
-        try:
-            with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-                lines = answer.read().decode().splitlines()
-        except OSError as error:
-            raise self._failure(f"did not answer: {error}") from error
-        found: dict[str, float] = {}
-        for line in lines:
-            if line and not line.startswith("#"):
-                name, value = line.rsplit(" ", 1)
-                name = name.partition("{")[0]
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
-
-    def _failure(self, what: str) -> CuveeError:
-        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return CuveeError("\n".join([f"the server {what}; {self._log} ends with", *lines]))
-
-    def _kill(self) -> None:
+            process.wait(_STOP_SECONDS)
+    finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def run_clients(
-    model: Path, variants: Sequence[str], requests: Sequence[str], profile: Path | None, progress: Console | None
-) -> dict[str, Any]:
-    """Send the requests to a server of each variant.
+def counters(url: str) -> list[float]:
+    """Return a server's tokens of prompts, and those found in the engine's own cache and in the connector's."""
+    from prometheus_client.parser import text_string_to_metric_families
 
-    Args:
-        model: folder of a checkpoint.
-        variants: of `VARIANTS`; the first has no cache.
-        requests: options of the client.
-        profile: of the model, for lossy variants.
-        progress: where to list what is being measured; None for nowhere.
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    return [sum(one.value for one in samples if one.name == f"vllm:{name}_total") for name in _COUNTED]
 
-    Returns:
-        The report, as a dict for JSON.
-    """
+
+def run_clients(model: Path, requests: Sequence[str], profile: Path | None, progress: Console | None) -> dict[str, Any]:
+    """Send the requests, options of the client, to a server of each variant; return the report, as a dict for JSON."""
     say = timed_lines(progress)
     found: dict[str, Any] = {}
+    lossy = {name for name, options in VARIANTS.items() if options and options["quality"] != "lossless"}
     with tempfile.TemporaryDirectory(prefix="cuvee-clients-") as name:
-        for number, variant in enumerate(variants):
+        for number, variant in enumerate(name for name in VARIANTS if profile is not None or name not in lossy):
             folder = Path(name) / str(number)
             folder.mkdir()
             found[variant] = {}
@@ -196,10 +134,10 @@ def run_clients(
             for served in phases:
                 say(f"{variant}: {served[0]}")
                 try:
-                    with Server(folder / "server.log", model, _arguments(variant, folder / "store", profile)) as server:
+                    with serving(folder / "log", model, _arguments(variant, folder / "store", profile)) as url:
                         for phase in served:
-                            found[variant][phase] = _measured(server, requests, folder / phase)
-                except CuveeError as error:
+                            found[variant][phase] = _measured(url, model, requests, folder / phase)
+                except (CuveeError, OSError) as error:
                     say(f"{variant}: {error}")
                     found[variant].setdefault(served[0], {"error": str(error)})
     return {
@@ -225,33 +163,33 @@ def _arguments(variant: str, store: Path, profile: Path | None) -> list[str]:
     return [*_SERVER, "--kv-transfer-config", json.dumps(transfer)]
 
 
-def _measured(server: Server, requests: Sequence[str], folder: Path) -> dict[str, Any]:
-    """One run of a client; `{"error": …}` if it failed but the server lives."""
+def _measured(url: str, model: Path, requests: Sequence[str], folder: Path) -> dict[str, Any]:
+    """One run of a client.
+
+    Raises:
+        CuveeError: the client or a request failed, or took too long.
+        OSError: the server does not answer.
+    """
     folder.mkdir(parents=True)
-    before = server.counters()
+    before, log = counters(url), folder / "client.log"
     try:
-        with (folder / "client.log").open("wb") as log:
+        with log.open("wb") as output:
             status = subprocess.run(
-                client_command(server.url, server.model, requests, folder), stdout=log, stderr=subprocess.STDOUT,
+                client_command(url, str(model), requests, folder), stdout=output, stderr=subprocess.STDOUT,
                 check=False, timeout=_CLIENT_SECONDS, env=os.environ | {"HF_HUB_OFFLINE": "1"},
             ).returncode  # fmt: skip
-        if status:
-            said = (folder / "client.log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise CuveeError(f"the client ended with status {status}: {' '.join(said)}")
-        seconds = first_tokens(folder)
-    except (subprocess.TimeoutExpired, CuveeError) as error:
-        server.counters()  # it lives
-        late = isinstance(error, subprocess.TimeoutExpired)
-        return {"error": f"no end within {_CLIENT_SECONDS:g} s" if late else str(error)}
-    after = server.counters()
-    prompt, own, external = (after.get(f"vllm:{n}_total", 0.0) - before.get(f"vllm:{n}_total", 0.0) for n in _COUNTED)
-    return {
-        "first_token_seconds": seconds,
-        "p50": float(np.percentile(seconds, 50)),
-        "p99": float(np.percentile(seconds, 99)),
-        "prompt_tokens": prompt,
-        "hit_rate": (own + external) / prompt if prompt else 0.0,
-    }
+    except subprocess.TimeoutExpired as error:
+        raise CuveeError(f"the client did not end within {_CLIENT_SECONDS:g} s") from error
+    if status:
+        said = log.read_text(errors="replace").strip().splitlines()[-1:]
+        raise CuveeError(f"the client ended with status {status}: {' '.join(said)}")
+    answers = json.loads((folder / "requests.json").read_text())
+    if errors := [error for error in answers["errors"] if error]:
+        raise CuveeError(f"{len(errors)} of {len(answers['ttfts'])} requests failed: {errors[0][:300]}")
+    prompt, own, external = (after - first for after, first in zip(counters(url), before, strict=True))
+    p50, p99 = np.percentile(answers["ttfts"], [50, 99]).tolist()
+    hit_rate = (own + external) / prompt if prompt else 0.0
+    return {"first_token_seconds": answers["ttfts"], "p50": p50, "p99": p99, "hit_rate": hit_rate}
 
 
 def show_clients(report: Mapping[str, Any]) -> Shown:
@@ -276,33 +214,15 @@ def _cells(measured: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
     return [*cells, f"{measured['hit_rate']:.0%}"]
 
 
-def choose(variants: Sequence[str], profile: Path | None) -> list[str]:
-    """Return the variants that were named, with the baseline; if none was, all that can run.
-
-    Raises:
-        InputError: a name is not known, or a profile is missing.
-    """
-    lossy = {name for name, options in VARIANTS.items() if options and options["quality"] != "lossless"}
-    for name in variants:
-        if name not in VARIANTS:
-            raise InputError(f"variant: must be one of {', '.join(map(repr, VARIANTS))}, got {name!r}")
-        if name in lossy and profile is None:
-            raise InputError(f"profile: {name!r} needs one of the model: give --profile, or leave that variant out")
-    wanted = {BASELINE, *(variants or (name for name in VARIANTS if profile is not None or name not in lossy))}
-    return [name for name in VARIANTS if name in wanted]
-
-
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", "-m", required=True, help="folder of a checkpoint, or smollm2")
     parser.add_argument("--profile", type=Path, help="of the model; without it, no lossy variant runs")
-    parser.add_argument("--variant", action="append", default=[], metavar="NAME", help="repeatable (default: all)")
 
 
 def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    variants = choose(given.variant, given.profile)
     need_vllm()
     profile = None if given.profile is None else given.profile.resolve()
-    return run_clients(checkpoint(given.model), variants, REQUESTS, profile, progress)
+    return run_clients(checkpoint(given.model), REQUESTS, profile, progress)
 
 
 if __name__ == "__main__":

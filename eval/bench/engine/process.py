@@ -14,7 +14,7 @@ from typing import Any, Self
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, EngineVariant
 
-__all__ = ["Engine", "EngineAnswer"]
+__all__ = ["Engine", "EngineAnswer", "environment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,9 @@ class Engine:
 
     Args:
         log: where its output goes.
-        variables: for its environment.
     """
 
-    def __init__(self, log: Path, **variables: str) -> None:
+    def __init__(self, log: Path) -> None:
         self._log = log
         self._closed = False
         self._stored = 0  # chunks that the running engine should have stored
@@ -59,7 +58,7 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
-                env=_environment(**variables),
+                env=environment(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0"),
             )
 
     def __enter__(self) -> Self:
@@ -193,8 +192,8 @@ class Engine:
         return reply["result"]
 
 
-def _environment(**changes: str) -> dict[str, str]:
-    """The environment of a process with an engine: offline, in a single process, with every core and a small cache."""
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a process that runs vLLM with these sources: offline, and with every core."""
     sources = str(Path(sys.modules["cuvee"].__path__[0]).parent)
     path = os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH"))))
     return {
@@ -202,9 +201,8 @@ def _environment(**changes: str) -> dict[str, str]:
         "PYTHONPATH": path,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # On a CPU vLLM gives an engine with a connector other cores than one without. All variants have the same.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": str(os.cpu_count() or 1),
         **changes,
     }
