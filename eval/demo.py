@@ -22,10 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 import cuvee
-from cuvee.calibration.bundled import load_bundled_model, load_smollm2
+from cuvee.calibration.bundled import CALIBRATION_TEXTS
 from cuvee.calibration.corpus import (
     BUNDLED_MODEL,
-    calibration_windows,
     load_model,
     load_tokenizer,
     read_corpus,
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Demo", "run_demo"]
 
-CALIBRATION, EVALUATION = "harbour", "orchard"
+EVALUATION = "orchard"
 SHOWN_QUALITY = "high"  # of the continuation: a table shows the others
 SHOWN_TOKENS = 14  # of the prompt
 LEAST_PROMPT = 10
@@ -74,23 +73,23 @@ class DemoScope:
     """The amount of measurements.
 
     Attributes:
-        windows: overlapping sequences to calibrate on.
+        learned: sequences to calibrate on, at most.
         sequences: at most this many to measure on; None for all sequences of the text.
         groups: of the profiles to learn.
         octaves: further steps for the plot, as powers of two.
     """
 
-    windows: int
+    learned: int
     sequences: int | None
     groups: tuple[str, ...]
     octaves: tuple[int, ...]
 
 
 SCOPES = {
-    BUNDLED_MODEL: DemoScope(windows=50, sequences=None, groups=("layer", "all"), octaves=(-5, -4, -3, -2, -1, 0)),
+    BUNDLED_MODEL: DemoScope(learned=50, sequences=None, groups=("layer", "all"), octaves=(-5, -4, -3, -2, -1, 0)),
 }
 # For larger models: smollm2 is 40 times as large. A basis for all its layers would span 11,520 values.
-LARGER = DemoScope(windows=20, sequences=6, groups=("layer",), octaves=(-4, -2, 0))
+LARGER = DemoScope(learned=20, sequences=6, groups=("layer",), octaves=(-4, -2, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +151,13 @@ def run_demo(
         of_a_group = 1 + len(PRESET_KL) + len(scope.octaves)
         log.expect(3 + len(SHOWN_BASELINES) + 1 + len(scope.groups) * of_a_group)
         with log.step("loading the model"):
-            lm, tokenizer = _load(model)
-            harbour, orchard = ([read_corpus(name, model)] for name in (CALIBRATION, EVALUATION))
-            learning = reread(calibration_windows(harbour, LENGTH, scope.windows))
-            testing = reread(spread_sequences(orchard, LENGTH, scope.sequences))
+            lm, tokenizer = load_model(model, "float32"), load_tokenizer(model)
+            novels = [read_corpus(name, model) for name in CALIBRATION_TEXTS]
+            learning = reread(spread_sequences(novels, LENGTH, scope.learned))
+            testing = reread(spread_sequences([read_corpus(EVALUATION, model)], LENGTH, scope.sequences))
         profiles = {}
         for group in scope.groups:
-            with log.step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}"):
+            with log.step(f"calibrating on three novels, {SPANS[group]}"):
                 profiles[group] = cuvee.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
         with log.step(f"exact predictions on “{EVALUATION}”"):
             bench = QualityBench(lm, testing, PREFIX, dtype="bfloat16")
@@ -195,15 +194,6 @@ def run_demo(
     else:
         console.print(f"Plot: [bold]{out}[/bold]", soft_wrap=True, highlight=False)
     return Demo(baselines, presets, continuation)
-
-
-def _load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model in float32 and its tokenizer."""
-    if name == BUNDLED_MODEL:
-        return load_bundled_model()
-    if name == REAL_MODEL:
-        return load_smollm2()
-    return load_model(name, "float32"), load_tokenizer(name)
 
 
 @torch.no_grad()
@@ -335,8 +325,8 @@ def _footnote(bench: QualityBench, model: str, calibrated: int, seconds: float) 
         f"KL in nats per token, against the model ({name}, float32) with its own cache; top-1: tokens whose likeliest "
         f"successor stays. The caches coded are bfloat16: the first row is the cost of that cast alone. Measured on "
         f"“orchard”, {len(bench.caches)} sequences of {LENGTH} tokens, {PREFIX} cached and the rest scored, which in "
-        f"every second sequence repeats part of the cache; profiles learned on “harbour” ({calibrated} overlapping "
-        f"windows). Presets stand for {', '.join(f'{kl:g}' for kl in PRESET_KL.values())} on texts like that one; on "
+        f"every second sequence repeats part of the cache; profiles learned on {calibrated} sequences of three other "
+        f"novels. Presets stand for {', '.join(f'{kl:g}' for kl in PRESET_KL.values())} on texts like that one; on "
         f"another, as here, they may lose more. Bits count every byte of {CHUNK_TOKENS}-token chunks, not the profile. "
         f"MB/s of 16-bit cache, {os.cpu_count()} cores. {seconds:.0f} s in all.",
         style="dim",

@@ -432,11 +432,11 @@ def load_real_model() -> tuple[Any, Any]:
     Where it cannot be had the test is skipped, or fails if the environment variable CUVEE_REQUIRE_MODEL is 1. A
     download that is not the pinned file always fails.
     """
-    from cuvee.calibration import bundled as data
+    from cuvee.calibration import corpus as data
     from cuvee.calibration.real_model import ModelUnavailableError
 
     try:
-        return data.load_smollm2()
+        return data.load_model("smollm2", "float32"), data.load_tokenizer("smollm2")
     except (ImportError, ModelUnavailableError) as error:
         if os.environ.get("CUVEE_REQUIRE_MODEL") == "1":
             pytest.fail(f"CUVEE_REQUIRE_MODEL=1, but {error}")

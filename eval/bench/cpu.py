@@ -33,9 +33,8 @@ import torch
 from rich.console import Console
 
 import cuvee
-from cuvee.calibration.bundled import load_bundled_model, load_smollm2
-from cuvee.calibration.corpus import BUNDLED_MODEL, calibration_windows, load_model, read_corpus, spread_sequences
-from cuvee.calibration.real_model import REAL_MODEL
+from cuvee.calibration.bundled import CALIBRATION_TEXTS
+from cuvee.calibration.corpus import BUNDLED_MODEL, load_model, read_corpus, spread_sequences
 from cuvee.calibration.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -59,9 +58,8 @@ SYNTHETIC = "llama-3.1-8b, 4 of 32 layers"
 SHAPE = CacheShape(4, 8, 128, 5e5)
 TOKENS = (64, 256)
 ROUNDS, QUICK_ROUNDS = 15, 5
-LOADERS = {BUNDLED_MODEL: load_bundled_model, REAL_MODEL: load_smollm2}  # without progress bars
-LEARNED_ON, READ = "harbour", "orchard"
-WINDOWS = 20  # sequences to calibrate on
+READ = "orchard"
+LEARNED = 20  # sequences to calibrate on
 SKIPPED = 256  # tokens before the ones that are coded: the first of a text are unlike all others
 MEMCPY, ZSTD, LOSSLESS = "memcpy", "zstd -1, byte planes", "cuvee lossless"
 FP8_LARGEST = 448.0  # of e4m3: beyond it the cast makes NaN
@@ -99,12 +97,12 @@ def real_cache(model: str, files: Sequence[Path] = ()) -> BenchCache:
         InputError: there are files, but none for this model.
         see `load_model` and `Profile.load`.
     """
-    lm = LOADERS[model]()[0] if model in LOADERS else load_model(model, "float32")
+    lm = load_model(model, "float32")
     layout = KVLayout.from_config(lm.config.get_text_config(decoder=True), torch.bfloat16)
     with torch.no_grad():
         chunk = prefill(lm, spread_sequences([read_corpus(READ, model)], LENGTH, 1), layout)[0].slice(SKIPPED, LENGTH)
     if not files:
-        learning = calibration_windows([read_corpus(LEARNED_ON, model)], LENGTH, WINDOWS)
+        learning = spread_sequences([read_corpus(name, model) for name in CALIBRATION_TEXTS], LENGTH, LEARNED)
         profile = cuvee.calibrate(lm, reread(learning), "layer", prefix=PREFIX, progress=False)
         return BenchCache(model, chunk, {"layer": profile})
     given = {path.stem: Profile.load(path) for path in files}

@@ -10,10 +10,10 @@ import torch
 
 from cuvee.calibration.corpus import (
     Corpus,
-    calibration_windows,
     leading_ids,
     load_tokenizer,
     read_corpus,
+    spread_sequences,
     token_ids,
 )
 from cuvee.calibration.kinds import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text, more_text
@@ -71,8 +71,8 @@ def learning_sequences(
     """
     if MIXTURE in config.learned_texts:
         tokenizer = load_tokenizer(config.model)
-        return mixture(model, tokenizer, config.learned_sequences, config.length, config.seed, progress=True)
-    tokens = calibration_windows(corpora, config.length, config.learned_sequences)
+        return mixture(model, tokenizer, config.learned_sequences, config.length, config.seed)
+    tokens = spread_sequences(corpora, config.length, config.learned_sequences)
     return reread(tokens, prefix, config.seed)
 
 
@@ -88,7 +88,7 @@ def cached_tokens(config: ReportConfig, corpora: Sequence[Corpus], prefix: int) 
     if MIXTURE in config.learned_texts:
         sequences = config.learned_sequences
     else:
-        sequences = len(calibration_windows(corpora, config.length, config.learned_sequences))
+        sequences = len(spread_sequences(corpora, config.length, config.learned_sequences))
     return (sequences - held_out_count(sequences)) * max(prefix - SINKS, 0)
 
 

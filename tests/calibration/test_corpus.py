@@ -15,7 +15,6 @@ from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.corpus import (
     BUNDLED_MODEL,
     Corpus,
-    calibration_windows,
     load_model,
     load_tokenizer,
     model_path,
@@ -24,7 +23,6 @@ from cuvee.calibration.corpus import (
     spread_sequences,
 )
 from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.codec.learning.moments import held_out_count
 
 
 def corpus(*lengths: int) -> Corpus:
@@ -44,8 +42,7 @@ def test_sequences_begin_as_the_tokenizer_begins_a_text(tmp_path: Path, with_bos
     rows = spread_sequences([text], 64, 5)
     assert rows.shape == (5, 64) and (rows[:, 0] == BOS).all()
     assert torch.equal(rows[0, 1:], plain.documents[0][:63])
-    windows = calibration_windows([text], 64, 1000)
-    assert windows.shape[1] == 64 and (windows[:, 0] == BOS).all() and (windows[:, 1:] != BOS).all()
+    assert (rows[:, 1:] != BOS).all()
     # Token ids are taken as they are.
     (tmp_path / "ids.jsonl").write_text(json.dumps(list(range(40))) + "\n")
     ids = read_corpus(str(tmp_path / "ids.jsonl"), str(model))
@@ -187,16 +184,3 @@ def test_every_text_gives_as_many_sequences_as_the_others() -> None:
     assert sequences_by_text([short, corpus(9)], 10, 99)[1] == [0, 0]
     with pytest.raises(InputError, match=r"^text: must hold at least 50 tokens"):
         sequences_by_text([short, corpus(49)], 50, 2)
-
-
-@pytest.mark.parametrize(
-    "lengths", [(6444,), (6444, 6000, 7000), (3000, 700), (3218, 653), (520,), (512,), (40_000,), (150_000,)]
-)
-def test_no_window_shares_a_token_with_those_of_the_curve(lengths: tuple[int, ...]) -> None:
-    windows = calibration_windows([corpus(*lengths)], 512, 200)
-    testing = held_out_count(len(windows))
-    learned = set(windows[:-testing].flatten().tolist())
-    assert not learned & set(windows[-testing:].flatten().tolist())
-    assert windows.shape[1] == 512 and len(windows) <= 200
-    assert len(windows) >= min(2 * (sum(lengths) // 512) - 3, 190)
-    assert bool((windows.diff(dim=1) == 1).all())

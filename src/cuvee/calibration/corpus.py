@@ -16,17 +16,16 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from cuvee.calibration.bundled import TEXTS, bundled_model_path, bundled_text
+from cuvee.calibration.bundled import TEXTS, bundled_model_path, bundled_text, no_progress_bar
 from cuvee.calibration.real_model import REAL_MODEL, smollm2_path
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.moments import held_out_count
 from cuvee.codec.models.forward import coded_layout
 from cuvee.codec.support.plain_json import parse_json
 
@@ -37,7 +36,6 @@ __all__ = [
     "BUNDLED_MODEL",
     "Corpus",
     "as_input_error",
-    "calibration_windows",
     "json_lines",
     "leading_ids",
     "load_model",
@@ -57,7 +55,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BUNDLED_MODEL = "books-3m"
-_MOST_OVERLAP = 4  # a token is in at most this many windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     transformers = _transformers("a model")
     path = model_path(name)
     coded_layout(load_config(path))  # refuses before any weights are read
-    with as_input_error(name):
+    with as_input_error(name), no_progress_bar() if name in (BUNDLED_MODEL, REAL_MODEL) else nullcontext():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     loaded: PreTrainedModel = model.to(place).eval()
     return loaded
@@ -354,40 +351,6 @@ def _pieces(corpus: Corpus, length: int) -> list[torch.Tensor]:
     body = max(length - len(corpus.leading), 1)
     pieces = (piece for ids in corpus.documents for piece in ids.split(body) if len(piece) == body)
     return [with_leading(corpus.leading, piece) for piece in pieces]
-
-
-def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> torch.Tensor:
-    """Cut about `count` sequences `[N, length]` to learn a profile from. Those of short texts overlap.
-
-    Overlapping windows show the same words at other positions and with another past. `cuvee.calibrate` measures its
-    curve on the last windows. No other window shares a token with these, or the curve would promise too much.
-
-    Raises:
-        InputError: the texts hold no sequence of this length.
-    """
-    disjoint = sum(len(ids) // (length - len(corpus.leading)) for corpus in corpora for ids in corpus.documents)
-    if disjoint >= count:
-        return spread_sequences(corpora, length, count)
-    texts = [ids for corpus in corpora for ids in corpus.documents]
-    leading = [corpus.leading for corpus in corpora for _ in corpus.documents]
-    length -= max(map(len, leading), default=0)
-    stride = max(length // _MOST_OVERLAP, sum(map(len, texts)) // count, 1)
-    windows = [(number, t) for number, ids in enumerate(texts) for t in range(0, len(ids) - length + 1, stride)]
-    _check_not_empty(windows, length)
-    kept = windows
-    for testing in range(held_out_count(len(windows)), 0, -1):
-        number, start = windows[-testing:][0]
-        before = [w for w in windows[:-testing] if w[0] != number or w[1] + length <= start]
-        kept = before + windows[-testing:]
-        if held_out_count(len(kept)) >= testing:
-            kept = kept[len(kept) - _most_with(testing, len(kept)) :]
-            break
-    return torch.stack([with_leading(leading[number], texts[number][t : t + length]) for number, t in kept])
-
-
-def _most_with(testing: int, count: int) -> int:
-    """Return the largest number of sequences, up to `count`, of which `testing` are held out."""
-    return next((n for n in range(count, 0, -1) if held_out_count(n) == testing), count)
 
 
 def _check_not_empty(pieces: Sequence[Any], length: int) -> None:

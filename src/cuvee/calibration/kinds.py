@@ -85,7 +85,6 @@ def mixture(
     length: int = 512,
     seed: int = 0,
     samples: bool = True,
-    progress: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Make token sequences of every kind, for `cuvee.calibrate`.
 
@@ -96,7 +95,6 @@ def mixture(
         length: tokens per sequence, T.
         seed: seed of the samples.
         samples: whether to draw samples, which takes as long as generating `sequences / 7` texts of T tokens.
-        progress: show the progress of sampling on standard error.
 
     Returns:
         int64 `[N, T]` on the CPU for each kind. Every sequence begins with the tokens that the tokenizer puts before a
@@ -144,7 +142,7 @@ def mixture(
         if begin is not None:
             begin = begin[torch.randperm(len(begin), generator=torch.Generator().manual_seed(seed))]
             begin = begin.repeat(-(-count // len(begin)), 1)[:count]
-        out[SAMPLES] = sample_text(model, count, length, seed, starts=begin, progress=progress)
+        out[SAMPLES] = sample_text(model, count, length, seed, starts=begin)
     return out
 
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.progress import tracked
-from cuvee.codec.models.forward import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,15 +92,7 @@ def reread(tokens: Tensor, prefix: int = PREFIX, seed: int = SEED) -> Tensor:
     return result
 
 
-@torch.no_grad()
-def sample_text(
-    model: PreTrainedModel,
-    count: int,
-    length: int,
-    seed: int,
-    starts: Tensor | None = None,
-    progress: bool = False,
-) -> Tensor:
+def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, starts: Tensor | None = None) -> Tensor:
     """Sample sequences from the model itself, as calibration text when there is no other.
 
     Each row starts with its tokens in `starts`, else with the model's BOS token, or EOS if it has no BOS. A later
@@ -113,9 +103,7 @@ def sample_text(
         count: rows, N.
         length: tokens per row, T, including the first.
         seed: seed of the draws. Equal arguments give equal rows on the same machine with the same number of threads.
-            Elsewhere, a rounding difference in the logits may change a draw and the rest of its row.
         starts: integer [N, S], the first tokens of each row; None for the model's own first token.
-        progress: show progress on standard error.
 
     Returns:
         int64 [N, T] on the CPU.
@@ -123,31 +111,27 @@ def sample_text(
     Raises:
         InputError: an argument is out of range, or the model names neither a BOS nor an EOS token.
     """
+    from transformers import GenerationConfig
+
     _check_at_least("count", count, 1)
     _check_at_least("length", length, 1)
-    from transformers import StaticCache
-
     if starts is None:
         starts = torch.full((count, 1), _first_token(model))
     if starts.ndim != 2 or len(starts) != count or not 1 <= starts.shape[1] <= length:
         raise InputError(f"starts: must be [{count}, 1 … {length}] tokens, got shape {list(starts.shape)}")
-    given = starts.shape[1]
-    # One uniform number per token, drawn on the CPU, so that the draws do not depend on the device.
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(length, count, generator=generator, dtype=torch.float64).to(model.device)
-    tokens = torch.zeros((count, length), dtype=torch.long, device=model.device)
-    tokens[:, :given] = starts.to(tokens)
-    for rows, draws in zip(tokens.split(_SAMPLE_ROWS), uniform.split(_SAMPLE_ROWS, dim=1), strict=True):
-        # A growing cache is copied at every step, which would take most of a small model's time.
-        cached = cache_argument(model, StaticCache(config=model.config, max_cache_len=length))
-        for t in tracked(range(1, length), "sampling", progress):
-            logits = model(input_ids=rows[:, t - 1 : t], **cached, use_cache=True).logits[:, -1]
-            cumulative = logits.double().softmax(-1).cumsum(-1)
-            # Scaled by the total, which is not exactly 1, so that no draw falls past the last token.
-            drawn = torch.searchsorted(cumulative, draws[t, :, None] * cumulative[:, -1:], right=True)
-            if t >= given:
-                rows[:, t] = drawn.squeeze(1)
-    return tokens.cpu()
+    starts = starts.to(model.device, torch.long)
+    if starts.shape[1] == length:
+        return starts.cpu()
+    own = model.generation_config
+    # What the model predicts, with nothing of its own settings, such as a temperature or an end.
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, max_length=length, pad_token_id=0)
+    try:
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            made = [model.generate(rows, attention_mask=torch.ones_like(rows)) for rows in starts.split(_SAMPLE_ROWS)]
+    finally:
+        model.generation_config = own
+    return torch.cat([rows.cpu() for rows in made])
 
 
 def _first_token(model: PreTrainedModel) -> int:

@@ -62,20 +62,11 @@ def read_profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
         return Profile.load(file)
     if config is None:
         raise InputError("config: must be given without a profile, got neither: pass --profile or --config")
+    from cuvee.calibration.corpus import load_config
+
     if not config.exists():
         raise FileNotFoundError(errno.ENOENT, "no such config", str(config))
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise ImportError("config: needs transformers: install cuvee[transformers], or pass --profile") from error
-    try:
-        # Never run code of a repository that the file names, and never ask whether to.
-        read = AutoConfig.from_pretrained(str(config), trust_remote_code=False).get_text_config(decoder=True)
-        return Profile.unlearned(KVLayout.from_config(read, dtype=dtype))
-    except (CuveeError, OSError, ImportError):
-        raise
-    except Exception as error:  # transformers raises errors of any class for an invalid configuration
-        raise InputError(f"{config}: must be a configuration that transformers reads, got {error}") from error
+    return Profile.unlearned(KVLayout.from_config(load_config(str(config)).get_text_config(decoder=True), dtype=dtype))
 
 
 def check_absent(path: Path, force: bool) -> None:

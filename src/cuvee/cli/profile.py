@@ -124,7 +124,7 @@ def profile_learn(
     model = load_model(model_path, "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value, device)
     # The mixture comes first, so that an added kind replaces one of the same name.
     tokenizer = load_tokenizer(model_path)
-    tokens = mixture(model, tokenizer, sequences, length, seed, progress=True) | added
+    tokens = mixture(model, tokenizer, sequences, length, seed) | added
     profile = cuvee.calibrate(
         model, tokens, group, more_text=more_text(tokenizer, length), batch_size=batch_size, seed=seed,
         tensor_parallel=tensor_parallel,

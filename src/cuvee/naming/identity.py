@@ -27,8 +27,9 @@ Each kind of digest has its own `person` tag, so that kinds are never confused.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,9 @@ TENANT_BYTES = 16
 MAX_SHARDS = 1 << 16
 
 _LOSSLESS = "lossless"
-_STEP, _PLAIN, _PARTS = "step:", ",plain:", ",parts:"
+# Each number has one spelling: "+5" or "05" would be other keys for the same bytes.
+_INDEX = "(?:0|-?[1-9][0-9]*)"
+_QUALITY = re.compile(f"step:({_INDEX})(?:,plain:(?!\\1(?:,|$))(?:lossless|{_INDEX}))?(?:,parts:[2-{MAX_PARTS}])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +75,13 @@ class Identity:
     shards: int = 1
 
     def __post_init__(self) -> None:
-        for name, kind in (("model", str), ("tokenizer", str), ("layout", bytes), ("profile", bytes), ("quality", str)):
-            _check_type(f"identity.{name}", getattr(self, name), kind)
-        _check_type("identity.shards", self.shards, int)
+        _check_fields("identity", self)
         if not self.model or not self.layout:
             raise InputError("identity.model, identity.layout: must name the model and its layout, got an empty one")
         if self.quality == _LOSSLESS:
             if self.profile:
                 raise InputError("identity.profile: must be empty for lossless, which depends on no profile, got bytes")
-        elif not _is_step(self.quality):
+        elif not _QUALITY.fullmatch(self.quality):
             raise InputError(
                 f"identity.quality: must be 'lossless' or 'step:<index>', a Codec.quality_name, got {self.quality!r}"
             )
@@ -99,9 +100,7 @@ class Media:
     id: str
 
     def __post_init__(self) -> None:
-        _check_type("media.start", self.start, int)
-        _check_type("media.end", self.end, int)
-        _check_type("media.id", self.id, str)
+        _check_fields("media", self)
         if not 0 <= self.start < self.end:
             raise InputError(f"media.start, media.end: must be 0 <= start < end, got {self.start}, {self.end}")
         if not self.id:
@@ -123,9 +122,7 @@ class Scope:
     media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_type("scope.tenant", self.tenant, str)
-        _check_type("scope.adapter", self.adapter, str)
-        _check_type("scope.media", self.media, tuple)
+        _check_fields("scope", self)
         for item in self.media:
             _check_type("scope.media[]", item, Media)
 
@@ -378,22 +375,13 @@ def _text(value: str) -> bytes:
     return value.encode("utf-8", "surrogatepass")
 
 
-def _is_step(quality: str) -> bool:
-    whole, comma, parts = quality.partition(_PARTS)
-    if comma and parts not in map(str, range(2, MAX_PARTS + 1)):
-        return False
-    step, comma, plain = whole.removeprefix(_STEP).partition(_PLAIN)
-    if comma and (plain == step or not (plain == _LOSSLESS or _is_index(plain))):
-        return False
-    return quality.startswith(_STEP) and _is_index(step)
-
-
-def _is_index(text: str) -> bool:
-    # Each number has one spelling: "+5" or "05" would be other keys for the same bytes.
-    digits = text.removeprefix("-")
-    return digits.isascii() and digits.isdecimal() and str(int(text)) == text
-
-
 def _check_type(name: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise InputError(f"{name}: must be {kind.__name__}, got {type(value).__name__}")
+
+
+def _check_fields(name: str, value: Any) -> None:
+    """Check the types of a dataclass's fields; of a tuple only that it is one."""
+    for field in fields(value):
+        kind = {"str": str, "int": int, "bytes": bytes}.get(str(field.type), tuple)
+        _check_type(f"{name}.{field.name}", getattr(value, field.name), kind)

@@ -138,7 +138,7 @@ def test_rounds_go_forwards_and_backwards(monkeypatch: pytest.MonkeyPatch) -> No
 def test_caches_of_models_and_their_profiles(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, books: Any, fitted: Any
 ) -> None:
-    monkeypatch.setitem(cpu.LOADERS, "books-3m", lambda: (books.model, None))
+    monkeypatch.setattr(cpu, "load_model", lambda *_: books.model)
     books.profile.save(tmp_path / "mine.safetensors")
     fitted("gqa", "layer").save(tmp_path / "other.safetensors")
     files = [tmp_path / "mine.safetensors", tmp_path / "other.safetensors"]
