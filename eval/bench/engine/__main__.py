@@ -20,7 +20,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cases and repeats: three minutes")
     parser.add_argument("--model", "-m", required=True, help="folder of a checkpoint, or smollm2")
     parser.add_argument("--profile", type=Path, help="of the model, for its lossy engines")
-    parser.add_argument("--store", action="append", default=[], metavar="URL", help="also load from it; repeatable")
     parser.add_argument(
         "--length", action="append", type=int, default=[], metavar="TOKENS", help="of the prefix to time; repeatable"
     )
@@ -30,7 +29,7 @@ def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
     scope = ENGINE_QUICK if given.quick else ENGINE_FULL
     if given.length:
         scope = replace(scope, lengths=tuple(sorted(set(given.length))))
-    return run_engine_bench(scope, checkpoint(given.model), given.store, given.profile, progress)
+    return run_engine_bench(scope, checkpoint(given.model), given.profile, progress)
 
 
 if __name__ == "__main__":

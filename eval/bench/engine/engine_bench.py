@@ -2,7 +2,6 @@
 
     first token    seconds from a request to its first token, for a prompt with a long prefix and a short question:
                    computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit);
-                   and the same with a store of raw files, vLLM's own ExampleConnector
     storing        throughput of a batch of new prompts, with and without storing their caches
 
     this process --commands--> engine A: no connector
@@ -20,7 +19,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +39,6 @@ from cuvee.eval.bench.engine.scope import (
     NO_CONNECTOR,
     PROOF_TOKENS,
     QUESTION,
-    RAW_FILES,
     EngineScope,
     EngineVariant,
 )
@@ -55,7 +52,6 @@ __all__ = ["run_engine_bench"]
 def run_engine_bench(
     scope: EngineScope,
     model: Path,
-    stores: Sequence[str] = (),
     profile: Path | None = None,
     progress: Console | None = None,
 ) -> dict[str, Any]:
@@ -64,7 +60,6 @@ def run_engine_bench(
     Args:
         scope: what to measure.
         model: folder of a checkpoint.
-        stores: URLs of stores to load from, besides memory and files. What is put there stays there.
         profile: of `model`, for its lossy engines; None: there are none.
         progress: where to list what is being measured; None for nowhere.
 
@@ -95,25 +90,18 @@ def run_engine_bench(
                 for variant in scope.variants
                 if profile is not None or variant.quality == LOSSLESS
             ]
-            chosen += [EngineVariant(f"lossless, {url.partition(':')[0]}", "lossless", url) for url in stores]
             named: dict[str, EngineVariant | None] = {
                 NO_CONNECTOR: None,
                 **{variant.name: variant for variant in chosen},
             }
             engines = {  # all are made before any is started, because importing vLLM takes longer than anything else
-                name: stack.enter_context(Engine(folder / f"engine{at}.log"))
-                for at, name in enumerate([*named, RAW_FILES])
+                name: stack.enter_context(Engine(folder / f"engine{at}.log")) for at, name in enumerate(named)
             }
             for name, variant in named.items():
                 say(f"starting an engine: {name}")
                 lossy = variant is not None and variant.quality != LOSSLESS
                 options = _engine_options(scope, len(engines))
                 engines[name].start(model, options, variant, profile=profile if lossy else None)
-            say(f"starting an engine: {RAW_FILES}")
-            options = _engine_options(scope, len(engines))
-            # It keeps what the first step of a prompt computes, so that step has to be all of the prompt.
-            options["max_num_batched_tokens"] = options["max_model_len"]
-            engines[RAW_FILES].start(model, options, raw_files=folder / "raw")
             report["first_token"] = measure_first_token(
                 scope, report["model"], engines, chosen, say, None if profile is None else profile.name
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cuvee.eval.bench.engine.scope import RAW_FILES
 from cuvee.eval.bench.frame import Shown, machine_and_vllm
 from cuvee.eval.documents import ReportTable
 
@@ -27,12 +26,8 @@ def _first_token(report: Mapping[str, Any]) -> ReportTable:
     ]
     for kind in ("hit", "miss"):
         key = f"{kind}_over_recompute"
-        if "raw_files" in lengths[0]:
-            rows.append([f"{kind}: {RAW_FILES}, ratio", *(_around(entry["raw_files"][key]) for entry in lengths)])
         for name in (variant["name"] for variant in report["first_token"]["variants"]):
-            if key in lengths[0]["variants"][name]:
-                ratios = (_around(entry["variants"][name][key]) for entry in lengths)
-                rows.append([f"{kind}: {name}, ratio", *ratios])
+            rows.append([f"{kind}: {name}, ratio", *(_around(entry["variants"][name][key]) for entry in lengths)])
     return ReportTable(
         ["prefix tokens ", *(str(entry["tokens"]) for entry in lengths)],
         rows,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ from cuvee.eval.bench.engine.scope import (
     NO_CONNECTOR,
     PROOF_TOKENS,
     QUESTION,
-    RAW_FILES,
     EngineScope,
     EngineVariant,
 )
@@ -53,26 +51,21 @@ def measure_first_token(
     recompute: dict[int, list[float]] = {length: [] for length in scope.lengths}
     own: dict[int, list[float]] = {length: [] for length in scope.lengths}
     runs = {(name, length): _Runs() for name in engines if name != NO_CONNECTOR for length in scope.lengths}
-    raw = [RAW_FILES] if RAW_FILES in engines else []
-    began = time.perf_counter()
     for turn in range(scope.rounds):
-        if turn >= 3 and time.perf_counter() - began > scope.seconds:
-            break
         say(f"first token: round {turn + 1}")
         for length in scope.lengths:
             prompt = random_prompt(draw, model, length)
-            fillers = [NO_CONNECTOR, *raw, *(variant.name for variant in chosen)]
+            fillers = [NO_CONNECTOR, *(variant.name for variant in chosen)]
             for name in draw.sample(fillers, len(fillers)):
                 seconds = engines[name].ask([prompt], forget=True, expect_cached=[0]).seconds
                 if name == NO_CONNECTOR:
                     recompute[length].append(seconds)
                 else:
                     runs[name, length].miss.append(seconds)
-                    if name != RAW_FILES:  # which stores while it computes
-                        engines[name].settle(length // CHUNK)
+                    engines[name].settle(length // CHUNK)
             expected, loaded = None, []
             exact = {variant.name for variant in chosen if variant.quality == "lossless"}
-            names = [NO_CONNECTOR, *raw, *(variant.name for variant in chosen)]
+            names = [NO_CONNECTOR, *(variant.name for variant in chosen)]
             for name in draw.sample(names, len(names)):
                 if name == NO_CONNECTOR:
                     found = plain.ask([prompt], expect_cached=[length])
@@ -97,12 +90,10 @@ def measure_first_token(
             {
                 "tokens": length,
                 "prompt_tokens": length + QUESTION,
-                "recompute_runs": recompute[length],
                 "recompute_seconds": spread(recompute[length]),
                 "prefill_tokens_per_second": spread(prefill),
                 "own_cache_seconds": spread(own[length]),
                 "own_cache_over_recompute": paired([[seconds] for seconds in own[length]], recompute[length]),
-                **({"raw_files": _timed(runs[RAW_FILES, length], recompute[length])} if raw else {}),
                 "variants": {
                     variant.name: _figures(runs[variant.name, length], recompute[length], model, length)
                     for variant in chosen
@@ -147,12 +138,6 @@ def _prove(
     plain.ask([prompt], forget=True, expect_cached=[0])
     expected = plain.ask([prompt], expect_cached=[length], **proof)
     differences: dict[str, float | None] = {}
-    if RAW_FILES in engines:
-        # It stores what its own engine computes, in one step and not in several, so roundings differ: only a figure.
-        engines[RAW_FILES].ask([prompt], forget=True, expect_cached=[0])
-        loaded = engines[RAW_FILES].ask([prompt], forget=True, expect_cached=[length], **proof)
-        worst = logprob_difference(loaded.logprobs[0], expected.logprobs[0])
-        differences[RAW_FILES] = worst if math.isfinite(worst) else None
     for variant in chosen:
         engine = engines[variant.name]
         engine.ask([prompt], expect_cached=[0])
@@ -177,33 +162,20 @@ def logprob_difference(these: Sequence[Mapping[str, float]], others: Sequence[Ma
 def _figures(runs: _Runs, recompute: Sequence[float], model: Mapping[str, Any], length: int) -> dict[str, Any]:
     load = [figures["load_seconds"] for figures in runs.loads]
     raw = length * model["raw_bytes_per_token"]
-    return {
-        **_timed(runs, recompute),
+    entry = {
+        "hit_seconds": spread([seconds for turn in runs.hit for seconds in turn]),
+        "hit_over_recompute": paired(runs.hit, recompute),
+        "miss_seconds": spread(runs.miss),
+        "miss_over_recompute": paired([[seconds] for seconds in runs.miss], recompute),
         "load_seconds": spread(load),
         "load_tokens_per_second": spread([length / seconds for seconds in load]),
         # By the wall time of the threads that decode: the loads of a single request do not overlap.
         "decode_gb_per_s": spread([raw / 1e9 / figures["work_seconds{decode}"] for figures in runs.loads]),
-        **{
-            name: spread([figures[of] for figures in runs.loads])
-            for name, of in (
-                ("decode_seconds", "work_seconds{decode}"),
-                ("fetch_seconds", "work_seconds{fetch}"),
-                ("lookup_seconds", "lookup_seconds"),
-                ("steps", "steps"),
-            )
-        },
     }
-
-
-def _timed(runs: _Runs, recompute: Sequence[float]) -> dict[str, Any]:
-    """Return the times measured from outside."""
-    entry: dict[str, Any] = {
-        "hit_runs": runs.hit,
-        "miss_runs": runs.miss,
-        "hit_seconds": spread([seconds for turn in runs.hit for seconds in turn]),
-        "hit_over_recompute": paired(runs.hit, recompute),
-    }
-    if runs.miss:
-        entry["miss_seconds"] = spread(runs.miss)
-        entry["miss_over_recompute"] = paired([[seconds] for seconds in runs.miss], recompute)
+    for name, of in (
+        ("decode_seconds", "work_seconds{decode}"),
+        ("fetch_seconds", "work_seconds{fetch}"),
+        ("steps",) * 2,
+    ):
+        entry[name] = spread([figures[of] for figures in runs.loads])
     return entry

@@ -83,7 +83,6 @@ class Engine:
         chunk_tokens: int = CHUNK,
         blend: Mapping[str, Any] | None = None,
         more: Mapping[str, Any] | None = None,
-        raw_files: Path | None = None,
     ) -> None:
         """Start an engine, and wait until it is up.
 
@@ -95,15 +94,8 @@ class Engine:
             chunk_tokens: of the connector.
             blend: the connector's options of that name; None: it does not blend.
             more: other options of the connector.
-            raw_files: a folder where vLLM's ExampleConnector keeps what it stores, instead of a variant.
         """
         arguments: dict[str, Any] = {"model": str(model), "dtype": DTYPE, "seed": 0, **options}
-        if raw_files is not None:
-            arguments["kv_transfer_config"] = {
-                "kv_connector": "ExampleConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"shared_storage_path": str(raw_files)},
-            }
         if variant is not None:
             extra = {
                 "store": variant.store,

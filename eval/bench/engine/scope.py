@@ -17,7 +17,6 @@ __all__ = [
     "NO_CONNECTOR",
     "PROOF_TOKENS",
     "QUESTION",
-    "RAW_FILES",
     "VARIANTS",
     "EngineScope",
     "EngineVariant",
@@ -29,7 +28,6 @@ QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits a
 PROOF_TOKENS = 4
 DTYPE = "bfloat16"
 NO_CONNECTOR = "no connector"
-RAW_FILES = "raw files"  # a store that compresses nothing: vLLM's own ExampleConnector
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,6 @@ class EngineScope:
         variants: engines to compare with one without the connector; lossy ones only with a profile.
         lengths: tokens in the prefixes; multiples of the chunk.
         rounds: how often all lengths are measured, after one round that proves and warms up.
-        seconds: after this time no further round of `first token` is started, but at least three are measured.
         hits: how often a prompt is loaded in a round.
         batch: (prompts, tokens in each, tokens to generate) for `storing`.
         batch_rounds: rounds of `storing`.
@@ -71,7 +68,6 @@ class EngineScope:
     variants: tuple[EngineVariant, ...] = VARIANTS
     lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     rounds: int = 9
-    seconds: float = 900.0
     hits: int = 3
     batch: tuple[int, int, int] = (8, 512, 16)
     batch_rounds: int = 5

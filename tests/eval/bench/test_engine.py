@@ -27,7 +27,7 @@ from cuvee.eval.bench.engine.engine_bench import run_engine_bench
 from cuvee.eval.bench.engine.engine_tables import show_engine
 from cuvee.eval.bench.engine.first_token import LOGPROB_TOLERANCE, logprob_difference, measure_first_token
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
-from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, RAW_FILES, VARIANTS, EngineScope
+from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, VARIANTS, EngineScope
 from cuvee.eval.bench.engine.storing import measure_storing
 from cuvee.eval.bench.timing import paired, spread
 
@@ -71,7 +71,6 @@ class Scripted:
     ) -> None:
         self.stored: set[tuple[int, ...]] = set()
         self.hits = self.unstored = 0
-        self.counts_nothing = False
         self._compute, self._hit, self._token, self._logprob = compute, hit, token, logprob
         self._wrong_after = wrong_after
         self._own: set[tuple[int, ...]] = set()
@@ -101,8 +100,6 @@ class Scripted:
 
     def settle(self, chunks: int) -> dict[str, float]:
         assert chunks > 0
-        if self.counts_nothing:
-            pytest.fail("it was asked for counters that it does not have")
         return {}
 
 
@@ -176,44 +173,10 @@ def test_nothing_is_reported_of_a_lossless_load_that_changes_the_output(changes:
         measure_first_token(SMALL, MODEL, engines(**changes), VARIANTS[:1], silent)
 
 
-def raw_engines(**changes: Any) -> Any:
-    raw = Scripted(**{"compute": 4.0, "hit": 0.25, **changes})
-    raw.counts_nothing = True
-    return {**engines(), RAW_FILES: raw}
-
-
-def test_a_store_of_raw_files_is_timed_beside_the_variants() -> None:
-    first = measure_first_token(SMALL, MODEL, raw_engines(), VARIANTS[:1], silent, "mine.cuvee")
-    for entry in first["lengths"]:
-        assert entry["raw_files"]["hit_over_recompute"]["median"] == 0.125
-        assert entry["raw_files"]["miss_over_recompute"]["median"] == 2.0
-        assert list(entry["variants"]) == [VARIANTS[0].name] and "load_seconds" not in entry["raw_files"]
-    assert first["variants"][0]["profile"] == "mine.cuvee"
-    assert "raw_files" not in measure_first_token(SMALL, MODEL, engines(), VARIANTS[:1], silent)["lengths"][0]
-    report = {**scripted_report(), "first_token": first}
-    out = io.StringIO()
-    show_engine(report).print(Console(file=out, width=200))
-    assert "hit: raw files, ratio" in out.getvalue() and "miss: raw files, ratio" in out.getvalue()
-    assert "0.25 (0.25-0.25)" in out.getvalue()
-
-
-def test_raw_files_of_an_engine_that_rounds_otherwise_are_reported() -> None:
-    first = measure_first_token(SMALL, MODEL, raw_engines(logprob=-0.625), VARIANTS[:1], silent)
-    assert first["proof_logprob_difference"][256] == {RAW_FILES: 0.125, VARIANTS[0].name: 0.0}
-    first = measure_first_token(SMALL, MODEL, raw_engines(token=8), VARIANTS[:1], silent)
-    assert first["proof_logprob_difference"][512][RAW_FILES] is None
-
-
 def test_a_lossy_load_may_change_the_output_and_is_reported() -> None:
     lossy = replace(VARIANTS[0], quality="balanced")
     first = measure_first_token(SMALL, MODEL, engines(token=8), [lossy], silent)
     assert first["proof_logprob_difference"][256] == {lossy.name: None}
-
-
-def test_rounds_end_when_their_time_is_up_but_three_are_measured() -> None:
-    scope = replace(SMALL, rounds=50, seconds=0.0)
-    first = measure_first_token(scope, MODEL, engines(), VARIANTS[:1], silent)
-    assert first["lengths"][0]["recompute_seconds"]["runs"] == 3
 
 
 # Processes -------------------------------------------------------------------------------------------------------
@@ -341,7 +304,6 @@ def test_a_real_engine() -> None:
     first = report["first_token"]
     assert first["proof_logprob_difference"]["256"][VARIANTS[0].name] <= LOGPROB_TOLERANCE
     for entry in first["lengths"]:
-        assert entry["raw_files"]["hit_over_recompute"]["runs"] == SMALL.hits
         of = entry["variants"][VARIANTS[0].name]
         assert of["hit_over_recompute"]["runs"] == SMALL.hits and of["miss_over_recompute"]["runs"] == 1
         assert of["steps"]["median"] >= 1 and of["decode_seconds"]["p20"] > 0 and of["load_seconds"]["p20"] > 0

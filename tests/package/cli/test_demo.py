@@ -13,7 +13,7 @@ from cuvee.eval import demo
 
 
 def test_the_demo_measures_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scope = demo.DemoScope(windows=12, sequences=2, groups=("layer",), octaves=(0,))
+    scope = demo.DemoScope(learned=12, sequences=2, groups=("layer",), octaves=(0,))
     monkeypatch.setitem(demo.SCOPES, BUNDLED_MODEL, scope)
     measured: list[demo.Demo] = []
     real = demo.run_demo
@@ -30,4 +30,4 @@ def test_the_demo_measures_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert plot.stat().st_size > 10_000 and f"Plot: {plot}" in done.stdout
     assert "quality “high”" in done.stdout and "cuvee balanced, by layer" in done.stdout
     # Progress is on standard error.
-    assert "calibrating on “harbour”, one basis per layer" in done.stderr or "loading the model" in done.stderr
+    assert "calibrating on three novels, one basis per layer" in done.stderr or "loading the model" in done.stderr
