@@ -95,7 +95,7 @@ def test_a_data_set_is_read_with_datasets(tmp_path: Path, monkeypatch: pytest.Mo
     tokenizer = load_tokenizer(BUNDLED_MODEL)
     assert [d.tolist() for d in text.documents] == [tokenizer(t).input_ids for t in ("The wind", " rose.")]
     for wrong, message in (
-        (f"hf:{folder}:test:title", "must name one of the columns body, n of .*, got 'title'"),
+        (f"hf:{folder}:test:title", "cannot be loaded: .*title"),
         (f"hf:{folder}:train:body", "cannot be loaded"),
         (
             "hf:who/what@main:test:body",

@@ -36,14 +36,12 @@ __all__ = [
     "BUNDLED_MODEL",
     "Corpus",
     "as_input_error",
-    "json_lines",
     "leading_ids",
     "load_model",
     "load_tokenizer",
     "model_path",
     "pick_evenly",
     "read_corpus",
-    "read_text",
     "sequences_by_text",
     "spread_sequences",
     "token_ids",
@@ -221,34 +219,6 @@ def with_leading(leading: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([before.expand(*rows.shape[:-1], len(before)), rows], dim=-1)
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file.
-
-    Raises:
-        InputError: the file is not UTF-8.
-        OSError: the file cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: must be UTF-8 text, got {error.reason} at byte {error.start}") from error
-
-
-def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield number, from 1, and content of each line of a JSONL file; skip blank lines.
-
-    Raises:
-        InputError: a line is not JSON; errors as in `read_text`.
-    """
-    # Not splitlines(): it splits at U+2028 and other characters that JSON strings may contain.
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            try:
-                yield number, parse_json(line)
-            except ValueError as error:
-                raise InputError(f"{path}:{number}: must hold JSON, but {error}") from error
-
-
 def pick_evenly(items: Sequence[T], count: int) -> list[T]:
     """Return at most `count` items, evenly spaced.
 
@@ -270,39 +240,50 @@ def _documents(name: str) -> Iterator[str | list[int]]:
     path = Path(name)
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "no such text file", name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: must be UTF-8 text, got {error.reason} at byte {error.start}") from error
     if path.suffix != ".jsonl":
-        yield read_text(path)
+        yield text
         return
-    for number, line in json_lines(path):
-        item: Any = line.get("input_ids", line.get("text")) if isinstance(line, dict) else line
+    # Not splitlines(): it splits at U+2028 and other characters that JSON strings may contain.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            item = parse_json(line)
+        except ValueError as error:
+            raise InputError(f"{path}:{number}: must hold JSON, but {error}") from error
+        if isinstance(item, dict):
+            item = item.get("input_ids", item.get("text"))
         if not _is_document(item):
             raise InputError(f"{path}:{number}: must hold a list of token ids or an object with input_ids or text")
         yield item
 
 
 def _rows(name: str) -> Iterator[str | list[int]]:
+    """Yield the rows of a data set."""
     parts = name.split(":")[1:]
     if len(parts) not in (3, 4) or not all(parts):
         raise InputError(f"text: must be hf:DATASET:SPLIT:COLUMN or hf:DATASET:CONFIG:SPLIT:COLUMN, got {name!r}")
     dataset, *config, split, column = parts
     revision = None
-    if "@" in dataset and not Path(dataset).exists():
+    if not Path(dataset).exists():
         dataset, _, revision = dataset.partition("@")
-        if not re.fullmatch(r"[0-9a-f]{40}", revision):
+        if not revision:
+            _log.warning("text: %s may change on the hub; hf:%s@COMMIT:… does not", name, dataset)
+        elif not re.fullmatch(r"[0-9a-f]{40}", revision):
             raise InputError(f"text: must name a commit of 40 hexadecimal digits after @, got {name!r}")
-    elif not Path(dataset).exists():
-        _log.warning("text: %s may change on the hub; hf:%s@COMMIT:… does not", name, dataset)
     try:
         import datasets
     except ImportError as error:
         raise ImportError("a text from a data set needs datasets: pip install 'cuvee[eval]'") from error
     try:
-        rows = datasets.load_dataset(dataset, *config, split=split, revision=revision)
+        rows = datasets.load_dataset(dataset, *config, split=split, revision=revision or None)[column]
     except Exception as error:  # of many foreign classes
         raise InputError(f"text: {name} cannot be loaded: {error}") from error
-    if column not in rows.column_names:
-        raise InputError(f"text: must name one of the columns {', '.join(rows.column_names)} of {name}, got {column!r}")
-    for number, item in enumerate(rows[column]):
+    for number, item in enumerate(rows):
         if not _is_document(item):
             raise InputError(f"text: must hold texts or lists of token ids, but row {number} of {name} is neither")
         yield item
@@ -315,18 +296,20 @@ def _is_document(item: Any) -> bool:
 
 
 def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None = None) -> torch.Tensor:
-    """Cut at most `count` disjoint sequences `[N, length]`, spread evenly over the texts.
+    """Cut at most `count` disjoint sequences `[N, length]` as `sequences_by_text` does; without `count` all there are.
 
     Raises:
         InputError: the texts hold no sequence of this length.
     """
-    whole = [piece for corpus in corpora for piece in _pieces(corpus, length)]
-    _check_not_empty(whole, length)
-    return torch.stack(pick_evenly(whole, count or len(whole)))
+    return sequences_by_text(corpora, length, count)[0]
 
 
-def sequences_by_text(corpora: Sequence[Corpus], length: int, count: int) -> tuple[torch.Tensor, list[int]]:
+def sequences_by_text(
+    corpora: Sequence[Corpus], length: int, count: int | None = None
+) -> tuple[torch.Tensor, list[int]]:
     """Cut at most `count` disjoint sequences, the same number from each text, or all sequences of a shorter text.
+
+    Those of a text are spread evenly over it.
 
     Returns:
         int64 `[N, length]`, text after text, and the index of each sequence's text.
@@ -335,9 +318,12 @@ def sequences_by_text(corpora: Sequence[Corpus], length: int, count: int) -> tup
         InputError: the texts hold no sequence of this length.
     """
     pieces = [_pieces(corpus, length) for corpus in corpora]
-    _check_not_empty([piece for found in pieces for piece in found], length)
+    if not any(pieces):
+        raise InputError(
+            f"text: must hold at least {length} tokens in one document: give more text, or a smaller --length"
+        )
     wanted = [0] * len(pieces)
-    for _ in range(count):
+    for _ in range(sum(map(len, pieces)) if count is None else count):
         short = [index for index, found in enumerate(pieces) if wanted[index] < len(found)]
         if short:
             wanted[min(short, key=lambda index: wanted[index])] += 1
@@ -351,10 +337,3 @@ def _pieces(corpus: Corpus, length: int) -> list[torch.Tensor]:
     body = max(length - len(corpus.leading), 1)
     pieces = (piece for ids in corpus.documents for piece in ids.split(body) if len(piece) == body)
     return [with_leading(corpus.leading, piece) for piece in pieces]
-
-
-def _check_not_empty(pieces: Sequence[Any], length: int) -> None:
-    if not pieces:
-        raise InputError(
-            f"text: must hold at least {length} tokens in one document: give more text, or a smaller --length"
-        )

@@ -83,7 +83,7 @@ def typed_command() -> str:
     """Return this process's command for a report that others read, with only the last part of absolute paths."""
 
     def public(arg: str) -> str:
-        # An argument may be OPTION=PATH, PATH=SHARE or PATH,PATH.
+        # An argument may be OPTION=PATH or PATH,PATH.
         parts = re.split("([=,])", arg)
         return "".join(Path(part).name or part if Path(part).is_absolute() else part for part in parts)
 

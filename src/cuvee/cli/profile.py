@@ -64,10 +64,10 @@ def profile_learn(
         list[str] | None,
         typer.Option(
             "--text",
-            metavar="TEXT[=SHARE]",
-            help="Add a text to the mixture, as a kind of its own, with SHARE times --sequences sequences (default "
-            "0.25): a text file; a .jsonl file whose lines are lists of token ids, or objects with input_ids or text; "
-            "or hf:DATASET:SPLIT:COLUMN. Repeatable.",
+            metavar="TEXT",
+            help="Add a text to the mixture, as a kind of its own, with a quarter of --sequences: a text file; a "
+            ".jsonl file whose lines are lists of token ids, or objects with input_ids or text; or "
+            "hf:DATASET:SPLIT:COLUMN. Repeatable.",
         ),
     ] = None,
     group: Annotated[
@@ -116,10 +116,9 @@ def profile_learn(
     if other := sorted(given & {"salt", "ranks", "tokens_read", "key_env"}):
         raise InputError(f"{_shown(other[0])}: must come with --from-store")
     check_mixture_size(sequences, length)  # before loading the model
-    shares = [_text_and_share(text) for text in texts or []]
     added = {
-        Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(round(share * sequences), 3))
-        for name, share in shares
+        Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(sequences // 4, 3))
+        for name in texts or []
     }
     model = load_model(model_path, "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value, device)
     # The mixture comes first, so that an added kind replaces one of the same name.
@@ -179,20 +178,6 @@ def _learn_from_store(
             model=weights.found[0] if weights.found else None,
         )  # fmt: skip
     _save(profile, out)
-
-
-def _text_and_share(text: str) -> tuple[str, float]:
-    """Parse the NAME or NAME=SHARE of --text."""
-    name, found, share = text.rpartition("=")
-    if not found:
-        return text, 0.25
-    try:
-        value = float(share)
-    except ValueError:
-        return text, 0.25  # the name contains an equals sign
-    if not 0 < value <= 100:
-        raise InputError(f"--text: SHARE must be above 0 and at most 100, got {text}")
-    return name, value
 
 
 app.command("show")(profile_show)
