@@ -398,14 +398,14 @@ class Books:
 @pytest.fixture(scope="session")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
     """The bundled model, calibrated on `harbour`."""
-    from cuvee.calibration.bundled import bundled_text, load_bundled_model
-    from cuvee.calibration.sequences import reread, split_sequences
+    from cuvee.calibration.bundled import load_bundled_model
+    from cuvee.calibration.corpus import BUNDLED_MODEL, read_corpus, spread_sequences
+    from cuvee.calibration.sequences import reread
 
-    model, tokenizer = load_bundled_model()
+    model, _ = load_bundled_model()
 
     def sequences(name: str) -> torch.Tensor:
-        ids = torch.tensor(tokenizer(bundled_text(name)).input_ids)
-        return reread(split_sequences(ids, len(ids) // 256, 256), 192)
+        return reread(spread_sequences([read_corpus(name, BUNDLED_MODEL)], 256), 192)
 
     harbour = sequences("harbour")
     learn = learned_once(calibrate, shared_folder(tmp_path_factory, "learned"))

@@ -15,7 +15,8 @@ from cuvee.calibration.bundled import (
     bundled_text,
     load_bundled_model,
 )
-from cuvee.calibration.sequences import PREFIX, reread, split_sequences
+from cuvee.calibration.corpus import BUNDLED_MODEL, read_corpus, spread_sequences
+from cuvee.calibration.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.errors import InputError
 
 TEXT_FOLDER = bundled_model_path().parents[1] / "texts"
@@ -48,9 +49,8 @@ def test_model_loads_without_a_network(bundled: tuple[Any, Any], monkeypatch: py
 
 
 def test_model_reads_its_cache(bundled: tuple[Any, Any]) -> None:
-    model, tokenizer = bundled
-    ids = tokenizer(bundled_text("orchard"), return_tensors="pt").input_ids[0]
-    repeated = reread(split_sequences(ids, 6))[::2]
+    model, _ = bundled
+    repeated = reread(spread_sequences([read_corpus("orchard", BUNDLED_MODEL)], LENGTH, 6))[::2]
     cached = nll_of_tails(model, repeated, PREFIX, cached=True)
     alone = nll_of_tails(model, repeated, PREFIX, cached=False)
     assert cached < alone - 1.5

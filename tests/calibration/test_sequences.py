@@ -1,4 +1,4 @@
-"""Sequences cut from a text, made to repeat their prefix, or sampled from a model."""
+"""Sequences made to repeat their prefix, or sampled from a model."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cuvee.calibration.bundled import load_bundled_model
-from cuvee.calibration.sequences import LENGTH, PREFIX, reread, sample_text, split_sequences
+from cuvee.calibration.sequences import LENGTH, PREFIX, reread, sample_text
 from cuvee.codec.errors import InputError
 
 
@@ -21,32 +21,6 @@ def rows() -> Tensor:
     """Random rows in which a repeated span cannot come about by chance."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 1 << 40, (5, LENGTH), generator=generator)
-
-
-# --- split_sequences
-
-
-def test_split_cuts_consecutive_sequences() -> None:
-    cut = split_sequences(torch.arange(100, dtype=torch.int32), count=3, length=7, offset=11)
-    assert cut.dtype == torch.int64
-    assert torch.equal(cut, torch.arange(11, 32).view(3, 7))
-
-
-@pytest.mark.parametrize(
-    ("field", "arguments"),
-    [
-        ("token_ids", {"token_ids": torch.zeros(2, 10, dtype=torch.long)}),
-        ("token_ids", {"token_ids": torch.zeros(10)}),
-        ("token_ids", {"token_ids": torch.zeros(10, dtype=torch.bool)}),
-        ("count", {"count": 0}),
-        ("length", {"length": 0}),
-        ("offset", {"offset": -1}),
-    ],
-)
-def test_split_names_the_bad_argument(field: str, arguments: dict[str, Any]) -> None:
-    good: dict[str, Any] = {"token_ids": torch.arange(10), "count": 1, "length": 2, "offset": 0}
-    with pytest.raises(InputError, match=rf"^{field}: "):
-        split_sequences(**(good | arguments))
 
 
 # --- reread

@@ -25,11 +25,12 @@ import torch
 
 import cuvee
 from cuvee.blend import Blender, Segment
-from cuvee.calibration import bundled_text, load_bundled_model, split_sequences
+from cuvee.calibration import bundled_text, load_bundled_model, read_corpus, spread_sequences
 
 model, tokenizer = load_bundled_model()
 text = torch.tensor(tokenizer(bundled_text("harbour")).input_ids)
-profile = cuvee.calibrate(model, split_sequences(text, 12, 128), "head", progress=False)
+sequences = spread_sequences([read_corpus("harbour", "books-3m")], 128, 12)
+profile = cuvee.calibrate(model, sequences, "head", progress=False)
 profile.save("profile.safetensors")
 codec = cuvee.Codec(cuvee.Profile.load("profile.safetensors"), "balanced")
 with torch.no_grad():

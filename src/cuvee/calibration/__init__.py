@@ -6,15 +6,13 @@
     read_corpus, spread_sequences        your texts, and sequences spread evenly over them
     mixture                              the default: sequences of eight kinds of text, by kind
     more_text                            all sequences of the bundled texts, to predict caches from their tokens
-    split_sequences, reread, sample_text sequences cut from one text, made to re-read, or sampled from the model
+    reread, sample_text                  sequences made to re-read, or sampled from the model
 
 `cuvee.calibrate` takes the token sequences that these functions return.
 
 Example:
-    >>> from cuvee.calibration import bundled_text, load_bundled_model, split_sequences
-    >>> import torch
-    >>> model, tokenizer = load_bundled_model()
-    >>> split_sequences(torch.tensor(tokenizer(bundled_text("harbour")).input_ids), 2).shape
+    >>> from cuvee.calibration import read_corpus, spread_sequences
+    >>> spread_sequences([read_corpus("harbour", "books-3m")], 512, 2).shape
     torch.Size([2, 512])
 """
 
@@ -28,7 +26,7 @@ from cuvee.calibration.bundled import (
 from cuvee.calibration.corpus import BUNDLED_MODEL, Corpus, load_model, load_tokenizer, read_corpus, spread_sequences
 from cuvee.calibration.kinds import KINDS, mixture, mixture_text, more_text, tokenized
 from cuvee.calibration.real_model import ModelUnavailableError
-from cuvee.calibration.sequences import LENGTH, PREFIX, reread, sample_text, split_sequences
+from cuvee.calibration.sequences import LENGTH, PREFIX, reread, sample_text
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -50,7 +48,6 @@ __all__ = [
     "read_corpus",
     "reread",
     "sample_text",
-    "split_sequences",
     "spread_sequences",
     "tokenized",
 ]

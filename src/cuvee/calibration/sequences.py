@@ -1,4 +1,4 @@
-"""Token sequences on which cuvee measures the loss of compression: cut from a text, re-reading, or sampled.
+"""Token sequences on which cuvee measures the loss of compression: re-reading, or sampled.
 
 A sequence has `LENGTH` tokens. The KV cache of the first `PREFIX` tokens is coded, and the other tokens are scored with
 the decoded cache. In every second sequence, the scored part repeats a span of the cached part:
@@ -22,7 +22,7 @@ from cuvee.codec.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LENGTH", "PREFIX", "SEED", "reread", "sample_text", "split_sequences"]
+__all__ = ["LENGTH", "PREFIX", "SEED", "reread", "sample_text"]
 
 LENGTH = 512
 PREFIX = 384
@@ -30,34 +30,6 @@ SEED = 7
 
 # Rows sampled at once: enough for efficient matrix products, few enough to bound the KV cache.
 _SAMPLE_ROWS = 64
-
-
-def split_sequences(token_ids: Tensor, count: int, length: int = LENGTH, offset: int = 0) -> Tensor:
-    """Cut consecutive, disjoint sequences out of one long text.
-
-    Args:
-        token_ids: the text, integer [n].
-        count: number of sequences, N.
-        length: tokens per sequence, T.
-        offset: tokens to skip at the beginning, such as the front matter of a book or the tokens of another split.
-
-    Returns:
-        int64 [N, T], which may share memory with `token_ids`.
-
-    Raises:
-        InputError: an argument is out of range, or the text has fewer than `offset + count * length` tokens.
-    """
-    _check_integers("token_ids", token_ids, dimensions=1)
-    _check_at_least("count", count, 1)
-    _check_at_least("length", length, 1)
-    _check_at_least("offset", offset, 0)
-    end = offset + count * length
-    if end > len(token_ids):
-        raise InputError(
-            f"token_ids: must have at least {end} tokens for {count} x {length} from offset {offset}, got "
-            f"{len(token_ids)}"
-        )
-    return token_ids[offset:end].to(torch.long).view(count, length)
 
 
 def reread(tokens: Tensor, prefix: int = PREFIX, seed: int = SEED) -> Tensor:
