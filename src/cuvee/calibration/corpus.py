@@ -296,20 +296,17 @@ def _is_document(item: Any) -> bool:
 
 
 def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None = None) -> torch.Tensor:
-    """Cut at most `count` disjoint sequences `[N, length]` as `sequences_by_text` does; without `count` all there are.
+    """Cut at most `count` disjoint sequences `[N, length]`, spread evenly over the texts; without it, all.
 
     Raises:
         InputError: the texts hold no sequence of this length.
     """
-    return sequences_by_text(corpora, length, count)[0]
+    whole = [piece for found in _pieces(corpora, length) for piece in found]
+    return torch.stack(pick_evenly(whole, count or len(whole)))
 
 
-def sequences_by_text(
-    corpora: Sequence[Corpus], length: int, count: int | None = None
-) -> tuple[torch.Tensor, list[int]]:
+def sequences_by_text(corpora: Sequence[Corpus], length: int, count: int) -> tuple[torch.Tensor, list[int]]:
     """Cut at most `count` disjoint sequences, the same number from each text, or all sequences of a shorter text.
-
-    Those of a text are spread evenly over it.
 
     Returns:
         int64 `[N, length]`, text after text, and the index of each sequence's text.
@@ -317,13 +314,9 @@ def sequences_by_text(
     Raises:
         InputError: the texts hold no sequence of this length.
     """
-    pieces = [_pieces(corpus, length) for corpus in corpora]
-    if not any(pieces):
-        raise InputError(
-            f"text: must hold at least {length} tokens in one document: give more text, or a smaller --length"
-        )
+    pieces = _pieces(corpora, length)
     wanted = [0] * len(pieces)
-    for _ in range(sum(map(len, pieces)) if count is None else count):
+    for _ in range(count):
         short = [index for index, found in enumerate(pieces) if wanted[index] < len(found)]
         if short:
             wanted[min(short, key=lambda index: wanted[index])] += 1
@@ -332,8 +325,15 @@ def sequences_by_text(
     return torch.stack(rows), [index for index, found in enumerate(chosen) for _ in found]
 
 
-def _pieces(corpus: Corpus, length: int) -> list[torch.Tensor]:
-    """Return all disjoint sequences of a text."""
-    body = max(length - len(corpus.leading), 1)
-    pieces = (piece for ids in corpus.documents for piece in ids.split(body) if len(piece) == body)
-    return [with_leading(corpus.leading, piece) for piece in pieces]
+def _pieces(corpora: Sequence[Corpus], length: int) -> list[list[torch.Tensor]]:
+    """Return all disjoint sequences of each text."""
+    found = []
+    for corpus in corpora:
+        body = max(length - len(corpus.leading), 1)
+        pieces = (piece for ids in corpus.documents for piece in ids.split(body) if len(piece) == body)
+        found.append([with_leading(corpus.leading, piece) for piece in pieces])
+    if not any(found):
+        raise InputError(
+            f"text: must hold at least {length} tokens in one document: give more text, or a smaller --length"
+        )
+    return found
