@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
-import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,17 +104,11 @@ def write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:
     if path.exists() and not (path.is_dir() and all(file.suffix == SUFFIX for file in path.iterdir())):
         raise InputError(f"{path}: must hold only {SUFFIX} files for --force to replace it: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
-    new.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
+        new = Path(work, "new")
+        new.mkdir()
         for name, data in files.items():
             (new / name).write_bytes(data)
         if path.exists():
-            os.rename(path, old)
-        os.rename(new, path)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        if old.exists() and not path.exists():
-            os.rename(old, path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+            path.rename(Path(work, "old"))
+        new.rename(path)
