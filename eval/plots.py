@@ -37,7 +37,6 @@ __all__ = [
     "TRANSFORMS",
     "VERMILION",
     "Series",
-    "add_heading",
     "add_title",
     "bar_length",
     "draw_size_kl",
@@ -278,11 +277,6 @@ def plain_log_ticks(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10f}".rstrip("0").rstrip(".")))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="y", which="minor", length=0)
-
-
-def add_heading(figure: Figure, title: str) -> None:
-    """A title over a whole figure."""
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
 
 
 def add_title(axes: Axes, title: str, below: str) -> None:

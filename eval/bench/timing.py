@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -56,16 +55,6 @@ class Effort:
     def is_enough(self, runs: Sequence[float]) -> bool:
         """Return whether these runs, in seconds, are enough."""
         return len(runs) >= self.least and (sum(runs) >= self.seconds or len(runs) >= self.most)
-
-    def measure(self, call: Callable[[], object]) -> Timing:
-        """Time a call, after one run that is not counted."""
-        call()
-        runs: list[float] = []
-        while not self.is_enough(runs):
-            began = time.perf_counter()
-            call()
-            runs.append(time.perf_counter() - began)
-        return Timing.of(runs)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
