@@ -286,7 +286,7 @@ def compare(cache: BenchCache, tokens: int, rounds: int) -> dict[str, Any]:
     entries = []
     for name, method in methods.items():
         bits = 8 * method.stored_bytes() / len(source.values)
-        entry = {"method": name, "bits_per_value": bits, "error": errors[name], "decode_over": {}}
+        entry: dict[str, Any] = {"method": name, "bits_per_value": bits, "error": errors[name], "decode_over": {}}
         for way in _WAYS:
             entry[f"{way}_gb_per_s"] = Timing.of(times[name, way]).per_second(source.values.nbytes / 1e9)
         for other in (MEMCPY, ZSTD):

@@ -12,7 +12,7 @@ Without the repeats, a small model hardly reads its cache, and every codec looks
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -94,15 +94,16 @@ def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, star
     starts = starts.to(model.device, torch.long)
     if starts.shape[1] == length:
         return starts.cpu()
-    own = model.generation_config
+    sampler: Any = model  # of `generate`, which has no types
+    own = sampler.generation_config
     # What the model predicts, with nothing of its own settings, such as a temperature or an end.
-    model.generation_config = GenerationConfig(do_sample=True, top_k=0, max_length=length, pad_token_id=0)
+    sampler.generation_config = GenerationConfig(do_sample=True, top_k=0, max_length=length, pad_token_id=0)
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            made = [model.generate(rows, attention_mask=torch.ones_like(rows)) for rows in starts.split(_SAMPLE_ROWS)]
+            made = [sampler.generate(rows, attention_mask=torch.ones_like(rows)) for rows in starts.split(_SAMPLE_ROWS)]
     finally:
-        model.generation_config = own
+        sampler.generation_config = own
     return torch.cat([rows.cpu() for rows in made])
 
 

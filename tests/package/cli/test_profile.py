@@ -27,7 +27,9 @@ def test_profile_show(files: Files) -> None:
     data = json.loads(run("profile", "show", files.profile, "--json").stdout)
     assert data["id"] == profile.id.hex() and data["group"] == "layer" and data["presets"] == []
     assert data["bytes"] == files.profile.stat().st_size and len(data["curve"]) == len(profile.curve)
-    assert data["text_tokens"] == profile.text_tokens and data["layout"]["num_layers"] == 3
+    assert (
+        data["text_tokens"] == profile.text_tokens and data["layout"]["fingerprint"] == profile.layout.fingerprint.hex()
+    )
     shown = run("profile", "show", files.profile).stdout
     assert profile.id.hex() in shown and f"learned from {profile.text_tokens} tokens" in shown
     fails("profile", "show", files.cache, match="not a cuvee profile")
