@@ -21,9 +21,9 @@ from cuvee.calibration.bundled import (
     TEXTS,
     bundled_text,
     load_bundled_model,
-    load_smollm2,
 )
-from cuvee.calibration.real_model import ModelUnavailableError
+from cuvee.calibration.corpus import load_model, load_tokenizer
+from cuvee.calibration.real_model import REAL_MODEL, ModelUnavailableError
 from cuvee.codec.codec import Codec
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.frozen import frozen
@@ -81,7 +81,8 @@ def _load(small: bool) -> tuple[Any, dict[str, torch.Tensor], str]:
     model, tokenizer = load_bundled_model()
     if not small:
         try:
-            (model, tokenizer), title = load_smollm2(), "SmolLM2-135M-Instruct"
+            model, tokenizer = load_model(REAL_MODEL, "float32"), load_tokenizer(REAL_MODEL)
+            title = "SmolLM2-135M-Instruct"
         except (ImportError, ModelUnavailableError) as error:
             print(f"the bundled model stands in for SmolLM2: {error}")
     return model, {name: torch.tensor(tokenizer(bundled_text(name)).input_ids) for name in TEXTS}, title
