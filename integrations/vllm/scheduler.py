@@ -330,13 +330,12 @@ class SchedulerSide:
             return tracked
         if request_id in self._requests.uncached:
             return None
-        reason = self._requests.why_uncached(request)
-        if self._loads.is_under_way(request_id):  # for another request of this id, which never ended
-            reason = reason or "error"
-        if reason:
-            self._give_up(request_id, reason)
-            return None
-        return self._requests.begin(request)
+        begun = self._requests.begin(request)
+        if isinstance(begun, Tracked) and not self._loads.is_under_way(request_id):
+            return begun
+        # A load may be under way for another request of this id, which never ended.
+        self._give_up(request_id, begun if isinstance(begun, str) else "error")
+        return None
 
     def _give_up(self, request_id: str, reason: str = "error") -> None:
         """Neither load nor store anything for a request from here on. A load that a worker has begun goes on to its
@@ -379,7 +378,7 @@ class SchedulerSide:
         for request_id, tracked in list(self._requests.tracked.items()):
             with self._guard("reset", partial(self._give_up, request_id)):
                 tracked.forget_lookups()
-                tracked.chain = self._requests.chain(tracked.request)
+                tracked.chain = self._requests.chain(tracked.scope)
                 tracked.lookup, tracked.found, tracked.end, tracked.saved, tracked.stated = None, NOTHING, 0, 0, 0
                 if tracked.request.num_computed_tokens > 0:
                     tracked.unstored = tracked.unstored or "reset"

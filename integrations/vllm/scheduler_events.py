@@ -58,25 +58,15 @@ class SchedulerEvents:
     def reported(self, report: Report) -> None:
         """Note what a rank has stored, and what it has not."""
         for digest in report.unsaved:
-            self.not_stored(digest)
+            self._planned.pop(digest, None)
         for digest in report.stored:
-            self.stored(digest)
-
-    def stored(self, digest: bytes) -> None:
-        """Note that one more rank has stored its part of an entry."""
-        pair, missing = self._planned.pop(digest, (None, 0))
-        if pair is None:
-            return
-        if missing > 1:
-            self._planned[digest] = pair, missing - 1
-            return
-        self._due.append(pair.stored)
-        self._stored[digest] = pair.removed
-        _bound(self._stored)
-
-    def not_stored(self, digest: bytes) -> None:
-        """Note that a rank has not stored its part of an entry."""
-        self._planned.pop(digest, None)
+            pair, missing = self._planned.pop(digest, (None, 0))
+            if pair is not None and missing > 1:
+                self._planned[digest] = pair, missing - 1
+            elif pair is not None:
+                self._due.append(pair.stored)
+                self._stored[digest] = pair.removed
+                _bound(self._stored)
 
     def gone(self, digest: bytes) -> None:
         """Note that a lookup has missed an entry."""

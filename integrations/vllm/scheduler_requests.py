@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from cuvee.integrations.adapters import AdapterFiles, Adapters
+from cuvee.integrations.adapters import Adapters
 from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.media_names import MediaNames
 from cuvee.integrations.vllm.messages import Report
@@ -46,20 +46,10 @@ class Requests:
         self.uncached: set[str] = set()
         self._media_names = MediaNames()
         self._once = Once(logger)
-        self._scopes: dict[str, tuple[Scope, AdapterFiles | None]] = {}  # of requests that may be cached, by id
-
-    def begin(self, request: Any) -> Tracked:
-        """Track a new request that may be cached."""
-        stores = may_store(request.kv_transfer_params)
-        adapter, unstored = self._scopes[request.request_id][1], "" if stores else "asked"
-        tracked = Tracked(request, self.tenant(request), self.chain(request), unstored=unstored, adapter=adapter)
-        self.tracked[request.request_id] = tracked
-        return tracked
 
     def end(self, request_id: str) -> None:
         """Forget a request."""
         self.tracked.pop(request_id, None)
-        self._scopes.pop(request_id, None)
         self.uncached.discard(request_id)
 
     def rename(self) -> None:
@@ -92,10 +82,9 @@ class Requests:
             self.identity = self._left
         return slept
 
-    def why_uncached(self, request: Any) -> str:
-        """Return why a request is not cached; empty: it may be.
-
-        A request is not cached if its tokens do not determine its KV, or its tenant is unclear.
+    def begin(self, request: Any) -> Tracked | str:
+        """Track a new request, or return why it is not cached: its tokens do not determine its KV, or its tenant is
+        unclear.
         """
         # Of every request: vLLM keeps the encoder's outputs and an adapter's weights for later ones.
         media, lora, adapter = [self._media(request, item) for item in request.mm_features], request.lora_request, None
@@ -115,16 +104,15 @@ class Requests:
         if lora is not None and adapter is None:
             return "adapter"
         name = "" if adapter is None else adapter.identity(lora.lora_name)
-        self._scopes[request.request_id] = Scope(self.tenant(request), name, tuple(known)), adapter
-        return ""
+        scope = Scope(salt or self._state.options.tenant, name, tuple(known))
+        tracked = Tracked(request, scope, self.chain(scope), adapter=adapter)
+        tracked.unstored = "" if may_store(request.kv_transfer_params) else "asked"
+        self.tracked[request.request_id] = tracked
+        return tracked
 
-    def tenant(self, request: Any) -> str:
-        """Return the owner of a request's entries."""
-        return request.cache_salt or self._state.options.tenant
-
-    def chain(self, request: Any) -> PrefixChain:
-        """Return the chain of digests of the prefixes of a request that may be cached."""
-        return PrefixChain(self.identity, self._scopes[request.request_id][0], self._state.chunk)
+    def chain(self, scope: Scope) -> PrefixChain:
+        """Return a new chain of digests of the prefixes of requests of this scope."""
+        return PrefixChain(self.identity, scope, self._state.chunk)
 
     def _media(self, request: Any, item: Any) -> Media | None:
         """Return an item of a request; None: it has no place in the prompt, or no name that tells its content."""

@@ -20,7 +20,7 @@ from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Delivery, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.naming.identity import PrefixChain, beside_digest
+from cuvee.naming.identity import PrefixChain, Scope, beside_digest
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Tracked:
 
     Attributes:
         request: the engine's.
-        tenant: owner of its entries.
+        scope: what its entries are shared within: its tenant, adapter and media.
         chain: digests of its chunks and tails.
         lookup: the question under way, or the last one.
         found: the last answer.
@@ -111,7 +111,7 @@ class Tracked:
     """
 
     request: Any
-    tenant: str
+    scope: Scope
     chain: PrefixChain
     lookup: Lookup[Found] | None = None
     found: Found = NOTHING
@@ -130,6 +130,11 @@ class Tracked:
     due_refused: str = ""
     delivered: list[Delivery] = field(default_factory=list)
     adapter: AdapterFiles | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Owner of its entries."""
+        return self.scope.tenant
 
     def forget_lookups(self) -> None:
         """Cancel the request's lookups: no one waits for them any more."""

@@ -16,14 +16,13 @@ from cuvee.integrations.loading import RecentRates
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.copied_pages import CopiedPages
-from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
+from cuvee.integrations.vllm.cores import compute_alone, free_cores, give_way, move_to
 from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.messages import Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.state_pages import StatePages
-from cuvee.integrations.vllm.torch_threads import compute_alone
 
 # Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms
 # each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `_LOADS` times two batches.

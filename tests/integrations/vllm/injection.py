@@ -24,7 +24,7 @@ THREADS = {"cuvee-lookup": "lookup", "cuvee-load": "load", "cuvee-fetch": "load"
 
 # Inner calls, by side. Left out: what contains errors itself, and what puts things right (`_give_up`, `_end`).
 SCHEDULER = (
-    "_track", "_requests.why_uncached", "_requests.tenant", "_requests.chain",
+    "_track", "_requests.begin", "_requests.chain",
     "_requests._adapters.find", "_requests._media_names.name", "_loads.match",
     "_loads._is_loaded_by_another", "_state.is_needed", "_loads.allocate",
     "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_state.usable",
@@ -33,7 +33,7 @@ SCHEDULER = (
     "_lookups._pool.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
-    "_blends.drop", "_state.clock", "_events.planned", "_events.stored", "_events.not_stored", "_events.gone",
+    "_blends.drop", "_state.clock", "_events.planned", "_events.reported", "_events.gone",
     "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
     "_state.store.contains", "_rates.pays.observe", "_rates.pays.worth",
     "_planner.segment", "_planner.ask", "_planner.offer", "_planner.harvest", "_planner.refuse", "_planner.rename",

@@ -682,7 +682,7 @@ def test_an_engine_without_requests_goes_on_until_its_ranks_store(desk: Callable
 
     assert not waits()
     request = make_request()
-    d.matched(request)
+    d.side.arrived(request)
     assert d.plan((request, 0, 100)).saves
     assert waits() is (ends != "alone")
     d.side.take(Report([1, 1] if ends == "confirmed" else [1]))

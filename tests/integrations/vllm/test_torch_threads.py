@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import os, threading, time, torch
-from cuvee.integrations.vllm.torch_threads import compute_alone
+from cuvee.integrations.vllm.cores import compute_alone
 
 def tasks():
     return len(os.listdir("/proc/self/task"))
