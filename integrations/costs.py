@@ -8,12 +8,12 @@ decoding   seconds = c + a * tokens                                    calls, an
 from __future__ import annotations
 
 import math
-from collections import deque
+from itertools import combinations_with_replacement
 
 from cuvee.codec.errors import InputError
 
-WINDOW = 32  # samples that are remembered
-_HALF_LIFE = 8  # samples after which a sample weighs half
+HALF_LIFE = 8  # samples after which a sample weighs half
+_PAIRS = tuple(combinations_with_replacement(range(4), 2))  # of 1, x, y and seconds
 # The weight of the initial coefficients, in samples. It has to be little: two quantities that grow together leave one
 # combination of the coefficients nearly free, and that one goes where it is pulled.
 _PULL = 0.01
@@ -21,8 +21,8 @@ _CONSTANT_PULL = 0.05  # more, because what samples of one size take is proporti
 
 
 class LinearCost:
-    """Seconds as `constant + first * x + second * y`, fitted to the last samples by weighted least squares of relative
-    errors.
+    """Seconds as `constant + first * x + second * y`, fitted by least squares of relative errors. A sample weighs
+    half after `HALF_LIFE` others.
 
     The initial coefficients hold until something is measured, and where samples do not tell one quantity from the
     other. No coefficient is ever negative. A sample that took a hundred times too long, because a kernel was compiled,
@@ -48,7 +48,7 @@ class LinearCost:
         self.first, self.second, self.constant = first, second, constant
         self.samples = 0
         self._given = self.learned
-        self._window: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
+        self._moments = dict.fromkeys(_PAIRS, 0.0)  # of the samples over their seconds, each of its weight
 
     def __call__(self, x: float, y: float) -> float:
         """Return the expected seconds."""
@@ -72,20 +72,11 @@ class LinearCost:
         if not (0 <= x < math.inf and 0 <= y < math.inf and x + y > 0 and 0 < seconds < math.inf):
             raise InputError(f"seconds: must be above 0 for some finite work, got {seconds} for {x} and {y}")
         self.samples += 1
-        self._window.append((1 / seconds, x / seconds, y / seconds))
-        self._fit()
-
-    def _fit(self) -> None:
-        # Plain Python: for so few samples, arrays take ten times as long.
-        weights: list[float] = [0.5 ** (age / _HALF_LIFE) for age in reversed(range(len(self._window)))]
-        whole = sum(weights)
-
-        def moment(of: int, by: int) -> float:
-            return sum(weight * row[of] * row[by] for weight, row in zip(weights, self._window, strict=True))
-
-        # Of `constant * row[0] + first * row[1] + second * row[2] = 1` for each row.
-        cc, ca, cb, aa, ab, bb = (moment(*pair) for pair in ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)))
-        c, a, b = (sum(weight * row[at] for weight, row in zip(weights, self._window, strict=True)) for at in range(3))
+        row = 1 / seconds, x / seconds, y / seconds, 1.0
+        decay = 0.5 ** (1 / HALF_LIFE)
+        self._moments = {(of, by): decay * self._moments[of, by] + row[of] * row[by] for of, by in _PAIRS}
+        # The normal equations of `constant * row[0] + first * row[1] + second * row[2] = 1` for each row.
+        cc, ca, cb, c, aa, ab, a, bb, b, whole = self._moments.values()
         given_first, given_second, given_constant = self._given
         for_c, for_a, for_b = _CONSTANT_PULL * cc / whole, _PULL * aa / whole, _PULL * bb / whole  # whatever the units
         cc, aa, bb = cc + for_c, aa + for_a, bb + for_b

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.costs import WINDOW, LinearCost, prefill_quantities
+from cuvee.integrations.costs import HALF_LIFE, LinearCost, prefill_quantities
 
 
 def test_prefill_is_learned_with_its_attention() -> None:
@@ -70,7 +70,7 @@ def test_old_costs_are_forgotten_and_none_is_negative() -> None:
     for _ in range(12):
         cost.observe(256, 0, 0.05)
     assert cost(256, 0) < 0.11
-    for _ in range(WINDOW):
+    for _ in range(4 * HALF_LIFE):
         cost.observe(256, 0, 0.05)
     assert cost(256, 0) == pytest.approx(0.05, rel=0.02)
     for seconds, y in ((0.1, 1000), (0.05, 9000)):  # a longer one was quicker
