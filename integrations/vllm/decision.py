@@ -16,14 +16,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cuvee.integrations.costs import LinearCost, prefill_quantities
+
+if TYPE_CHECKING:  # they import this module
+    from cuvee.integrations.vllm.messages import Report, StepPlan
+    from cuvee.integrations.vllm.metrics import Recorder
 
 MIN_SAMPLES = 5  # of each side, before a load or a blend is declined
 # One in this many that look too slow is tried anyway: only a sample shows that restoring has become faster.
 TRIAL_EVERY = 32
 _LONGEST = 1e7  # tokens; a break-even length beyond is none
+_LEAST_PREFILL = 16  # prompt tokens of a step that tells anything about the speed of prefill
+_REMEMBERED = 64  # steps whose time no worker has reported yet
 # Share of a chunk's decoding time that does not depend on its length: headers, tables, calls. On a CPU, 256 tokens of
 # SmolLM2 take 24 ms and 16 tokens 8 ms.
 FIXED_SHARE = 1 / 3
@@ -55,15 +61,47 @@ class Pays:
     all the same, which computes the rest of the prompt.
 
     Args:
+        chunk: tokens per chunk.
+
+    Attributes:
         prefill: what computing costs, by the workers' own time of steps that consist mostly of prompt tokens. A step
             also computes the decode tokens of its batch, so computing looks slower than it is, by half at worst.
-        chunk: tokens per chunk.
     """
 
-    def __init__(self, prefill: LinearCost, chunk: int) -> None:
-        self._prefill, self._chunk = prefill, chunk
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self.prefill = LinearCost(1e-3, 0.0)  # before anything is measured: 1,000 tokens per second
+        self._timed_steps: dict[int, tuple[int, float]] = {}
         self._costs: dict[Kind, LinearCost] = {kind: LinearCost(1e-5, 1e-3, 1e-3) for kind in ("load", "blend")}
         self._declined: Counter[Kind] = Counter()
+
+    def begin_step(self, plan: StepPlan, prompt_tokens: int, looked_at: float, scheduled: int) -> None:
+        """Have a step timed if it tells the speed of prefill.
+
+        Args:
+            plan: of the step.
+            prompt_tokens: that the step computes.
+            looked_at: what these look at, as `prefill_quantities`.
+            scheduled: all tokens that the step computes.
+        """
+        mostly_prefill = 2 * prompt_tokens >= max(scheduled, 2 * _LEAST_PREFILL)
+        if mostly_prefill and not plan.blends:
+            self._timed_steps[plan.step] = (prompt_tokens, looked_at)
+            if len(self._timed_steps) > _REMEMBERED:
+                del self._timed_steps[next(iter(self._timed_steps))]
+
+    def take(self, report: Report, recorder: Recorder) -> None:
+        """Learn from the steps, loads and blends that have ended, and record what loads and computing cost."""
+        timed = [(self._timed_steps.pop(step), seconds) for step, seconds in report.step_seconds.items()
+                 if step in self._timed_steps]  # fmt: skip
+        for (tokens, looked_at), seconds in timed:
+            self.prefill.observe(tokens, looked_at, max(seconds, 1e-6))
+        for done in report.restored:
+            self.observe(done)
+        if (timed or report.restored) and self.knows("load"):
+            recorder.gauge("break_even_tokens", self.break_even)
+            for work, speed in self.speeds.items():
+                recorder.gauge("tokens_per_second", speed, work)
 
     def observe(self, done: Restored) -> None:
         """Note what a load or a blend took."""
@@ -78,21 +116,21 @@ class Pays:
         one in `TRIAL_EVERY` that are declined is let through.
         """
         restoring = self._costs[kind](decoding_work(sizes, self._chunk), computed)
-        if not self.knows(kind) or restoring <= self._prefill.marginal(*prefill_quantities(start, stop)):
+        if not self.knows(kind) or restoring <= self.prefill.marginal(*prefill_quantities(start, stop)):
             return True
         self._declined[kind] += 1
         return self._declined[kind] % TRIAL_EVERY == 0
 
     def knows(self, kind: Kind) -> bool:
         """Return whether both sides were measured often enough."""
-        return min(self._prefill.samples, self._costs[kind].samples) >= MIN_SAMPLES
+        return min(self.prefill.samples, self._costs[kind].samples) >= MIN_SAMPLES
 
     @property
     def break_even(self) -> float:
         """Tokens from which loads pay: at least 1; `math.inf` if they never do."""
         load = self._costs["load"]
         # The positive solution of overhead + t / rate = a * t + b * t ** 2.
-        saved, square, overhead = self._prefill.first - load.first, self._prefill.second, load.constant
+        saved, square, overhead = self.prefill.first - load.first, self.prefill.second, load.constant
         root = math.hypot(saved, 2 * math.sqrt(square * overhead))
         if saved > 0:
             length = 2 * overhead / (root + saved)
@@ -104,5 +142,5 @@ class Pays:
     def speeds(self) -> dict[str, float]:
         """Tokens per second: computed, of a prompt of 1,024; and loaded, without the fixed cost of a load."""
         load = self._costs["load"].first
-        prefill = 1024 / max(self._prefill(*prefill_quantities(0, 1024)), 1e-9)
+        prefill = 1024 / max(self.prefill(*prefill_quantities(0, 1024)), 1e-9)
         return {"prefill": prefill, "load": 1 / load if load > 0 else math.inf}

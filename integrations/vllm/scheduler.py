@@ -6,7 +6,7 @@
 
 `SchedulerSide` has one method per call of the engine and hands each on: to `scheduler_lookup` (what the store has),
 `scheduler_load` (what is loaded), `scheduler_blend` (segments behind the prefix), `scheduler_save` (what is stored),
-`scheduler_rates` (what pays) and `scheduler_deadlines` (deadlines, and what was loaded coarsely). They share
+`decision` (what pays) and `scheduler_deadlines` (deadlines, and what was loaded coarsely). They share
 `scheduler_state`; `scheduler_requests` knows the requests.
 
 These modules run in the engine's loop: nothing waits for a store longer than a millisecond, and no error leaves them. A
@@ -29,6 +29,7 @@ from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.blending.planning import BlendPlanner
+from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.lookups import THREADS, Lookups
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
@@ -37,7 +38,6 @@ from cuvee.integrations.vllm.scheduler_deadlines import SchedulerDeadlines
 from cuvee.integrations.vllm.scheduler_events import EventPair, SchedulerEvents
 from cuvee.integrations.vllm.scheduler_load import SchedulerLoads
 from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
-from cuvee.integrations.vllm.scheduler_rates import Rates
 from cuvee.integrations.vllm.scheduler_requests import Requests
 from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
@@ -88,20 +88,20 @@ class SchedulerSide:
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
         self._lookups = Lookups(self._pool, state.contains, setup.ranks, clock)
-        self._rates = Rates(state)
+        self._pays = Pays(state.chunk)
         self._planner: BlendPlanner | None = None
         if options.blend is not None:
             self._planner = BlendPlanner(
-                state, options.blend, identity, self._lookups, self._rates.pays, breaks, setup.beside
+                state, options.blend, identity, self._lookups, self._pays, breaks, setup.beside
             )
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._events = SchedulerEvents(setup.ranks, make_events)
         self._prefixes = PrefixLookups(state, self._lookups, known, self._events)
-        self._loads = SchedulerLoads(state, self._prefixes, self._rates.pays, setup.prefix_caching)
+        self._loads = SchedulerLoads(state, self._prefixes, self._pays, setup.prefix_caching)
         self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
-        self._deadlines = SchedulerDeadlines(state, setup.loads_in_part, self._rates.prefill)
+        self._deadlines = SchedulerDeadlines(state, setup.loads_in_part, self._pays.prefill)
 
     # Requests, in the order in which the engine calls ------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class SchedulerSide:
                     saves = self._saves.completed(tracked, before, after, output.kv_connector_block_state)
                     plan.saves += saves
                     self._events.planned(tracked.request, saves)
-        self._rates.begin_step(plan, prompt_tokens, looked_at, output.total_num_scheduled_tokens)
+        self._pays.begin_step(plan, prompt_tokens, looked_at, output.total_num_scheduled_tokens)
 
     def take(self, report: Report) -> None:
         """Learn what the workers report about the steps before."""
@@ -281,7 +281,7 @@ class SchedulerSide:
             if self._own_store is not None:  # what it reads is that of the workers' stores, too
                 self._recorder.record_store(self._own_store.counters(), ("errors", "skipped"))
         with self._guard("take"):
-            self._rates.take(report)
+            self._pays.take(report, self._recorder)
         with self._guard("take", self._stop):
             if self._requests.settle(report):
                 logger.info("cuvee: the engine has slept and has the same weights: what was stored before is found")

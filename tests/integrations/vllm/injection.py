@@ -32,10 +32,10 @@ SCHEDULER = (
     "_prefixes._tail_sizes", "_prefixes._find", "_lookups.contains", "_lookups.begin",
     "_lookups._pool.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
-    "_blends.budget", "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over",
+    "_blends.budget", "_plan_requests", "_refuse", "_pays.take", "_pays.begin_step", "_rename", "_load_is_over",
     "_blends.drop", "_state.clock", "_events.planned", "_events.reported", "_events.gone",
     "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
-    "_state.store.contains", "_rates.pays.observe", "_rates.pays.worth",
+    "_state.store.contains", "_pays.observe", "_pays.worth",
     "_planner.segment", "_planner.ask", "_planner.offer", "_planner.harvest", "_planner.refuse", "_planner.rename",
 )  # fmt: skip
 WORKER = (

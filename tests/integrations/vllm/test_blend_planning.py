@@ -722,9 +722,9 @@ def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -
     d.matched(other)
     d.side.take(Report(placed=["r"]))
     plan = d.plan((other, 0, 32))
-    assert plan.blends == ["r"] and plan.step not in d.side._rates._timed_steps
+    assert plan.blends == ["r"] and plan.step not in d.side._pays._timed_steps
     d.side.take(Report(ended={"r"}))
-    assert d.plan((other, 32, 32), new=False).step in d.side._rates._timed_steps
+    assert d.plan((other, 32, 32), new=False).step in d.side._pays._timed_steps
 
 
 # All ranks together --------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ CHUNK = 256
 
 def judge(token: float = 1e-3, looked_at: float = 0.0, steps: int = 8, constant: float = 0.0) -> Pays:
     """What was learned of computing from steps of several lengths, and nothing of restoring."""
-    cost = LinearCost(1e-3, 0.0)
+    pays = Pays(CHUNK)
     for at in range(steps):
         x, y = prefill_quantities(1024 * (at % 3), 1024 * (at % 3) + 256 * (1 + at % 4))
-        cost.observe(x, y, constant + token * x + looked_at * y)
-    return Pays(cost, CHUNK)
+        pays.prefill.observe(x, y, constant + token * x + looked_at * y)
+    return pays
 
 
 def load(pays: Pays, overhead: float, token: float, loads: int = 8) -> None:
@@ -64,7 +64,8 @@ def test_attention_over_a_long_prefix_makes_loads_pay() -> None:
     ],
 )  # fmt: skip
 def test_lengths_at_the_edges(prefill: tuple[float, float], load: tuple[float, float], expected: float) -> None:
-    pays = Pays(LinearCost(*prefill), CHUNK)
+    pays = Pays(CHUNK)
+    pays.prefill = LinearCost(*prefill)
     pays._costs["load"] = LinearCost(load[1], 0.0, constant=load[0])
     assert pays.break_even == pytest.approx(expected, abs=1) and pays.speeds["prefill"] > 0
 

@@ -132,7 +132,7 @@ NEVER = {
     "s._requests._adapters.find",
     "s._requests._media_names.name",
     "s._state.store.report_overdue",
-    "s._rates.pays.worth",
+    "s._pays.worth",
     "w.loads._restorer._restore_drafts",
     "w.saves._encode_drafts",
 }

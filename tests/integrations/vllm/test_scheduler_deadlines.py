@@ -80,10 +80,10 @@ def test_the_engine_has_a_default_that_a_request_replaces(desk: Callable[..., De
 
 def test_a_deadline_has_its_plan_decide_whether_loading_pays(desk: Callable[..., Desk]) -> None:
     d = desk(decide="measured")
-    rates = d.side._rates
+    pays = d.side._pays
     for tokens in (100, 200) * 5:
-        rates.prefill.observe(tokens, 0.0, tokens * 1e-6)
-        rates.pays.observe(Restored("load", tokens, 0, tokens * 1e-3))
+        pays.prefill.observe(tokens, 0.0, tokens * 1e-6)
+        pays.observe(Restored("load", tokens, 0, tokens * 1e-3))
     assert loading(d, asking(deadline_ms=100)).aim is not None
     other = asking(name="other")
     d.put(other, 4)
