@@ -648,6 +648,16 @@ def test_loads_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     assert always.matched(make_request("q"))[0] == 96
 
 
+def test_only_what_is_loaded_has_to_pay(desk: Callable[..., Desk]) -> None:
+    """The engine has all but the last of six chunks, and loading all of them would take longer than computing that."""
+    d, request = desk(decide="measured"), make_request()
+    d.put(request, 6)
+    for tokens in (16, 32, 64, 96) * 3:
+        d.side._pays.prefill.observe(tokens, 0.0, tokens * 1.5e-4)
+        d.side._pays.observe(Restored("load", tokens, 0, tokens * 1e-4))
+    assert d.matched(request, 80) == (16, True)
+
+
 def test_an_error_about_a_request_that_has_ended_leaves_nothing(
     desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, contained: list[tuple[str, BaseException]]
 ) -> None:
