@@ -56,6 +56,7 @@ def end(chunks: int, refined: int, count: int = 4) -> float:
         ({"deadline": 0.6, "loaded": 4, "refined": 1}, (4, 3)),
         ({"deadline": 0.6, "loaded": 4, "refined": 1, "under_way": 0.3}, (4, 2)),
         ({"deadline": 0.1, "loaded": 2, "base": 5.0}, (2, 0)),  # what has come is used, and the rest computed
+        ({"deadline": 2.2, "loaded": 2, "base": 0.5, "refinement": 9.0}, (2, 0)),  # also where there is time for better
         ({"deadline": 0.0, "count": 0}, (0, 0)),
     ],
     ids=repr,
