@@ -10,17 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cuvee.integrations.stores.threads import ThreadPool
+
+if TYPE_CHECKING:  # it imports this module
+    from cuvee.integrations.vllm.scheduler_state import SchedulerState
 
 T = TypeVar("T")
 
 CALL_KEYS = 64  # keys per call of the store; most prefixes end early, and an object store takes 16 at once
 THREADS = 6
-
-Contains = Callable[[str, Sequence[bytes]], list[bool]]
-"""Asks the store for digests of a tenant."""
 
 
 class Lookup(Generic[T]):
@@ -34,7 +34,7 @@ class Lookup(Generic[T]):
 
     def __init__(self, lookups: Lookups, tenant: str, nothing: T, tokens: int) -> None:
         self.answer: Future[T] = Future()
-        self.asked, self.tokens = lookups.clock(), tokens
+        self.asked, self.tokens = lookups.state.clock(), tokens
         self._lookups, self._tenant, self._known = lookups, tenant, nothing
         self._lock = threading.Lock()  # of the answer, which the asking and the waiting thread may both set
 
@@ -48,7 +48,8 @@ class Lookup(Generic[T]):
         return self.answer.result()
 
     def contains(self, digests: Sequence[bytes], known: T) -> list[bool]:
-        """Return whether the store has each entry; `known` is the lookup's answer if it is settled before that.
+        """Return whether the store has every rank's part of each entry, with a tag of any accepted secret; `known` is
+        the lookup's answer if it is settled before that.
 
         Raises:
             CancelledError: nobody waits for the answer any more.
@@ -56,11 +57,16 @@ class Lookup(Generic[T]):
         """
         self._known = known
         there: list[bool] = []
-        size = self._lookups.batch
+        state, size = self._lookups.state, self._lookups.batch
+        ranks = list(range(state.shards))
         for first in range(0, len(digests), size):
             if self.answer.done():
                 raise CancelledError
-            there += self._lookups.contains(self._tenant, digests[first : first + size])
+            batch = digests[first : first + size]
+            parts = [digest for digest in batch for _ in ranks]
+            found = state.keys.find(self._tenant, parts, lambda _, keys: state.store.contains(keys), ranks * len(batch))
+            held = [is_there for _, is_there in found]
+            there += [all(held[at : at + state.shards]) for at in range(0, len(held), state.shards)]
         return there
 
     def run(self, find: Callable[[Lookup[T]], T]) -> None:
@@ -86,19 +92,16 @@ class Lookups:
 
     Args:
         pool: threads that wait for the store, one per lookup.
-        contains: asks the store.
-        shards: keys per digest.
-        clock: seconds, monotonic.
+        state: of the scheduler's side.
     """
 
-    def __init__(self, pool: ThreadPool, contains: Contains, shards: int, clock: Callable[[], float]) -> None:
-        self._pool, self._shards = pool, shards
-        self.contains, self.clock = contains, clock
+    def __init__(self, pool: ThreadPool, state: SchedulerState) -> None:
+        self._pool, self.state = pool, state
 
     @property
     def batch(self) -> int:
         """Most digests per call of the store, at least 1. Each call asks for all ranks' parts."""
-        return max(CALL_KEYS // self._shards, 1)
+        return max(CALL_KEYS // self.state.shards, 1)
 
     def begin(self, tenant: str, find: Callable[[Lookup[T]], T], nothing: T, tokens: int) -> Lookup[T]:
         """Ask in the background about a prompt of so many tokens; `nothing` is the answer while nothing is known.

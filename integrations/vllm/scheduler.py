@@ -87,7 +87,7 @@ class SchedulerSide:
         self._guard = Guard(recorder)
         self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
-        self._lookups = Lookups(self._pool, state.contains, setup.ranks, clock)
+        self._lookups = Lookups(self._pool, state)
         self._pays = Pays(state.chunk)
         self._planner: BlendPlanner | None = None
         if options.blend is not None:

@@ -145,7 +145,7 @@ class Tracked:
 
 
 class SchedulerState:
-    """What lookups, loads, saves and blends share. Used in the engine's loop alone, `contains` apart.
+    """What lookups, loads, saves and blends share. Used in the engine's loop alone; lookups use `keys` and `store`.
 
     Attributes:
         options: of the connector.
@@ -160,6 +160,7 @@ class SchedulerState:
         encodes: as in `Setup`.
         predicts: whether the codec predicts a part of the cache from token ids.
         shards: number of ranks.
+        keys: of entries, for a rank that is named.
         store: looked into, never read from.
         recorder: takes the figures.
         clock: seconds, monotonic.
@@ -179,7 +180,7 @@ class SchedulerState:
         self.parts = 1 + setup.options.refinements
         self.predicts = setup.predicts
         self.shards = setup.ranks
-        self._keys = EntryKeys(setup.options.key_ids())
+        self.keys = EntryKeys(setup.options.key_ids())
         self.store = store
         self.recorder = recorder
         self.clock = clock
@@ -240,13 +241,6 @@ class SchedulerState:
     def overdue(self) -> None:
         """Tell the store that a lookup took too long, so that a call that hangs delays no other request as well."""
         self.store.report_overdue("contains", _HANGS * self.options.lookup_timeout)
-
-    def contains(self, tenant: str, digests: Sequence[bytes]) -> list[bool]:
-        """Return whether every rank's part of each entry is there, with a tag of any accepted secret. Thread-safe."""
-        parts = [(digest, rank) for digest in digests for rank in range(self.shards)]
-        of, ranks = [digest for digest, _ in parts], [rank for _, rank in parts]
-        found = self._keys.find(tenant, of, lambda _, keys: self.store.contains(keys), ranks)
-        return [all(there for _, there in found[at : at + self.shards]) for at in range(0, len(found), self.shards)]
 
 
 class KnownEntries:

@@ -29,7 +29,7 @@ SCHEDULER = (
     "_loads._is_loaded_by_another", "_state.is_needed", "_loads.allocate",
     "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
-    "_prefixes._tail_sizes", "_prefixes._find", "_lookups.contains", "_lookups.begin",
+    "_prefixes._tail_sizes", "_prefixes._find", "_state.keys.find", "_lookups.begin",
     "_lookups._pool.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_pays.take", "_pays.begin_step", "_rename", "_load_is_over",

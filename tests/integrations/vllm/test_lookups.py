@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.integrations.vllm.sides import CHUNK, Desk, make_request
 
+from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm import lookups
@@ -24,15 +26,18 @@ def test_a_question_of_any_length_is_asked_in_bounded_calls(shards: int) -> None
     """Each asks for the parts of all ranks."""
     asked: list[int] = []
 
-    def contains(tenant: str, digests: Sequence[bytes]) -> list[bool]:
-        asked.append(len(digests))
-        return [digest[0] % 2 == 0 for digest in digests]
+    def contains(keys: Sequence[str]) -> list[bool]:
+        asked.append(len(keys) // shards)
+        return [int(key.split("/")[1][:2], 16) % 2 == 0 for key in keys]
 
     def find(lookup: Lookup[list[int]]) -> list[int]:
-        return [sum(lookup.contains([bytes([at]) for at in range(count)], [])) for count in (130, 0, 2)]
+        return [sum(lookup.contains([bytes([at] * 32) for at in range(count)], [])) for count in (130, 0, 2)]
 
     pool = ThreadPool(1, "test", 60.0)
-    looking = Lookups(pool, contains, shards, time.monotonic)
+    state: Any = SimpleNamespace(
+        shards=shards, keys=EntryKeys([]), store=SimpleNamespace(contains=contains), clock=time.monotonic
+    )
+    looking = Lookups(pool, state)
     assert looking.begin("a", find, [], 1).answer.result(20) == [65, 0, 1]
     most = max(CALL_KEYS // shards, 1)
     assert looking.batch == most and all(count <= most for count in asked)

@@ -157,7 +157,7 @@ def test_a_slow_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
 def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., Desk]) -> None:
     """More of them than the pool has threads; afterwards the store is used again."""
     d = desk(lookup_timeout=0.2, own_store=True)
-    d.side._state.clock = d.side._lookups.clock = time.monotonic
+    d.side._state.clock = time.monotonic
     d.side._state.store = guarded = GuardedStore(d.store)
     d.side._own_store = guarded
     guarded.first_backoff = 0.05
@@ -277,6 +277,15 @@ def test_a_request_does_not_wait_for_itself(desk: Callable[..., Desk]) -> None:
     d.put(request, 3)
     _load(d, request)
     assert d.matched(request) == (48, True)
+
+
+def test_an_id_whose_load_is_under_way_is_not_loaded_for_another_request(desk: Callable[..., Desk]) -> None:
+    """The report of the load would be taken for the other's."""
+    d, request = desk(), make_request()
+    d.put(request, 3)
+    _load(d, request)
+    assert d.matched(make_request()) == (0, False)
+    assert d.recorder.totals()["uncached", "error"] == 1
 
 
 def test_without_prefix_caching_nobody_waits(desk: Callable[..., Desk]) -> None:
