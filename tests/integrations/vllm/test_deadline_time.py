@@ -7,7 +7,7 @@ made up, so that thousands of loads take no time, and a busy machine changes not
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import product
 from types import SimpleNamespace
@@ -112,18 +112,15 @@ class Simulation:
 
 
 @pytest.fixture
-def bench() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
+def bench(bench: Callable[..., Bench]) -> Callable[..., Bench]:
+    """Of chunks in parts."""
 
-    def make(store: Any = None) -> Bench:
+    def make() -> Bench:
         torch.manual_seed(0)
         lossy: dict[str, Any] = {"quality": None, "step": STEP, "refinements": PARTS - 1}
-        made.append(Bench(profile=profile(), codec=lossy, store=store, load_timeout=60.0, **lossy))
-        return made[-1]
+        return bench(profile=profile(), codec=lossy, load_timeout=60.0, **lossy)
 
-    yield make
-    for each in made:
-        each.worker.close()
+    return make
 
 
 def bytes_of(b: Bench) -> tuple[int, int]:

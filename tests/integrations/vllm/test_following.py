@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -36,46 +37,37 @@ def following(saves: list[Save]) -> dict[tuple[str, int], int]:
     return {(save.entry.kind, save.entry.start): save.following for save in saves}
 
 
-def test_the_scheduler_counts_what_follows_in_the_prompt() -> None:
-    d, request = Desk(profile=profile(), min_tokens=8, **LOSSY), make_request(tokens=45)
-    try:
-        d.matched(request)
-        assert following(d.plan((request, 0, 45)).saves) == {("chunk", 0): 29, ("chunk", 16): 13, ("tail", 32): 5}
-        request.all_token_ids += [11] * 25
-        request.num_tokens += 25
-        generated = d.plan((request, 45, 24), new=False).saves
-        assert following(generated) == {("chunk", 32): 0, ("chunk", 48): 0}, "the answer may end anywhere"
-    finally:
-        d.side.close()
+def test_the_scheduler_counts_what_follows_in_the_prompt(desk: Callable[..., Desk]) -> None:
+    d, request = desk(profile=profile(), min_tokens=8, **LOSSY), make_request(tokens=45)
+    d.matched(request)
+    assert following(d.plan((request, 0, 45)).saves) == {("chunk", 0): 29, ("chunk", 16): 13, ("tail", 32): 5}
+    request.all_token_ids += [11] * 25
+    request.num_tokens += 25
+    generated = d.plan((request, 45, 24), new=False).saves
+    assert following(generated) == {("chunk", 32): 0, ("chunk", 48): 0}, "the answer may end anywhere"
 
 
-def test_the_worker_codes_what_it_was_told() -> None:
-    b = Bench(profile=profile(), codec=LOSSY, threads=1)
-    try:
-        blocks = list(range(4))
-        b.fill(blocks, 2 * CHUNK)
-        first, second = b.saves(blocks, range(2))
-        b.worker.saves.save([replace(first, following=CHUNK), second])
-        b.drain()
-        inside, last = followed(b.sequence.slice(0, CHUNK), CHUNK), followed(b.sequence.slice(CHUNK, 2 * CHUNK), 0)
-        assert b.store.entries == {b.key(0): b.codec.encode(inside), b.key(1): b.codec.encode(last)}
-        assert b.codec.encode(inside) != b.codec.encode(followed(inside, 0))
-    finally:
-        b.worker.close()
+def test_the_worker_codes_what_it_was_told(bench: Callable[..., Bench]) -> None:
+    b = bench(profile=profile(), codec=LOSSY, threads=1)
+    blocks = list(range(4))
+    b.fill(blocks, 2 * CHUNK)
+    first, second = b.saves(blocks, range(2))
+    b.worker.saves.save([replace(first, following=CHUNK), second])
+    b.drain()
+    inside, last = followed(b.sequence.slice(0, CHUNK), CHUNK), followed(b.sequence.slice(CHUNK, 2 * CHUNK), 0)
+    assert b.store.entries == {b.key(0): b.codec.encode(inside), b.key(1): b.codec.encode(last)}
+    assert b.codec.encode(inside) != b.codec.encode(followed(inside, 0))
 
 
-def test_segments_are_coded_like_chunks() -> None:
+def test_segments_are_coded_like_chunks(bench: Callable[..., Bench]) -> None:
     """With the classes of their profile. Equal ones add five to fifteen times the KL to a blend on SmolLM2-135M."""
-    b = Bench(profile=profile(), codec=LOSSY, threads=1)
-    try:
-        blocks = list(range(4))
-        b.fill(blocks, 2 * CHUNK)
-        b.worker.saves.save([replace(b.save_segment(blocks, 5, 20), following=300)])
-        b.drain()
-        segment = b.sequence.slice(5, 25)
-        assert b.store.entries == {b.segment_key(5, 20): b.codec.encode(followed(segment, 300))}
-    finally:
-        b.worker.close()
+    b = bench(profile=profile(), codec=LOSSY, threads=1)
+    blocks = list(range(4))
+    b.fill(blocks, 2 * CHUNK)
+    b.worker.saves.save([replace(b.save_segment(blocks, 5, 20), following=300)])
+    b.drain()
+    segment = b.sequence.slice(5, 25)
+    assert b.store.entries == {b.segment_key(5, 20): b.codec.encode(followed(segment, 300))}
 
 
 def followed(chunk: KVChunk, tokens: int) -> KVChunk:

@@ -95,41 +95,35 @@ def test_ids_that_are_of_no_use_are_not_sent(desk: Callable[..., Desk], options:
 # A worker ------------------------------------------------------------------------------------------------------------
 
 
-def test_blobs_hold_the_ids_that_were_sent() -> None:
-    b = Bench(profile=profile(), codec=LOSSY, threads=1)
-    try:
-        blocks = list(range(16))
-        b.fill(blocks, 8 * CHUNK)
-        first, second = b.saves(blocks, range(2))
-        ids = [*range(10), *[NO_TOKEN] * 6]
-        tail, segment = b.save_tail(blocks, 40), b.save_segment(blocks, 5, 20)
-        # A chunk with a part of an image is stored without ids.
-        saves = [with_ids(first, list(range(16))), with_ids(second, ids), with_ids(tail, ids[:8])]
-        saves.append(with_ids(segment, list(range(20))))
-        b.worker.saves.save(saves)
-        b.drain()
-        stored = {key: b.codec.decode(blob).token_ids for key, blob in b.store.entries.items()}
-        found = {key: None if held is None else held.tolist() for key, held in stored.items()}
-        keys = [b.worker.saves._key(save) for save in saves]
-        sent = [save.token_ids for save in saves]
-        assert found == dict(zip(keys, [sent[0], None, *sent[2:]], strict=True))
-        assert b.store.entries[b.key(0)] == b.codec.encode(b.sequence.slice(0, CHUNK).with_token_ids(range(16)))
-    finally:
-        b.worker.close()
+def test_blobs_hold_the_ids_that_were_sent(bench: Callable[..., Bench]) -> None:
+    b = bench(profile=profile(), codec=LOSSY, threads=1)
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    first, second = b.saves(blocks, range(2))
+    ids = [*range(10), *[NO_TOKEN] * 6]
+    tail, segment = b.save_tail(blocks, 40), b.save_segment(blocks, 5, 20)
+    # A chunk with a part of an image is stored without ids.
+    saves = [with_ids(first, list(range(16))), with_ids(second, ids), with_ids(tail, ids[:8])]
+    saves.append(with_ids(segment, list(range(20))))
+    b.worker.saves.save(saves)
+    b.drain()
+    stored = {key: b.codec.decode(blob).token_ids for key, blob in b.store.entries.items()}
+    found = {key: None if held is None else held.tolist() for key, held in stored.items()}
+    keys = [b.worker.saves._key(save) for save in saves]
+    sent = [save.token_ids for save in saves]
+    assert found == dict(zip(keys, [sent[0], None, *sent[2:]], strict=True))
+    assert b.store.entries[b.key(0)] == b.codec.encode(b.sequence.slice(0, CHUNK).with_token_ids(range(16)))
 
 
-def test_an_id_outside_the_vocabulary_costs_only_its_own_entry() -> None:
-    b = Bench(profile=profile(), codec=LOSSY, threads=1)
-    try:
-        blocks = list(range(4))
-        b.fill(blocks, 2 * CHUNK)
-        first, second = b.saves(blocks, range(2))
-        b.worker.saves.save([with_ids(first, [10**6] * CHUNK), with_ids(second, [3] * CHUNK)])
-        b.drain()
-        assert list(b.store.entries) == [b.key(1)]
-        assert b.counts()["failures{encode}"] == 1
-    finally:
-        b.worker.close()
+def test_an_id_outside_the_vocabulary_costs_only_its_own_entry(bench: Callable[..., Bench]) -> None:
+    b = bench(profile=profile(), codec=LOSSY, threads=1)
+    blocks = list(range(4))
+    b.fill(blocks, 2 * CHUNK)
+    first, second = b.saves(blocks, range(2))
+    b.worker.saves.save([with_ids(first, [10**6] * CHUNK), with_ids(second, [3] * CHUNK)])
+    b.drain()
+    assert list(b.store.entries) == [b.key(1)]
+    assert b.counts()["failures{encode}"] == 1
 
 
 def with_ids(save: Save, token_ids: list[int]) -> Save:

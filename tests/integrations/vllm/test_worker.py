@@ -758,19 +758,16 @@ def test_a_load_may_end_inside_a_chunk(bench: Callable[..., Bench]) -> None:
     assert b.counts()["loaded{chunk}"] == 2
 
 
-def test_a_load_may_end_inside_a_tail() -> None:
+def test_a_load_may_end_inside_a_tail(bench: Callable[..., Bench]) -> None:
     """As above; needs blocks that are shorter than a tail."""
-    b = Bench(chunk_tokens=4 * BLOCK)
-    try:
-        b.fill([0, 1, 2], 3 * BLOCK)
-        b.worker.saves.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, ((0, 1, 2),)))])
-        b.drain()
-        tail = Entry("tail", b"t" * 32, 0, 3 * BLOCK, ((9, 4),))
-        b.load_now([Load("r", TENANT, [tail], 0, 2 * BLOCK, [9, 4])])
-        assert b.held([9, 4], 0, 2 * BLOCK)
-        assert b.cache.keys[0][3:4].isnan().all() and not b.worker.loads.take_invalid_blocks()
-    finally:
-        b.worker.close()
+    b = bench(chunk_tokens=4 * BLOCK)
+    b.fill([0, 1, 2], 3 * BLOCK)
+    b.worker.saves.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, ((0, 1, 2),)))])
+    b.drain()
+    tail = Entry("tail", b"t" * 32, 0, 3 * BLOCK, ((9, 4),))
+    b.load_now([Load("r", TENANT, [tail], 0, 2 * BLOCK, [9, 4])])
+    assert b.held([9, 4], 0, 2 * BLOCK)
+    assert b.cache.keys[0][3:4].isnan().all() and not b.worker.loads.take_invalid_blocks()
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "longer", "whole"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -38,19 +38,15 @@ def profile() -> Profile:
 
 
 @pytest.fixture
-def bench() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
+def bench(bench: Callable[..., Bench]) -> Callable[..., Bench]:
+    """Of chunks in parts."""
 
     def make(**options: Any) -> Bench:
         codec = {"quality": None, "step": STEP, "refinements": PARTS - 1, **options.pop("codec", {})}
         options = {"quality": None, "step": STEP, "refinements": PARTS - 1, **options}
-        made.append(Bench(**{"profile": profile(), "codec": codec, "threads": 1, **options}))
-        return made[-1]
+        return bench(**{"profile": profile(), "codec": codec, "threads": 1, **options})
 
-    yield make
-    for each in made:
-        each.store.before = lambda operation: None
-        each.worker.close()
+    return make
 
 
 def keys_of(b: Bench, chunk: int) -> list[str]:
