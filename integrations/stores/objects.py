@@ -7,7 +7,7 @@ does delete by age at no cost: give the bucket a lifecycle rule that deletes obj
 were written. `ttl` does not replace that rule, because an expired entry is deleted only when it is requested.
 
 A server has to announce the size of an object, and obstore reads no more than that. An object that is too large is not
-read. Listings are read page by page. Retries and timeouts are obstore's, except of deletions.
+read. Listings are read page by page. Retries and timeouts are obstore's; on S3 it does not repeat a deletion.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from cuvee.integrations.stores.threads import ThreadPool
 
 try:
     import obstore
-    from obstore.exceptions import GenericError
     from obstore.store import from_url
 except ImportError as missing:
     raise ImportError("object stores need obstore: pip install cuvee[objects]") from missing
@@ -52,10 +51,7 @@ _CLOSE_SECONDS = 10.0
 # Of one request, with its response. What obstore takes for a passing failure is tried twice more within 10 s.
 _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
 _RETRY: dict[str, Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
-# A deletion without an answer is repeated this often, after pauses that double, unless it took this many seconds.
-_TRIES, _PAUSE, _AGAIN_SECONDS = 6, 0.25, 15.0
 _DEBUG = "\n\nDebug source"  # begins what obstore's errors add for its developers
-_ANSWERED = ("Server returned", "following redirect")  # in the messages of obstore's errors
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 _PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/\2[0-9a-f]*")  # of an entry, below our prefix
@@ -220,7 +216,7 @@ class ObjectStore(Store):
         raise failure  # outside, because the cause may hold a password that the server sent back
 
     def _remove(self, paths: str | list[str]) -> None:
-        self._call(lambda: _repeated(lambda: obstore.delete(self._place, paths)))
+        self._call(lambda: obstore.delete(self._place, paths))
 
     def _failure(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""
@@ -259,17 +255,3 @@ def connect(url: str) -> Any:
     except Exception as error:
         why = scrubbed(error, secrets_of(url)).partition(_DEBUG)[0]
     raise InputError(f"url: obstore does not accept {where}: {why}")
-
-
-def _repeated(delete: Callable[[], _T]) -> _T:
-    """Delete; again if the connection broke: on S3 that is a POST, which obstore does not repeat by itself."""
-    begun = time.monotonic()
-    for turn in range(_TRIES - 1):
-        try:
-            return delete()
-        except GenericError as error:
-            answered = any(words in str(error) for words in _ANSWERED)
-            if answered or time.monotonic() - begun > _AGAIN_SECONDS:
-                raise
-        time.sleep(_PAUSE * 2**turn)
-    return delete()

@@ -8,7 +8,6 @@ import random
 import re
 import select
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,9 +41,7 @@ from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.integrations.pages.refusals import check_uniform
-from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.base import Store
-from cuvee.naming.identity import tenant_id
 
 pytestmark = NEED_LMCACHE
 
@@ -182,22 +179,6 @@ def server() -> Iterator[Callable[..., Server]]:
 
 
 # LMCache's storage manager --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [SPLIT, FUSED, FUSED[1:]])
-def test_chunks_come_back_bit_for_bit_after_a_restart(
-    server: Callable[..., Server], tmp_path: Path, shape: tuple[int, ...]
-) -> None:
-    params, desc = {"store": f"file://{tmp_path}/store"}, layout_desc(shape)
-    first = server(params)
-    first.store(range(6), desc)
-    assert first.fetch(range(8), desc) == 6
-    first.close()
-    again = server(params)
-    assert again.fetch(range(8), desc) == 6
-    counters = again.adapter.counters()
-    assert counters["loaded_pages"] == 6 and "kept_pages" not in counters
-    assert again.adapter.get_usage().total_bytes_used == counters["loaded_blob_bytes"], "known from here on"
 
 
 def test_quotas_by_salt_count_stored_bytes(server: Callable[..., Server]) -> None:
@@ -496,19 +477,6 @@ def test_ranks_on_several_hosts_are_told_apart(memory: Callable[..., Memory], st
     assert {key[-4:] for key in store.entries} == {"0000", "0001"}
 
 
-def test_salts_are_tenants_of_the_store(memory: Callable[..., Memory], store: DictStore) -> None:
-    m = memory({"tenant": "house"})
-    for salt in ("", "alice"):
-        m.save([1], cache_salt=salt)
-    tenants = {key.partition("/")[0] for key in store.entries}
-    assert tenants == {tenant_id("lmcache-l2:house"), tenant_id("lmcache-l2:alice")}
-    assert m.adapter.get_usage().bytes_by_cache_salt.keys() == {"", "alice"}
-    m.save([1], cache_salt="house")
-    assert m.save([2]) > 0 and m.found([2], cache_salt="house") == [], (
-        "a salt that is the tenant's name is no key to it"
-    )
-
-
 def test_many_tasks_at_once(memory: Callable[..., Memory]) -> None:
     """Threads store, look up, load and delete the same chunks; whatever is loaded is right."""
     m, failed = memory(), []
@@ -543,37 +511,6 @@ def test_many_tasks_at_once(memory: Callable[..., Memory]) -> None:
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
-
-
-def test_a_failed_store_is_told_and_not_found(memory: Callable[..., Memory], store: DictStore) -> None:
-    m = memory()
-    numbers = iter(range(100))
-
-    def fail(operation: str) -> None:
-        if operation == "put" and next(numbers) % 3 == 1:
-            raise StoreError("planted")
-
-    store.before = fail
-    assert m.save(range(6)) == -1
-    store.before = lambda operation: None
-    found = m.found(range(6))
-    assert len(found) == 4 == len(store.entries) and m.load(range(6)) == found
-    assert m.adapter.get_usage().total_bytes_used == sum(map(len, store.entries.values()))
-
-
-def test_closing_gives_up_what_waits(memory: Callable[..., Memory], store: DictStore) -> None:
-    m, held = memory({"load_timeout": 0.5}), hold(store, "put")
-    tasks = [m.store_later([number]) for number in range(12)]
-    time.sleep(0.1)
-    closing = threading.Thread(target=m.adapter.close)
-    closing.start()
-    closing.join(30)
-    assert not closing.is_alive() and not store.entries
-    held.set()
-    results = m.adapter.pop_completed_store_tasks()
-    assert results.keys() <= set(tasks) and set(results.values()) <= {-1}
-    assert m.adapter.submit_store_task([object_key(1)], [m.object(layout_desc(), 1)]) not in tasks
-    assert not m.adapter.report_status()["is_healthy"]
 
 
 def test_results_that_come_after_the_end_are_dropped() -> None:

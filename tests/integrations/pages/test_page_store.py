@@ -164,18 +164,6 @@ def test_a_part_of_a_run_can_be_loaded(desk: Callable[..., Desk], part: range) -
     assert equal(d.tokens(into), wanted)
 
 
-def test_lossy_pages_are_those_of_the_codec(desk: Callable[..., Desk]) -> None:
-    d = desk("balanced")
-    chunk = d.cache.read(d.at(range(4)), 160)
-    back = d.codec.decode(d.codec.encode(chunk))
-    assert not equal(back.keys, chunk.keys)
-    assert d.save(range(4), start=160) == [True] * 4
-    assert d.load(range(4), range(20, 24), start=160) == [True] * 4
-    assert equal(d.tokens(range(20, 24)), [*back.keys, *back.values])
-    assert d.load(range(4), range(24, 28), start=None) == [True] * 4, "a reader need not know positions"
-    assert equal(d.tokens(range(24, 28)), [*back.keys, *back.values])
-
-
 def test_pages_at_another_position_are_not_those_that_were_stored(
     desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -448,15 +436,6 @@ def test_a_page_is_found_in_the_run_that_replaced_its_first(desk: Callable[..., 
     assert equal(reader.tokens(range(20, 26)), wanted)
 
 
-def test_all_of_a_tenant_is_deleted_and_nothing_else(desk: Callable[..., Desk], store: DictStore) -> None:
-    d = desk()
-    store.put(store_key("other", bytes(32)), b"theirs")
-    d.save(range(8))
-    assert d.pages.delete_all() == 10
-    assert list(store.entries.values()) == [b"theirs"]
-    assert d.pages.stored(named(range(8))) == [False] * 8
-
-
 @pytest.mark.parametrize("run_pages", [1, 4])
 @pytest.mark.parametrize("secrets", [(), SECRETS])
 def test_single_pages_are_deleted(
@@ -489,26 +468,6 @@ def test_pages_that_may_still_be_there_are_not_deleted(desk: Callable[..., Desk]
     store.before = lambda operation: None
     d.pages.close()
     assert d.pages.delete(named(range(2))) == [False, False] and len(store.entries) == 2
-
-
-@pytest.mark.parametrize("run_pages", [1, 4])
-def test_page_stores_beside_each_other_share_a_store_and_no_pages(
-    desk: Callable[..., Desk], store: DictStore, run_pages: int
-) -> None:
-    d, counts = desk(run_pages=run_pages), Counts()
-    names = PageNames(Identity("m", "", LAYOUT.fingerprint, b"", "lossless"), Scope("another"), "test", PAGE)
-    other = d.pages.beside(d.codec, names, LAYOUT, counts=counts)
-    rank = d.pages.beside(d.codec, d.names, LAYOUT, shard=1)
-    d.save(range(4))
-    for each in (other, rank):
-        assert each.layout == LAYOUT and each.stored(named(range(4))) == [False] * 4
-        assert each.save(d.cache, d.at(range(20, 24)), named(range(4)), 0) == [True] * 4
-    for each, pages in ((d.pages, range(4)), (other, range(20, 24)), (rank, range(20, 24))):
-        assert each.load(d.cache, d.at(range(30, 34)), named(range(4)), 0) == [True] * 4
-        assert equal(d.tokens(range(30, 34)), d.tokens(pages))
-    assert counts.snapshot()["saved_pages"] == 4 and d.counts.snapshot()["saved_pages"] == 8
-    other.close()
-    assert d.pages.stored(named(range(4))) == [False] * 4, "closed with it"
 
 
 # Stores that fail -----------------------------------------------------------------------------------------------------
@@ -622,28 +581,6 @@ def test_the_memory_is_left_alone_once_a_call_has_ended(
     monkeypatch.setattr(ThreadPool, "submit", submit)
 
 
-def test_closing_waits_for_what_is_under_way(
-    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    d, begun = desk(), threading.Event()
-    done: list[bool] = []
-    encode: Callable[..., Any] = Codec.encode_parts
-
-    def slowly(self: Codec, *arguments: Any, **options: Any) -> Any:
-        begun.set()
-        time.sleep(0.3)
-        return encode(self, *arguments, **options)
-
-    monkeypatch.setattr(Codec, "encode_parts", slowly)
-    saving = threading.Thread(target=lambda: done.extend(d.save(range(4))))
-    saving.start()
-    assert begun.wait(30)
-    d.pages.close()
-    stored = len(store.entries)
-    saving.join()
-    assert stored == 5 and done == [True] * 4
-
-
 def test_slots_of_another_number_are_refused(desk: Callable[..., Desk]) -> None:
     d = desk()
     for method in (d.pages.save, d.pages.load):
@@ -694,34 +631,6 @@ def test_a_damaged_index_entry_is_refused(data: bytes) -> None:
 def test_a_damaged_run_entry_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptError, match="run entry: must"):
         parse_run_entry(data)
-
-
-@pytest.mark.parametrize("secrets", [(), SECRETS[:1]])
-def test_damage_never_gives_wrong_pages(desk: Callable[..., Desk], store: DictStore, secrets: Sequence[bytes]) -> None:
-    writer = desk(secrets=secrets)
-    wanted = writer.tokens(range(8))
-    writer.save(range(8))
-    whole, refused = dict(store.entries), 0
-    for seed in range(300):
-        generator = random.Random(seed)
-        store.entries.clear()
-        store.entries.update(whole)
-        key = generator.choice(list(whole))
-        data = bytearray(whole[key])
-        data[generator.randrange(min(len(data), generator.choice([8, 200, 10**6])))] ^= 1 << generator.randrange(8)
-        store.entries[key] = bytes(data[: None if generator.random() < 0.8 else generator.randrange(len(data))])
-        reader = desk(secrets=secrets)
-        done = reader.load(range(8), range(20, 28))
-        count = done.index(False) if False in done else 8
-        assert done == [True] * count + [False] * (8 - count)
-        assert all(map(torch.equal, [t[: count * PAGE] for t in reader.tokens(range(20, 28))],
-                       [t[: count * PAGE] for t in wanted]))  # fmt: skip
-        refused += count < 8
-        if count < 8:
-            assert reader.save(range(8)) == [True] * 8, "bad entries are no obstacle"
-            assert desk(secrets=secrets).load(range(8), range(20, 28)) == [True] * 8
-        reader.pages.close()
-    assert refused > 250
 
 
 def test_an_index_entry_cannot_lead_to_another_page(desk: Callable[..., Desk], store: DictStore) -> None:

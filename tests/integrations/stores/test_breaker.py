@@ -132,33 +132,6 @@ def test_an_outage_is_logged_twice(
         assert end.message == "reading from the fake store works again"
 
 
-def test_the_log_shows_where_a_bug_is(inner: FakeStore, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
-    inner.write_fault = RuntimeError("a\nbug")
-    store.put(KEY, b"x")
-    assert "writing to the fake store failed: RuntimeError: a bug." in caplog.messages[0] and caplog.records[0].exc_info
-
-
-def test_a_store_that_can_only_be_read_goes_on_being_read(
-    inner: FakeStore, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    inner.entries[KEY] = b"x"
-    inner.write_fault = OSError(28, "No space left on device")
-    for _ in range(100):
-        assert not store.put(OTHER, b"y") and store.get(KEY) == b"x"
-        clock.now += 1
-    assert inner.calls.count("put") == 4 + 18  # at 0, 1, 3, 7; then every 5 s
-    assert len(caplog.messages) == 1 and "writing to the fake store failed" in caplog.messages[0]
-    # Now reading fails as well, which is a second outage.
-    inner.read_fault = down()
-    assert store.get(KEY) is None
-    assert len(caplog.messages) == 2 and "reading from the fake store failed" in caplog.messages[1]
-    mend(inner)
-    clock.now += 5
-    assert store.get(KEY) == b"x" and store.put(OTHER, b"y")
-    assert [text.partition(" the")[0] for text in caplog.messages[2:]] == ["reading from", "writing to"]
-
-
 def test_what_never_reached_the_server_proves_nothing(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
     break_all(inner)
     store.put(KEY, b"x")

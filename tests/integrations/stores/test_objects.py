@@ -80,23 +80,6 @@ def url(shared_bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{BUCKET}/{secrets.token_hex(8)}"
 
 
-def test_many_keys_and_tenants(url: str, open_objects: Open) -> None:
-    store, other = open_objects(url), open_objects(f"{url}/ab")
-    keys = [f"{tenant}/{index:04x}" for tenant in ("ab", "ab0", "cd") for index in range(40)]
-    for key in keys:
-        assert store.put(key, key.encode())
-    assert other.put(KEY, b"of another prefix")
-    assert store.get_many(keys) == [key.encode() for key in keys] and all(store.contains(keys))
-    place = module.connect(url)
-    obstore.put(place, "ab/notes.txt", b"not an entry")
-    assert store.delete_tenant("ab") == 40 and store.delete_tenant("ab") == 0
-    assert store.contains(keys) == [False] * 40 + [True] * 80
-    assert other.get(KEY) == b"of another prefix", "its objects are below the tenant's prefix, but are no entries of it"
-    assert bytes(obstore.get(place, "ab/notes.txt").bytes()) == b"not an entry"
-    store.close()
-    assert store.contains([keys[0], keys[-1]]) == [False, True]  # the threads are started again if necessary
-
-
 def test_an_endpoint_without_tls_has_to_be_allowed(
     url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,35 +245,6 @@ def test_bytes_that_drip_take_no_longer_than_a_request_may(first: bytes, server:
     assert server.sent < 900
 
 
-def test_a_hanging_server_is_a_timeout(server: FakeHTTP, store: ObjectStore) -> None:
-    release = threading.Event()
-
-    def hang(method: str, path: str) -> Iterator[bytes]:
-        release.wait(20)
-        yield b""
-
-    server.tell = hang
-    try:
-        for action in (lambda: store.get(KEY), lambda: store.put(KEY, b"x"), lambda: store.contains([KEY])):
-            with pytest.raises(StoreError):
-                action()
-    finally:
-        release.set()
-    server.tell = lambda method, path: None
-    assert store.put(KEY, b"x") and store.get(KEY) == b"x"
-
-
-def test_a_bad_entry_that_cannot_be_deleted_is_a_miss(
-    server: FakeHTTP, store: ObjectStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.objects[f"/kv/{PATH}"] = b"garbage" * 20
-    server.tell = lambda method, path: answer("403 Forbidden") if method == "DELETE" else None
-    assert store.get(KEY) is None and counted(store).corrupt == 1
-    assert "cannot delete a bad entry" in caplog.text
-    with pytest.raises(StoreError, match="403"):
-        store.delete(KEY)
-
-
 # Connections that break
 
 
@@ -334,7 +288,6 @@ REQUESTS: dict[str, tuple[Callable[[ObjectStore], object], object]] = {
     "get": (lambda store: store.get(KEY), bytes(3000)),
     "put": (lambda store: store.put(OTHER, bytes(3_000_000)), True),
     "contains": (lambda store: store.contains([KEY]), [True]),
-    "delete": (lambda store: store._remove(PATH), None),
     "list": (lambda store: list(store.keys("ab")), [KEY]),
 }
 
@@ -360,34 +313,11 @@ def test_a_request_without_an_answer_is_sent_again(
         proxy.close()
 
 
-def test_a_deletion_is_not_sent_for_ever(
-    url: str, shared_bucket: S3Server, open_objects: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_objects(url).put(KEY, b"x")
-    monkeypatch.setattr(module, "_PAUSE", 0.01)
-    for seconds, least, most in ((module._AGAIN_SECONDS, 2, module._TRIES), (-1.0, 0, 1)):
-        monkeypatch.setattr(module, "_AGAIN_SECONDS", seconds)
-        proxy = Breaking(shared_bucket.port, [0] * 20)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-        store = open_objects(url)
-        try:
-            with pytest.raises(StoreError, match="HTTP error"):
-                store._remove(PATH)
-            assert counted(store).errors == 1 and least <= 20 - len(proxy.breaks) <= most
-        finally:
-            proxy.close()
-
-
 @pytest.mark.parametrize("status", ["403 No", "500 No"])
-@pytest.mark.parametrize(
-    "ask", [lambda store: store.get(KEY), lambda store: store._remove(PATH)], ids=["get", "delete"]
-)
-def test_an_answer_that_is_an_error_is_not_asked_for_again(
-    ask: Callable[[ObjectStore], object], status: str, server: FakeHTTP, store: ObjectStore
-) -> None:
+def test_an_answer_that_is_an_error_is_not_asked_for_again(status: str, server: FakeHTTP, store: ObjectStore) -> None:
     server.tell = lambda method, path: answer(status)
     with pytest.raises(StoreError, match=status[:3]):
-        ask(store)
+        store.get(KEY)
     assert len(server.requests) == 1
 
 

@@ -12,7 +12,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -75,34 +74,17 @@ def counted(store: RedisStore) -> TierCounters:
 # Kinds of servers
 
 
-@pytest.mark.parametrize("kind", ["plain", "unix", "cluster"])
-def test_many_keys_and_tenants(kind: str, request: pytest.FixtureRequest, open_redis: Open) -> None:
-    if kind == "cluster":
-        servers: list[RedisServer] = request.getfixturevalue("cluster")
-        for node in servers:
-            with node.client() as client:
-                client.flushall()
-        store = open_redis(servers[0].url, cluster=True)
-    else:
-        server: RedisServer = request.getfixturevalue("server")
-        store = open_redis(server.unix_url if kind == "unix" else server.url)
-    others = [name.replace("ab/", "ab0/") for name in KEYS[:40]]
-    for name in KEYS + others:
+def test_every_node_of_a_cluster_has_entries_and_other_keys_stay(cluster: list[RedisServer], open_redis: Open) -> None:
+    for node in cluster:
+        with node.client() as client:
+            client.flushall()
+    store = open_redis(cluster[0].url, cluster=True)
+    for name in KEYS:
         assert store.put(name, name.encode())
-    assert store.get_many(KEYS + others) == [name.encode() for name in KEYS + others]
-    if kind == "cluster":
-        held = [_names(node) for node in servers]
-        assert all(held) and sum(map(len, held)) == 190, "every node has some"
-    else:
-        with server.client() as client:
-            client.set("other", b"x")
-            client.set("cuvee:ab/zz", b"x")
-    assert store.delete(KEY) and not store.delete(KEY) and store.contains(KEYS[:2]) == [False, True]
-    assert store.delete_tenant("ab") == 149 and store.delete_tenant("ab") == 0
-    assert store.contains([KEYS[1], others[0]]) == [False, True]
-    assert store.delete_tenant("ab0") == 40
-    if kind != "cluster":
-        assert _names(server) == {"other", "cuvee:ab/zz"}, "keys of others stay"
+    held = [_names(node) for node in cluster]
+    assert all(held) and sum(map(len, held)) == len(KEYS) and sorted(store.keys("ab")) == sorted(KEYS)
+    assert store.get_many(KEYS) == [name.encode() for name in KEYS]
+    assert store.delete_tenant("ab") == len(KEYS) and store.delete_tenant("ab") == 0
 
 
 def _names(server: RedisServer) -> set[str]:
@@ -192,70 +174,6 @@ def test_a_timeout_is_not_tried_again(open_redis: Open) -> None:
             deaf.accept()
 
 
-def test_killed_while_it_works(server: RedisServer, open_redis: Open) -> None:
-    store = open_redis(server.url)
-    kinds: set[str] = set()
-    going = threading.Event()
-    blob = os.urandom(1 << 20) * 8
-
-    def work() -> None:
-        try:
-            for i in range(10**6):
-                store.put(KEYS[i % 10], blob)
-                if i == 3:
-                    going.set()
-                assert store.get(KEYS[i % 10]) == blob
-        except StoreError as error:
-            kinds.add(str(error).split(": ")[1])
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert going.wait(20)
-    server.kill()
-    for thread in threads:
-        thread.join()
-    assert kinds == {"ConnectionError"}
-    server.start()
-    assert store.get(KEY) is None and store.put(KEY, b"x") and store.get(KEY) == b"x"
-    assert counted(store).corrupt == 0
-
-
-def test_out_of_memory(server: RedisServer, open_redis: Open) -> None:
-    store = open_redis(server.url)
-    store.put(KEY, b"before")
-    with server.client() as client:
-        client.config_set("maxmemory", 1)
-    try:
-        with pytest.raises(StoreError, match=r"OutOfMemoryError.*command not allowed.*allkeys-lru") as caught:
-            store.put(KEYS[1], b"SECRET" * 100)
-        assert "SECRET" not in str(caught.value)
-        assert store.get(KEY) == b"before" and store.delete(KEY), "reading and deleting still work"
-    finally:
-        with server.client() as client:
-            client.config_set("maxmemory", 0)
-    assert store.put(KEYS[1], b"after") and store.get(KEYS[1]) == b"after"
-
-
-def test_read_only_replica(server: RedisServer, open_redis: Open) -> None:
-    store = open_redis(server.url)
-    store.put(KEY, b"x")
-    with server.client() as client:
-        client.set(f"cuvee:{KEYS[1]}", b"garbage")
-        client.replicaof("127.0.0.1", "1")
-    try:
-        assert store.get_many(KEYS[:2]) == [b"x", None]
-        assert counted(store).corrupt == 1  # a failed deletion does not fail the get
-        with pytest.raises(StoreError, match=r"(?i)read ?only"):
-            store.put(KEY, b"y")
-        with pytest.raises(StoreError, match=r"(?i)read ?only"):
-            store.delete(KEY)
-    finally:
-        with server.client() as client:
-            client.replicaof("NO", "ONE")
-    assert store.put(KEY, b"y") and store.get(KEY) == b"y" and store.get(KEYS[1]) is None
-
-
 # Passwords
 
 
@@ -285,17 +203,11 @@ def test_passwords(open_redis: Open, caplog: pytest.LogCaptureFixture) -> None:
         for url in (server.url, server.unix_url):
             store = open_redis(url)
             assert store.put(KEY, b"x") and store.get(KEY) == b"x"
-        wrong = f"redis://:wr0ng-pw@127.0.0.1:{server.port}/0"
-        for url in (wrong, f"redis://127.0.0.1:{server.port}/0"):
+        for cluster in (False, True):
             with pytest.raises(StoreError, match=r"(?i)auth|password") as caught:
-                open_redis(url).get(KEY)
+                open_redis(f"redis://us:wr0ng-pw@127.0.0.1:{server.port}/0", cluster=cluster).get(KEY)
             assert "wr0ng-pw" not in str(caught.value) and "127.0.0.1" in str(caught.value)
-        with pytest.raises(StoreError) as caught:
-            open_redis(f"redis://us:wr0ng-pw@127.0.0.1:{server.port}/0", cluster=True).get(KEY)
-        assert "wr0ng-pw" not in str(caught.value)
-    with pytest.raises(StoreError, match="refused") as caught:
-        open_redis(server.url).get(KEY)
-    assert "sesame" not in str(caught.value) and "sesame" not in caplog.text
+    assert "sesame" not in caplog.text
 
 
 # A cluster
@@ -349,32 +261,6 @@ def test_a_cluster_is_resharded_while_it_is_read_and_written(cluster: list[Redis
     assert after[0] < before[0] and after[1] > before[1], "entries have moved"
     assert failures == [] and min(rounds) > 0 and counted(store).errors == 0
     assert open_redis(cluster[2].url, cluster=True).get_many(KEYS[:75]) == [stored[name] for name in KEYS[:75]]
-
-
-def test_cluster_with_a_node_down(open_redis: Open) -> None:
-    with redis_cluster() as servers:
-        for server in servers:
-            with server.client() as client:
-                client.config_set("cluster-require-full-coverage", "no")
-        store = open_redis(servers[0].url, cluster=True, timeout=0.3)
-        for name in KEYS:
-            store.put(name, b"x")
-        servers[2].pause()
-        with pytest.raises(StoreError, match="Timeout"):
-            store.get_many(KEYS)
-        servers[2].kill()
-        found: dict[str, bytes | None] = {}
-        for name in KEYS[:12]:
-            with suppress(StoreError):
-                found[name] = store.get(name)
-        assert 0 < len(found) < 12 and set(found.values()) == {b"x"}
-    with pytest.raises(StoreError, match="redis store"):
-        open_redis(servers[0].url, cluster=True, timeout=1.0).get(KEY)
-
-
-def test_not_a_cluster(server: RedisServer, open_redis: Open) -> None:
-    with pytest.raises(StoreError, match=r"(?i)cluster"):
-        open_redis(server.url, cluster=True).get(KEY)
 
 
 # Peers that reply oddly

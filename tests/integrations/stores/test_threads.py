@@ -88,14 +88,6 @@ def test_no_more_at_a_time_than_threads(pool: ThreadPool, hang: Callable[[], Han
     assert three.begun.wait(LONG) and futures[0].result(LONG) == "late"
 
 
-def test_threads_start_as_they_are_needed(pool: ThreadPool) -> None:
-    until(lambda: alive() == 0)  # threads of an earlier test are still ending
-    for _ in range(5):
-        assert pool.submit(lambda: 1).result(LONG) == 1
-        until(lambda: pool._idle == 1)
-    assert alive() == 1
-
-
 def test_a_stuck_thread_is_replaced(
     pool: ThreadPool, clock: Clock, hang: Callable[[], Hang], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,6 @@ from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.tiered import TieredStore
-from cuvee.naming.part_keys import part_key
 
 A, B, C = "aa/01", "aa/02", "bb/03"
 LONG = 10.0  # seconds after which a hanging test fails
@@ -133,19 +130,6 @@ def test_a_hit_below_is_promoted_and_no_reader_waits_for_that(three: Three) -> N
     assert three.store.get_many([A, B]) == [b"a", b"b"] and len(three.deep.asked("get_many")) == 1
 
 
-def test_a_hit_is_found_even_if_it_cannot_be_promoted(three: Three, caplog: pytest.LogCaptureFixture) -> None:
-    three.low.entries[A] = b"a"
-    three.top.refuse = True
-    assert three.store.get(A) == b"a"
-    three.idle()
-    three.top.before_call["put"] = raising(OSError("full"))
-    for _ in range(2):
-        assert three.store.get(A) == b"a"
-        three.idle()
-    assert three.store.counters()["top"].errors == 2
-    assert sum("tier 0 (top): a copy was not written: full" in text for text in caplog.messages) == 1
-
-
 def raising(error: Exception) -> Callable[[], None]:
     def fail() -> None:
         raise error
@@ -165,19 +149,6 @@ def test_a_tier_that_fails_shows_through(three: Three) -> None:
     three.deep.entries[B] = b"b"
     assert guarded.get(B) == b"b"
     guarded.close()
-
-
-def test_parts_that_upper_tiers_lack_are_fetched_and_promoted(three: Three) -> None:
-    parts = {part_key(A, number): bytes([number]) for number in range(2)}
-    three.top.entries[A] = parts[A]
-    three.low.entries.update(parts)
-    assert three.store.get_parts([A, B]) == [tuple(parts.values()), ()]
-    wanted = [part_key(key, number) for key in (A, B) for number in range(2)]
-    assert three.top.asked("get_many") == [tuple(wanted)], "one call for each tier"
-    assert three.low.asked("get_many") == [tuple(wanted[1:])] and three.deep.asked("get_many") == [tuple(wanted[2:])]
-    three.idle()
-    assert three.top.entries == parts and three.top.asked("put") == [(wanted[1],)]
-    assert three.store.delete_parts(A) and not three.top.entries and not three.low.entries
 
 
 # --- write-behind ---
@@ -336,16 +307,6 @@ def test_a_deletion_waits_for_what_is_being_written(three: Three, tenant: bool) 
     three.store.put(A, b"new")
     three.idle()
     assert three.top.entries[A] == three.low.entries[A] == three.deep.entries[A] == b"new"
-
-
-def test_a_blob_is_let_go_once_written(three: Three) -> None:
-    for fake in (three.top, three.low, three.deep):
-        fake.refuse = True
-    blob = bytes(1000)
-    before = sys.getrefcount(blob)
-    three.store.put(A, blob)
-    three.idle()
-    wait_until(lambda: sys.getrefcount(blob) == before, "no thread refers to it")
 
 
 @pytest.mark.parametrize("call", ["delete", "delete_tenant"])
@@ -523,26 +484,6 @@ def test_every_tier_is_closed_if_one_fails(three: Three) -> None:
         three.store.close()
     assert three.low.asked("close") and three.deep.asked("close")
     three.top.before_call.clear()
-
-
-def test_a_process_ends_without_close() -> None:
-    script = """
-import threading
-from cuvee.integrations.stores.memory import MemoryStore
-from cuvee.integrations.stores.tiered import TieredStore
-class Stuck(MemoryStore):
-    entered = threading.Event()
-    def put(self, key, blob):
-        self.entered.set()
-        threading.Event().wait()
-store = TieredStore([MemoryStore(1000), Stuck(1000)])
-store.put("aa/01", b"a")
-store.put("aa/02", b"a")
-Stuck.entered.wait()
-print("end")
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "end\n"
 
 
 # --- names, counters, arguments ---

@@ -226,18 +226,6 @@ def test_a_job_that_ends_twice_is_reported_once(engine: Callable[..., Engine], s
     assert not result.success
 
 
-def test_after_the_end_every_job_fails_at_once(engine: Callable[..., Engine]) -> None:
-    e = engine()
-    tier, job, context = e.tier, e.jobs(), e.request()
-    e.close()
-    tier.shutdown()
-    tier.submit_load(job(1, [1], [0], True))
-    (result,) = tier.get_finished_jobs()
-    assert not result.success
-    assert tier.lookup(key_of(1), context) is e.base.LookupResult.MISS
-    tier.drain_jobs()
-
-
 # What vLLM is told ----------------------------------------------------------------------------------------------------
 
 
