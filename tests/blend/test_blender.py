@@ -461,20 +461,6 @@ def test_a_lossy_blob_is_what_the_codec_restores_at_the_position(build: Build) -
     assert not torch.equal(layers_of(result.cache)[0].values[0, :, :12].transpose(0, 1), exact.values[0])
 
 
-def test_blobs_in_another_order_and_twice(build: Build) -> None:
-    model = build()
-    codec = lossless(model)
-    a, b, text = ids(9, 1), ids(7, 2), ids(5, 3)
-    first, second = (Segment(x, codec.encode(alone(model, x))) for x in (a, b))
-    blend = Blender(model, codec, Nothing()).blend
-    for order in ([second, first], [first, first, second], [first, Segment(text), second, first]):
-        segments = [*order, Segment(text)]
-        ends = list(itertools.accumulate(len(s.tokens) for s in segments))
-        tokens = torch.cat([s.tokens for s in segments])
-        result = blend(segments)
-        assert same_as(result, walk(model, tokens, result.record.computed, placed(model, tokens, ends)))
-
-
 # The record -----------------------------------------------------------------------------------------------------------
 
 

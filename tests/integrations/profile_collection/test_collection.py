@@ -204,8 +204,7 @@ def test_a_profile_of_another_model_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\xff\xfe\x00", b"<html>", small_profile().id.hex().encode(), f"{small_profile().id.hex()} -1\n".encode(),
-        f"{small_profile().id.hex()} 1\n\n".encode(), f"{'A' * 32} 1\n".encode(), f"{'a' * 33} 1\n".encode(),
+        b"", b"\xff\xfe\x00", f"{small_profile().id.hex()} -1\n".encode(), f"{'A' * 32} 1\n".encode(),
         f"{small_profile().id.hex()} {10**11}\n".encode(), b"../../../../etc/passwd-to-read-it 1\n",
     ],
 )  # fmt: skip
