@@ -126,20 +126,12 @@ class GuardedStore(Store):
             self._fail(call, TimeoutError(f"{operation} has not ended within {seconds:.3g} s"))
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Flush the store; False if that fails."""
-        return self._finish("flushed", lambda: self._store.flush(timeout))
+        """Flush the store."""
+        return self._store.flush(timeout)
 
     def close(self) -> None:
-        """Close the store. A failure is counted and logged but not raised, because the caller could not handle it."""
-        self._finish("closed", self._store.close)
-
-    def _finish(self, done: str, work: Callable[[], object]) -> bool:
-        try:
-            return work() is not False
-        except Exception as error:
-            self._count(error)
-            _log.warning("the %s store could not be %s: %s", self.name, done, _describe(error))
-            return False
+        """Close the store."""
+        self._store.close()
 
     def _run(self, operation: str, breaker: _Breaker, work: Callable[[], _T], otherwise: _T) -> _T:
         """Return `work()`, or `otherwise` if it fails or is skipped."""
@@ -183,10 +175,12 @@ class GuardedStore(Store):
                 breaker.retry_at = self._clock() + breaker.backoff
         self._count(error)
         if report:
+            # The message of a StoreError names the store.
+            text = " ".join(f"{'' if isinstance(error, StoreError) else type(error).__name__ + ': '}{error}".split())
             _log.warning(
                 "%s the %s store failed: %s. Check that it is running, reachable and has room. Until it answers, it "
                 "counts as empty and is tried again every %.3g to %.3g s.",
-                breaker.what, self.name, _describe(error), self.first_backoff, self.max_backoff,
+                breaker.what, self.name, text, self.first_backoff, self.max_backoff,
                 exc_info=None if isinstance(error, (StoreError, OSError)) else error,
             )  # fmt: skip
 
@@ -199,9 +193,3 @@ class GuardedStore(Store):
         if not isinstance(error, (StoreError, InputError)):
             with self._lock:
                 self._errors += 1
-
-
-def _describe(error: Exception) -> str:
-    """Return the message of a `StoreError`, which names the store; for any other error, its type and message."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"

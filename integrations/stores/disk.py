@@ -233,6 +233,8 @@ class DiskStore(Store):
                     self._touch(file)
                 return blob
         except OSError as error:
+            if error.errno == errno.ESTALE:  # on NFS: another host has deleted it
+                return None
             if error.errno not in _DAMAGED:
                 raise
             self._monitor.bad(key, error)

@@ -76,8 +76,7 @@ class FakeStore(DictStore):
 
     Attributes:
         before_call, after_call: by operation, what is called; may raise or wait.
-        read_fault, write_fault, other_fault: raised by operations that read, that write, and by flush and close; a
-            StoreError is counted, as stores do.
+        read_fault, write_fault: raised by operations that read, and that write; a StoreError is counted, as stores do.
         refuse: whether puts are given up.
         flushed: the answer of `flush`.
         tier: the counters.
@@ -90,7 +89,6 @@ class FakeStore(DictStore):
         self.after_call: dict[str, Callable[[], None]] = {}
         self.read_fault: BaseException | None = None
         self.write_fault: BaseException | None = None
-        self.other_fault: BaseException | None = None
         self.refuse, self.flushed = False, True
         self._asked: list[tuple[str, ...]] = []
 
@@ -103,11 +101,8 @@ class FakeStore(DictStore):
             self._asked.append((operation, *keys))
         self._begin(operation)
         self.before_call.get(operation, lambda: None)()
-        fault = self.write_fault
-        if operation in ("get_many", "contains"):
-            fault = self.read_fault
-        elif operation in ("flush", "close"):
-            fault = self.other_fault
+        reads, ends = operation in ("get_many", "contains"), operation in ("flush", "close")
+        fault = None if ends else self.read_fault if reads else self.write_fault
         if isinstance(fault, StoreError):
             self.tier.errors += 1
         if fault is not None:

@@ -326,12 +326,3 @@ def test_deleting_a_tenant_never_hides_a_failure(inner: FakeStore, store: Guarde
         store.delete_tenant("ab")
     mend(inner)
     assert store.delete_tenant("ab") == 1 and figures(store) == (4, 0)
-
-
-def test_flush_and_close_do_not_raise(inner: FakeStore, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
-    inner.other_fault = OSError(5, "I/O error")
-    assert not store.flush(1.0)
-    store.close()
-    assert figures(store) == (2, 0) and "flushed: OSError" in caplog.messages[0] and "closed" in caplog.messages[1]
-    # Neither operation shows whether the store reads and writes.
-    assert store.put(KEY, b"x")

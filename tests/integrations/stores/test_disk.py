@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -800,6 +801,25 @@ def test_several_processes_keep_one_budget(root: Path) -> None:
     for path in files(root):
         if not path.name.startswith(".tmp-"):
             assert store.get(f"{path.parent.parent.name}/{path.name}") is not None
+
+
+def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safe_files, "LOCK_SECONDS", 0.05)
+    store = DiskStore(root, max_bytes=10_000)
+    for name in range(4):
+        store.put(f"ab/{name:04x}", bytes(1000))
+    file = os.open(root / ".lock", os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        begun = time.monotonic()
+        with pytest.raises(StoreError, match=r"another process has held \.lock for 0.05 s"):
+            store.put("ab/0005", bytes(5000))
+        assert time.monotonic() - begun < 10
+        assert store.get("ab/0003") == bytes(1000), "reading goes on"
+        assert not list(root.glob(".tmp-*"))
+    finally:
+        os.close(file)
+    assert store.put("ab/0005", bytes(5000)) and used(root) <= 10_000
 
 
 def test_nobody_fails_while_another_process_scans_for_long(root: Path) -> None:
