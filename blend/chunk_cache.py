@@ -39,7 +39,6 @@ from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, layer_units, prefill
 from cuvee.codec.open_blob import Expected
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key
-from cuvee.naming.part_keys import MAX_PARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,17 +129,16 @@ class ChunkCache:
         self._context_name = b"" if self._contexts is None else _name(self._contexts)
         self._before: list[KVChunk] = []  # the caches of the contexts, computed when they are first needed
         self._counts = Counter[str]()
-        self._hits_by_parts = [0] * MAX_PARTS
         self._warned = False
         self._computing = threading.Lock()  # held while the model runs; guards `_before`
-        self._lock = threading.Lock()  # guards `_running`, `_counts`, `_hits_by_parts` and `_warned`
+        self._lock = threading.Lock()  # guards `_running`, `_counts` and `_warned`
         self._running: dict[str, Future[tuple[bytes, ...]]] = {}
 
     @property
     def counters(self) -> ChunkCounters:
         """A snapshot of the counts."""
         with self._lock:
-            return ChunkCounters(hits_by_parts=tuple(self._hits_by_parts), **self._counts)
+            return ChunkCounters(**self._counts)
 
     def segment(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> Segment:
         """Return a segment of the tokens with their blob and its refinements, for `Blender.blend`.
@@ -202,7 +200,7 @@ class ChunkCache:
                 mine = self._running[key] = Future[tuple[bytes, ...]]()
         if other is not None:
             parts = other.result()
-            self._count_hit(parts)
+            self._count("hits")
             return parts
         try:
             parts = self._find_or_make(digest, ids, contexts, leading)
@@ -230,7 +228,7 @@ class ChunkCache:
                 continue
             if start and leading:  # an engine computed it behind other text, so it is not exact here
                 break
-            self._count_hit(usable)
+            self._count("hits")
             return usable
         with self._computing, torch.no_grad():
             chunk = self._compute(ids, contexts)
@@ -313,12 +311,6 @@ class ChunkCache:
     def _count(self, name: str, amount: int = 1) -> None:
         with self._lock:
             self._counts[name] += amount
-
-    def _count_hit(self, parts: tuple[bytes, ...]) -> None:
-        with self._lock:
-            self._counts["hits"] += 1
-            if self._codec.refinements:
-                self._hits_by_parts[len(parts) - 1] += 1
 
     def _check_contexts(self, contexts: object) -> torch.Tensor:
         if not isinstance(contexts, torch.Tensor) or contexts.dtype not in (torch.int32, torch.int64):

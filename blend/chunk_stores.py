@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cuvee.naming.part_keys import MAX_PARTS
-
 
 class ChunkStore(Protocol):
     """A store for `ChunkCache`, used from several threads; all of `cuvee.integrations.stores` fit.
@@ -39,8 +37,6 @@ class ChunkCounters:
         rejected: entries that were damaged or did not match their key, and refinements that did not match their base.
             They were deleted, and chunks without a base recomputed.
         errors: failed operations of the store.
-        hits_by_parts: how many of the hits had one part and both, which tells their quality; zeros if the codec
-            has no refinements.
     """
 
     hits: int = 0
@@ -48,4 +44,3 @@ class ChunkCounters:
     stored: int = 0
     rejected: int = 0
     errors: int = 0
-    hits_by_parts: tuple[int, ...] = (0,) * MAX_PARTS
