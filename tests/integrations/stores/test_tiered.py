@@ -419,7 +419,7 @@ def test_every_tier_hears_what_is_overdue() -> None:
     fakes = [FakeStore("a"), FakeStore("b")]
     for fake in fakes:
         fake.report_overdue = lambda operation, seconds: heard.append((operation, seconds))  # type: ignore[method-assign]
-    store = TieredStore([fakes[0], GuardedStore(fakes[1])])
+    store = TieredStore(fakes)
     store.report_overdue("contains", 2.0)
     assert heard == [("contains", 2.0)] * 2
     store.close()
