@@ -191,6 +191,8 @@ def load(bench: Bench, start: int = 0) -> set[int]:
 @pytest.mark.parametrize(("dtype", "kernel"), [("auto", None), ("fp8_ds_mla", 4), ("nvfp4_ds_mla", None)])
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 @pytest.mark.serves(model="latents (MLA) with a sparse indexer", where="classes")
+@pytest.mark.serves(model="latents (MLA) with a sparse indexer", cache="fp8_ds_mla", where="classes")
+@pytest.mark.serves(model="latents (MLA) with a sparse indexer", cache="nvfp4_ds_mla", where="classes")
 def test_pages_are_restored_byte_for_byte(
     make_engine: MakeEngine, make_bench: Callable[..., Bench], dtype: str, kernel: int | None, layout: str
 ) -> None:
@@ -297,6 +299,7 @@ def test_without_its_indexers_keys_a_chunk_is_computed(
         assert torch.equal(engine.held(name, ELSEWHERE[0]), engine.held(name, TABLE[0]))
 
 
+@pytest.mark.serves(model="latents (MLA) with a sparse indexer", parallel="tensor parallelism", where="classes")
 def test_ranks_store_all_of_it_each(make_engine: MakeEngine, make_bench: Callable[..., Bench]) -> None:
     """As vLLM keeps it on all of them. A prompt is found if all have it, and loaded from a rank's own."""
     engine = make_engine(ranks=2)
@@ -312,6 +315,7 @@ def test_ranks_store_all_of_it_each(make_engine: MakeEngine, make_bench: Callabl
     assert not load(first) and load(second) == set(ELSEWHERE[CHUNK // BLOCK :])
 
 
+@pytest.mark.serves(model="latents (MLA) with a sparse indexer", parallel="pipeline parallelism", where="classes")
 def test_a_stage_of_a_pipeline_stores_its_layers(make_engine: MakeEngine, make_bench: Callable[..., Bench]) -> None:
     engine = make_engine(first=1)
     made = engine.setup()
@@ -340,6 +344,7 @@ def test_other_pages_have_other_names(make_engine: MakeEngine) -> None:
     assert one.name() != engines[3].name()
 
 
+@pytest.mark.serves(model="latents (MLA) with a sparse indexer", drafts="mtp", where="classes")
 def test_a_drafters_pages_lie_beside_the_models(make_engine: MakeEngine, make_bench: Callable[..., Bench]) -> None:
     """Of the next layer (MTP), with an indexer of its own."""
     engine = make_engine(drafter=True)
