@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import llvmlite.binding as llvm
 import torch
 
 from cuvee.codec.support.onednn import SHAPE_MULTIPLE, pad_rows
@@ -29,6 +28,8 @@ def has_exact_instructions() -> bool:
     Older instructions add pairs of products in 16 bits, where they saturate. oneDNN also takes those if it is told to
     (`ONEDNN_MAX_CPU_ISA`), so a product is tried.
     """
+    import llvmlite.binding as llvm  # vLLM's workers on a CPU cannot start where it is imported before them
+
     features = llvm.get_host_cpu_features()
     if not features.get("avx512vnni") and not features.get("avxvnni"):
         return False
