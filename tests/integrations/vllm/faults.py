@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests.integrations.stores.dict_store import DictStore
-from tests.integrations.stores.redis_server import RedisServer, redis_server, wait_until
+from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm.engines import (
     cuvee,
@@ -48,7 +48,6 @@ CHUNKS = 5  # of a usual prompt
 BLOCKS = 34  # of the engine's cache: one prompt of MAX_LEN, or a few usual ones
 MAX_LEN = 1024
 ANSWER = 12
-HEADER = 100  # bytes: more than an envelope's header, less than a blob
 PATIENCE = 300.0  # seconds for one process
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -160,7 +159,7 @@ class Driven:
 
     Args:
         model: checkpoint.
-        store: what its connector is given, or the URL of a store, or None: no connector.
+        store: what its connector is given; None: no connector.
         connector: more of its options.
         options: of `vllm.LLM`.
     """
@@ -168,24 +167,19 @@ class Driven:
     def __init__(
         self,
         model: Path,
-        store: Store | str | None,
+        store: Store | None,
         connector: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        from cuvee.integrations.vllm import shared_stores as module
-
         self.answered: list[Answered] = []
         self.scenario = ""
         self.store = store
         self._count = 0
-        if isinstance(store, Store):
-            given = store
-            cast(Any, module).open_store = lambda urls: given
-        else:
-            cast(Any, module).open_store = open_store
         if store is not None:
-            url = store if isinstance(store, str) else "memory://"
-            options["kv_transfer_config"] = cuvee(url, chunk_tokens=CHUNK, **(connector or {}))
+            from cuvee.integrations.vllm import shared_stores
+
+            cast(Any, shared_stores).open_store = lambda urls: store
+            options["kv_transfer_config"] = cuvee("memory://", chunk_tokens=CHUNK, **(connector or {}))
         self.llm: Any = start_engine(model, **{**OPTIONS, "enable_prefix_caching": store is not None, **options})
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -317,11 +311,6 @@ class Driven:
             yield
         finally:
             self.working._state.timeout = usual
-
-    @property
-    def guarded(self) -> Any:
-        """The store under the guard."""
-        return self.core.scheduler.connector._store._store
 
     @property
     def faults(self) -> FaultStore:
@@ -587,67 +576,6 @@ INJECTED: Scenarios = {
 }
 
 
-# Scenarios: files -------------------------------------------------------------------------------------------------
-
-
-def entry_paths(engine: Driven) -> list[str]:
-    """Where its entries are."""
-    return [str(path) for path in Path(engine.guarded.root).glob("[0-9a-f]*/[0-9a-f]*/*")]
-
-
-def _until(engine: Driven, counter: tuple[str, str], prompt: Sequence[int]) -> None:
-    """Ask until something is counted."""
-    end = time.monotonic() + 20
-    before = engine.totals().get(counter, 0)
-    while engine.totals().get(counter, 0) == before:
-        assert time.monotonic() < end, f"no {counter}"
-        engine.forget()
-        engine.ask(prompt)
-        engine.settle()
-        time.sleep(0.05)
-
-
-CRASH = [prompt_of(f"crash {index}") for index in range(3)]
-CRASH_KEPT = 6
-
-
-def after_crash(engine: Driven) -> None:
-    """The engine before this one was killed while it wrote another entry than the first CRASH_KEPT."""
-    kept = entry_paths(engine)
-    assert len(kept) >= CRASH_KEPT
-    assert [name for name in os.listdir(engine.guarded.root) if name.startswith(".tmp-")], "not killed while writing"
-    with engine.counting() as counted:
-        for prompt in CRASH:
-            engine.ask(prompt)
-    expect(
-        counted,
-        store_operations_disk_corrupt=0,
-        failures_load=0,
-        store_operations_disk_error=0,
-        stored_chunk=len(CRASH) * CHUNKS - len(kept),
-    )
-    assert counted["loaded_tokens", ""] >= CHUNK
-    for prompt in CRASH:
-        _found_again(engine, prompt)
-
-
-# Scenarios: Redis -------------------------------------------------------------------------------------------------
-
-
-def redis_down_at_start(engine: Driven, server: RedisServer) -> None:
-    """The engine starts, serves and counts; when the server comes, it is used."""
-    prompt = prompt_of("down")
-    with engine.counting() as counted:
-        for index in range(3):
-            engine.ask(prompt_of(f"down {index}"))
-    assert counted["store_operations", "redis:error"] >= 1, counted
-    assert counted["store_operations", "redis:skipped"] > counted["store_operations", "redis:error"], counted
-    expect(counted, stored_chunk=0, loads=0, lookups_miss=3)
-    server.start()
-    _until(engine, ("stored", "chunk"), prompt)
-    _until(engine, ("loaded_tokens", ""), prompt)
-
-
 # Running them -----------------------------------------------------------------------------------------------------
 
 
@@ -664,8 +592,7 @@ class Record:
         print(f"--- {name}", flush=True)
         begun = time.monotonic()
         try:
-            if isinstance(engine.store, FaultStore):
-                engine.faults.entries.clear()
+            engine.faults.entries.clear()
             engine.scheduling._known.clear()
             engine.forget()
             scenario(engine)
@@ -705,82 +632,13 @@ def compare(model: Path, record: Record, answered: Sequence[Answered]) -> None:
     reference.close()
 
 
-def drive_injected(model: Path, record: Record) -> list[Answered]:
-    """An engine whose store is broken from within."""
-    engine = Driven(model, FaultStore())
+def run_served(model: Path, folder: Path) -> None:
+    """Every scenario of one rank."""
+    record, engine = Record(folder), Driven(model, FaultStore())
     for name, scenario in INJECTED.items():
         record.run(engine, name, scenario)
     engine.close()
-    return engine.answered
-
-
-def crash(model: Path, record: Record, store: Path) -> None:
-    """Leave the store of an engine that was killed while it wrote."""
-    print("--- crash", flush=True)
-    child = os.fork()  # of a process that has imported vLLM, and started nothing
-    if not child:
-        try:
-            run_crash(model, store)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    record.note("crash", "" if killed else f"the engine was to be killed, but ended with status {status}")
-
-
-def run_crash(model: Path, store: Path) -> None:
-    """An engine that is killed in the middle of an entry, half of which is on the disk by then."""
-    from cuvee.integrations.stores import safe_files
-
-    usual = cast(Any, safe_files).write_all
-    engine = Driven(model, f"file://{store}")
-
-    def write_all(file: int, data: bytes) -> None:
-        if len(data) > HEADER and len(entry_paths(engine)) >= CRASH_KEPT:
-            usual(file, data[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        usual(file, data)
-
-    cast(Any, safe_files).write_all = write_all
-    for prompt in CRASH:
-        engine.ask(prompt)
-    engine.settle()
-
-
-def drive_disk(model: Path, record: Record, crashed: Path) -> list[Answered]:
-    """A store in a folder where an engine crashed."""
-    engine = Driven(model, f"file://{crashed}")
-    record.run(engine, "after_crash", after_crash)
-    engine.close()
-    return engine.answered
-
-
-def drive_redis(model: Path, record: Record) -> list[Answered]:
-    """A Redis server that is not there."""
-    with redis_server() as server:
-        server.kill()
-        engine = Driven(model, f"redis://127.0.0.1:{server.port}/0?timeout=0.3")
-        engine.core.scheduler.connector._store.max_backoff = 0.5
-        record.run(engine, "redis_down_at_start", partial(redis_down_at_start, server=server))
-        engine.close()
-    return engine.answered
-
-
-def run_served(model: Path, folder: Path, redis: str) -> None:
-    """An engine that is killed, then all that survive, one after the other.
-
-    Args:
-        model: checkpoint.
-        folder: for results.
-        redis: "no": without.
-    """
-    record, crashed = Record(folder), folder / "crashed"
-    crash(model, record, crashed)
-    answered = drive_injected(model, record)
-    answered += drive_disk(model, record, crashed)
-    if redis != "no":
-        answered += drive_redis(model, record)
-    compare(model, record, answered)
+    compare(model, record, engine.answered)
 
 
 def run_ranks(model: Path, folder: Path, store: str) -> None:
@@ -897,7 +755,6 @@ def _blobs(store: str) -> dict[str, bytes | None]:
     return dict(zip(keys, open_store(f"file://{store}", guarded=False).get_many(keys), strict=True))
 
 
-WITHOUT_REDIS = ("crash", *INJECTED, "after_crash")
 RANKS = ("rank_garbage", "rank_raises")
 GROUPS: dict[str, Callable[..., None]] = {"served": run_served, "ranks": run_ranks}
 
@@ -918,7 +775,7 @@ def run_group(group: str, folder: Path, model: Path, *arguments: str, **variable
 
 def _main(group: str, folder: Path, model: Path, *arguments: str) -> None:
     faulthandler.dump_traceback_later(PATIENCE - 5, exit=True)
-    import_vllm()  # before the process forks
+    import_vllm()
     GROUPS[group](model, folder, *arguments)
     faulthandler.cancel_dump_traceback_later()
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.integrations.stores.redis_server import require_redis
 from tests.integrations.vllm import faults
 from tests.integrations.vllm.engines import save_tiny_model
 
@@ -36,26 +35,16 @@ def model(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path, model: Path) -> Outcome:
     """Every scenario that the process of its engine survives."""
-    try:
-        require_redis()
-        redis = "yes"
-    except pytest.skip.Exception:
-        redis = "no"
     place = folder / "served"
     place.mkdir()
-    status, log = faults.run_group("served", place, model, redis)
+    status, log = faults.run_group("served", place, model)
     results = place / "results.json"
     return Outcome(status, json.loads(results.read_text()) if results.exists() else {}, log)
 
 
-@pytest.mark.parametrize("scenario", faults.WITHOUT_REDIS)
+@pytest.mark.parametrize("scenario", faults.INJECTED)
 def test_answers_are_right(scenario: str, served: Outcome) -> None:
     served.expect_sound(scenario)
-
-
-def test_answers_are_right_with_redis(served: Outcome) -> None:
-    require_redis()
-    served.expect_sound("redis_down_at_start")
 
 
 def test_processes_end(served: Outcome) -> None:
