@@ -142,15 +142,6 @@ def test_a_producer_stores_segments_and_asks_for_none(desk: Callable[..., Desk])
     assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)]
 
 
-def test_segments_of_answers_are_not_stored(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    request = ask(d, segments=None, ids=text(30))
-    d.matched(request)
-    d.plan((request, 0, 30))
-    generate(request, 100)
-    assert segments_of(d.plan((request, 30, 100), new=False).saves) == []
-
-
 def test_a_request_that_wants_no_blend_is_stored_all_the_same(desk: Callable[..., Desk]) -> None:
     d = desk()
     d.put_segments(FIRST)
@@ -223,15 +214,6 @@ def test_a_piece_that_begins_in_the_exact_prefix_is_used_from_its_end_on(desk: C
     assert planned.blend.pieces[0] == segment(d, FIRST, 10), "it is decoded as a whole"
     assert request.block_hashes[:2] == before[:2] and request.block_hashes[2] != before[2]
     assert d.side.outcome(request) == {"blended": True, "reused_tokens": 23 + 21, "cost": 0.15}
-
-
-def test_pieces_within_the_exact_prefix_are_not_used(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST, SECOND)
-    request = ask(d, chunks=4)
-    assert d.matched(request) == (64, True), "one token of SECOND is behind it, fewer than min_reused"
-    planned = load(d, request)
-    assert planned.blend is None and len(planned.prefix) == 4
 
 
 @pytest.mark.parametrize(("tokens", "found"), [(39, 38), (40, 39), (30, 29)])

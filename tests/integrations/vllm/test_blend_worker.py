@@ -501,10 +501,3 @@ def test_what_is_placed_waits_for_the_other_ranks_as_long_as_it_takes(bench: Cal
     assert b.worker.loads.take_arrived() == set()
     compute(b, ["r"], blender)
     assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
-
-
-def test_a_blend_says_how_many_tokens_it_reuses() -> None:
-    b = Bench.piece
-    blend = Blend([], 20, [b(None, 0, 10, 15), b(None, 0, 5, 30), b(None, 0, 10, 40)], 0.5, [])  # type: ignore[arg-type]
-    assert [blend.reused(end) for end in (20, 22, 25, 33, 45, 60)] == [0, 2, 5, 8, 15, 20]
-    assert replace(blend, start=31).reused(60) == 14

@@ -83,19 +83,26 @@ def _trouble(e: SmallEngine) -> None:
     e.store.before = lambda operation: None
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_fault_anywhere_costs_no_request(
-    point: str, when: str, engine: Callable[..., SmallEngine], contained: Contained
+    point: str, engine: Callable[..., SmallEngine], contained: Contained
 ) -> None:
-    """Once, in the middle of the work, and once more; then everything works as before."""
+    """Once before the call and once after it, in the middle of the work. Then everything works as before."""
+    if _days_with_faults(point, {1: "before", 4: "after"}, engine, contained) < 4:
+        _days_with_faults(point, {1: "after"}, engine, contained)
+
+
+def _days_with_faults(
+    point: str, faults: dict[int, str], engine: Callable[..., SmallEngine], contained: Contained
+) -> int:
+    """Let some of the calls of a point fail; how often it was called."""
     e = engine()
     calls = 0
 
     def decide(at: str) -> str | None:
         nonlocal calls
         calls += at == point
-        return when if at == point and calls in (1, 4) else None
+        return faults.get(calls) if at == point else None
 
     injector = Injector(e.side, e.worker, decide)
     for day in ("first", "second"):
@@ -119,6 +126,7 @@ def test_a_fault_anywhere_costs_no_request(
         wait_until(lambda: _loads(e) > loads, "what was stored is loaded")
     else:
         assert point in ("s._rename", "s._state.clock") or "rename" in point
+    return calls
 
 
 def _loads(e: SmallEngine) -> float:
