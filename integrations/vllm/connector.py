@@ -289,7 +289,6 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads then compute this step's slice of blends."""
         self._working.settle(self._plan.step, self._plan.resets)
-        self._working.loads.void(self._plan.voids)
         self._working.loads.start(self._plan.loads)
         self._working.loads.drop(self._plan.drops)
         # vLLM's first model runner calls this after a forward that raised, too: other ranks may wait inside theirs.

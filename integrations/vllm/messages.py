@@ -111,7 +111,8 @@ class Load:
     Attributes:
         request: id of the request.
         tenant: owner of the entries.
-        prefix: consecutive chunks, the last of which may be a tail; without the first ones if no layer needs them.
+        prefix: consecutive chunks, the last of which may be a tail; without the first ones if no layer needs them. A
+            load that cannot begin has none, and nothing else, so it fails.
         start, end: positions of the tokens to restore; both may lie inside an entry. The end is a block's end unless
             there is a blend.
         blocks: the engine's blocks of the tokens `start … end`, in the first group of layers.
@@ -184,8 +185,6 @@ class StepPlan:
         blend_tokens: number of tokens that this step may compute for all blends.
         drops: requests that are not blended after all, because a rank failed or the request ended.
         idle: the step computes no tokens; the engine only waits for loads.
-        voids: requests that wait for a load which cannot begin, and the engine's blocks that it was to fill. The blocks
-            are reported as invalid, so the request is computed.
         confirmed: all ranks have ended this step and all steps before it.
         resets: how often the engine has reset its cache since the last step.
     """
@@ -198,7 +197,6 @@ class StepPlan:
     blend_tokens: int = 0
     drops: list[str] = field(default_factory=list)
     idle: bool = False
-    voids: dict[str, list[int]] = field(default_factory=dict)
     confirmed: int = 0
     resets: int = 0
 

@@ -143,7 +143,7 @@ class SchedulerSide:
 
         def give_up() -> None:
             if tokens:  # the engine waits for them
-                self._loads.void(request.request_id, list(tables[0][first:]))
+                self._loads.fail(request.request_id, first, list(tables[0][first:]))
             self._give_up(request.request_id)
 
         with self._guard("allocated", give_up):
@@ -193,9 +193,9 @@ class SchedulerSide:
         """Return the loads and saves of the step that the engine has just scheduled (its `SchedulerOutput`)."""
         self._step += 1
         self._state.patience = PATIENCE
-        loads, voids = self._loads.take_step()
+        loads = self._loads.take_step()
         resets = self._requests.ask(self._step)
-        plan = StepPlan(self._step, loads, voids=voids, confirmed=self._confirmed, resets=resets)
+        plan = StepPlan(self._step, loads, confirmed=self._confirmed, resets=resets)
         saves = self._saves.take_last()
         with self._guard("plan", partial(self._saves.forget, saves)):
             plan.last_saves = self._saves.unchanged(saves, output)

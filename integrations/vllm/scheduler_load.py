@@ -28,7 +28,6 @@ class SchedulerLoads:
         self._share = share
         self._promised: dict[str, int] = {}  # tokens before those that a request was told it can load
         self._loads: dict[str, Load] = {}  # to be started by the next step
-        self._voids: dict[str, list[int]] = {}  # as in `StepPlan`
         self._under_way: dict[str, list[bytes]] = {}  # digests of the prefix in a request's load
         self._loading: dict[bytes, str] = {}  # the request in whose load each digest is
 
@@ -100,23 +99,27 @@ class SchedulerLoads:
         self._loads[request_id] = load
         tracked.saved = max(tracked.saved, found.chunks)
 
-    def void(self, request_id: str, blocks: list[int]) -> None:
-        """Report these blocks as invalid in place of a request's load, because it cannot begin."""
-        self._loads.pop(request_id, None)
-        self._voids[request_id] = blocks
+    def fail(self, request_id: str, first: int, blocks: list[int]) -> None:
+        """Plan a load that fails in place of a request's own, which cannot begin.
 
-    def take_step(self) -> tuple[list[Load], dict[str, list[int]]]:
-        """Return and forget the loads to start, and the voids, of the next step."""
-        loads, voids = list(self._loads.values()), self._voids
+        Args:
+            request_id: of the request.
+            first: number of its first block that was to be restored.
+            blocks: the engine's blocks from there on.
+        """
+        start = first * self._state.block
+        self._loads[request_id] = Load(request_id, "", [], start, start + len(blocks) * self._state.block, blocks)
+
+    def take_step(self) -> list[Load]:
+        """Return and forget the loads that the next step starts."""
+        loads = list(self._loads.values())
         self._loads.clear()
-        self._voids = {}
-        return loads, voids
+        return loads
 
     def forget(self, request_id: str) -> None:
         """Start nothing for a request that has ended."""
         self._promised.pop(request_id, None)
         self._loads.pop(request_id, None)
-        self._voids.pop(request_id, None)
 
     def is_under_way(self, request_id: str) -> bool:
         """Return whether a load for a request of this id has not ended yet."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from cuvee.codec.errors import CuveeError
@@ -52,16 +52,6 @@ class WorkerLoads:
             with self._guard("start_loads", partial(self.abandon, job)):
                 ready = ready or Mark(self._state.pages.device)
                 self._pools.loaders.submit(self._load, job, ready)
-
-    def void(self, loads: Mapping[str, Sequence[int]]) -> None:
-        """Report loads that cannot begin as over: requests, and the blocks that are invalid."""
-        with self._state.lock:
-            for request, blocks in loads.items():
-                self._fail(request, blocks)
-                self._state.report.failed.add(request)
-                self._arrived.add(request)
-                self._state.report.ended.add(request)
-            self._state.progress.notify()
 
     def take_arrived(self, patience: float = 0.0) -> set[str]:
         """Return the requests whose loads ended since the last call, successfully or not. Gives up loads past their

@@ -15,7 +15,7 @@ from cuvee.naming.identity import PrefixChain
 # What vLLM calls, and what runs in threads on its behalf.
 SCHEDULER_HOOKS = ("arrived", "matched_tokens", "allocated", "plan", "take", "finished", "outcome", "reset")
 WORKER_HOOKS = {
-    "void": "loads.void", "start_loads": "loads.start", "drop": "loads.drop", "blend": "blends.advance",
+    "start_loads": "loads.start", "drop": "loads.drop", "blend": "blends.advance",
     "save": "saves.save", "take_arrived": "loads.take_arrived", "take_invalid_blocks": "loads.take_invalid_blocks",
     "report": "report",
 }  # fmt: skip
@@ -55,7 +55,7 @@ WORKER = (
 CHAIN = ("digests", "tails")
 # Tables that are empty once all requests have ended, by side.
 SCHEDULER_TABLES = (
-    "_requests.tracked", "_requests.uncached", "_loads._promised", "_loads._loads", "_loads._voids",
+    "_requests.tracked", "_requests.uncached", "_loads._promised", "_loads._loads",
     "_loads._under_way", "_loads._loading", "_blends._placed", "_blends._ready", "_blends._drops",
 )  # fmt: skip
 WORKER_TABLES = (

@@ -167,7 +167,6 @@ class SmallEngine:
         worker.begin_step(plan.step, plan.confirmed)
         worker.saves.save(plan.last_saves)
         worker.settle(plan.step, plan.resets)
-        worker.loads.void(plan.voids)
         worker.loads.start(plan.loads)
         worker.loads.drop(plan.drops)
         worker.blends.advance(plan.blends, plan.blend_tokens, self.blender)  # type: ignore[arg-type]  # not vLLM's layers

@@ -159,7 +159,7 @@ def test_a_load_that_fails_in_part_fails_as_a_whole(
 
 def test_a_load_that_cannot_begin_is_told_by_its_request(bench: Callable[..., Bench]) -> None:
     b = bench(groups=MIXED)
-    b.worker.loads.void({"r": [NULL_BLOCK, 3]})
+    b.load_now([Load("r", "", [], 0, 2 * BLOCK, [NULL_BLOCK, 3])])
     assert b.worker.loads.take_failed(b.worker.loads.take_arrived()) == {"r"}
     assert not b.worker.loads.take_invalid_blocks()
 
