@@ -15,7 +15,7 @@ from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.decision import Restored, decoding_work
 from cuvee.integrations.vllm.messages import Delivery, Load
 from cuvee.integrations.vllm.worker_deadline import DeadlineLoad
-from cuvee.integrations.vllm.worker_restore import LateError, LoadJob, Restorer
+from cuvee.integrations.vllm.worker_restore import LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark
 
@@ -69,7 +69,7 @@ class WorkerLoads:
             late = [job for job in self._jobs.values() if not job.placed and now - job.begun > state.timeout]
         for job in late:
             with self._guard("take_arrived"):
-                self._give_up(job, patient=False)
+                self._give_up(job)
         with state.lock:
             arrived, self._arrived = self._arrived, set()
         return arrived
@@ -127,8 +127,6 @@ class WorkerLoads:
                             if job.over:
                                 return
                             self._restorer.restore(job, batch)
-            except LateError:
-                self._give_up(job, patient=True)
             except CuveeError as error:
                 logger.warning(
                     "cuvee: request %s: %s; its tokens from %d on are recomputed",
@@ -157,9 +155,9 @@ class WorkerLoads:
                 self._state.report.placed.append(job.load.request)
                 self._state.progress.notify()
 
-    def _give_up(self, job: LoadJob, patient: bool) -> None:
-        """Declare a load dead. That is impossible while its pages are written: wait if `patient`, else return."""
-        if not job.lock.acquire(blocking=patient):
+    def _give_up(self, job: LoadJob) -> None:
+        """Declare a load dead, unless its pages are being written: then that is left to the next call."""
+        if not job.lock.acquire(blocking=False):
             return
         try:
             if not job.over:

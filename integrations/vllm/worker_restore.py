@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from cuvee.integrations.vllm.blending.executing import PageBlend
 
 logger = logging.getLogger(__name__)
-
-
-class LateError(Exception):
-    """The store has not answered in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +84,14 @@ class Restorer:
         self._io = ChunkIO(state.codec, pools.coders)
 
     def fetched(self, job: LoadJob) -> Iterator[list[tuple[Entry, Fetched]]]:
-        """Yield a load's entries in order, some at a time, while the next ones are on their way.
-
-        Raises:
-            LateError: the load's time is up.
-        """
+        """Yield a load's entries in order, some at a time, while the next ones are on their way."""
         if job.over:  # given up before a thread was free for it
             return
 
         def fetch(entries: Sequence[Entry]) -> list[Fetched]:
             return self.get(job.load.tenant, [entry.digest for entry in entries], self._state.parts)
 
-        def answer(fetching: Future[list[Fetched]]) -> list[Fetched]:
-            if not wait([fetching], max(job.begun + self._state.timeout - time.monotonic(), 0)).done:
-                raise LateError
-            return fetching.result()
-
-        for entries, found in fetch_ahead(self._pools.fetchers, fetch, job.load.entries, answer):
+        for entries, found in fetch_ahead(self._pools.fetchers, fetch, job.load.entries, Future.result):
             yield list(zip(entries, found, strict=True))
 
     def get(

@@ -395,7 +395,9 @@ class Bench:
             state.progress.wait_for(lambda: not names & own._jobs.keys(), state.timeout + 0.05)
         for job in own._jobs.copy().values():
             if job.load.request in names:
-                own._give_up(job, patient=True)
+                with job.lock:  # its pages may be being written
+                    pass
+                own._give_up(job)
 
     def wait(self, *requests: str) -> None:
         """Poll as the engine does until the loads have arrived."""
