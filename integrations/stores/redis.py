@@ -55,7 +55,6 @@ _SCAN_SECONDS = 3600.0  # twice the time for 10^9 keys; bounds a scan that the s
 _PREFIX = "cuvee:"
 _ENTRY = re.compile(rb"cuvee:([0-9a-f]{1,64}/[0-9a-f]{1,128})")
 
-_Odd = redis.ResponseError
 _T = TypeVar("_T")
 
 
@@ -121,7 +120,7 @@ class RedisStore(Store):
         blobs: list[bytes | None] = []
         for start in range(0, len(keys), _GET_BATCH):
             batch = keys[start : start + _GET_BATCH]
-            replies = self._pipelined([("GETRANGE", _PREFIX + key, 0, self._most) for key in batch], bytes | _Odd)
+            replies = self._pipelined([("GETRANGE", _PREFIX + key, 0, self._most) for key in batch], bytes)
             blobs += [self._open(key, reply) for key, reply in zip(batch, replies, strict=True)]
         self._monitor.answered(blobs)
         return blobs
@@ -144,9 +143,9 @@ class RedisStore(Store):
         """Return whether each key is there now, with one round trip to each node."""
         for key in keys:
             check_key(key)
-        replies = self._pipelined([("STRLEN", _PREFIX + key) for key in keys], int | _Odd)
+        replies = self._pipelined([("STRLEN", _PREFIX + key) for key in keys], int)
         # An entry that is too large to be read counts as absent, so that a smaller one can replace it.
-        return [type(reply) is int and 0 < reply <= self._most for reply in replies]
+        return [0 < reply <= self._most for reply in replies]
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
@@ -173,14 +172,11 @@ class RedisStore(Store):
         if client is not None:
             client.close()
 
-    def _open(self, key: str, reply: bytes | Exception) -> bytes | None:
+    def _open(self, key: str, reply: bytes) -> bytes | None:
         """Return the blob in a reply to GETRANGE. A bad or expired entry is deleted and counted, and is a miss."""
-        if isinstance(reply, Exception):  # a list, say
-            self._monitor.bad(key, reply)
-            self._delete([key])
-        elif len(reply) > self._most:
+        if len(reply) > self._most:
             self._monitor.beyond(key, self._most - HEADER_BYTES)
-        elif reply:  # GETRANGE of a missing key is empty
+        elif reply:  # of a missing key it is empty
             return self._monitor.opened(key, reply, self._ttl, lambda: self._delete([key]))
         return None
 
@@ -206,10 +202,7 @@ class RedisStore(Store):
         return [client.get_redis_connection(node) for node in client.get_primaries()] if self._cluster else [client]
 
     def _pipelined(self, commands: Sequence[tuple[Any, ...]], kind: Any) -> list[Any]:
-        """Run commands with one round trip to each node; return the replies, which must be of `kind`.
-
-        `kind` may include `_Odd`, the exception that says that the value of a key is no string but, say, a list.
-        """
+        """Run commands with one round trip to each node; return the replies, which must be of `kind`."""
 
         def run(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipeline:
@@ -217,7 +210,10 @@ class RedisStore(Store):
                     pipeline.execute_command(*command)
                 replies: list[Any] = pipeline.execute(raise_on_error=False)
             for reply in replies:
-                _check(reply, kind)
+                if isinstance(reply, Exception):
+                    raise reply
+                if not isinstance(reply, kind):
+                    raise InvalidResponse(f"unexpected reply: {type(reply).__name__}")
             return replies
 
         return self._tried(run) if commands else []
@@ -263,14 +259,6 @@ class RedisStore(Store):
         elif isinstance(error, OutOfMemoryError):
             hint = " (the server is full and may not evict: raise its maxmemory or set allkeys-lru)"
         return self._monitor.failure(error, hint)
-
-
-def _check(reply: object, kind: Any) -> None:
-    """Raise an error reply, or another reply than of `kind`."""
-    if isinstance(reply, Exception) and "wrong kind of value" not in str(reply):
-        raise reply
-    if not isinstance(reply, kind):
-        raise InvalidResponse(f"unexpected reply: {type(reply).__name__}")
 
 
 def _page(reply: Any) -> tuple[int, list[str]]:

@@ -101,15 +101,6 @@ def test_entries_are_expired_by_the_server(server: RedisServer, open_redis: Open
 # Bad entries
 
 
-def test_a_value_that_is_no_string_is_a_bad_entry(server: RedisServer, open_redis: Open) -> None:
-    store = open_redis(server.url)
-    store.put(KEYS[1], b"second")
-    with server.client() as client:
-        client.rpush(f"cuvee:{KEY}", b"one", b"two")
-    assert store.contains([KEY]) == [False] and store.get_many([KEYS[1], KEY]) == [b"second", None]
-    assert (counted(store).corrupt, counted(store).errors) == (1, 0) and _names(server) == {f"cuvee:{KEYS[1]}"}
-
-
 def test_a_huge_value_is_not_fetched(server: RedisServer, open_redis: Open) -> None:
     open_redis(server.url).put(KEY, b"x" * 100_000)
     with server.client() as client:
