@@ -96,20 +96,6 @@ def test_a_long_pool_is_one_mean() -> None:
     assert bits_at_kl([1, 2, 4, 8, 16], kl, np.exp(2.0) * (1 + 1e-12)) == pytest.approx(4)
 
 
-def test_pooling_is_the_closest_decreasing_curve() -> None:
-    draw = np.random.default_rng(0)
-    for _ in range(20):
-        y: npt.NDArray[np.float64] = draw.normal(size=(1, 7)) - 0.3 * np.arange(7.0)
-        _, level = stats._pooled(np.arange(7, dtype=np.float64)[None], y)
-        # Pool adjacent violators, one step at a time.
-        pools = [[v] for v in y[0]]
-        while (
-            at := next((i for i in range(len(pools) - 1) if np.mean(pools[i]) < np.mean(pools[i + 1])), None)
-        ) is not None:
-            pools[at : at + 2] = [pools[at] + pools[at + 1]]
-        np.testing.assert_allclose(level[0], [np.mean(pool) for pool in pools for _ in pool])
-
-
 def test_points_that_lost_nothing_are_left_out() -> None:
     assert bits_at_kl([1, 4, 16], [0.1, 0.01, 0.0], 10**-1.5) == pytest.approx(2)
     assert bits_at_kl([1, 4, 16], [0.1, 0.01, 0.0], 0.005) is None
