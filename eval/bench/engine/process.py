@@ -80,8 +80,6 @@ class Engine:
         options: Mapping[str, Any],
         variant: EngineVariant | None = None,
         profile: Path | None = None,
-        chunk_tokens: int = CHUNK,
-        blend: Mapping[str, Any] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
         """Start an engine, and wait until it is up.
@@ -91,8 +89,6 @@ class Engine:
             options: of vLLM's `LLM`.
             variant: the connector; None for an engine without it.
             profile: of the model, for the connector.
-            chunk_tokens: of the connector.
-            blend: the connector's options of that name; None: it does not blend.
             more: other options of the connector.
         """
         arguments: dict[str, Any] = {"model": str(model), "dtype": DTYPE, "seed": 0, **options}
@@ -100,15 +96,13 @@ class Engine:
             extra = {
                 "store": variant.store,
                 "quality": variant.quality,
-                "chunk_tokens": chunk_tokens,
+                "chunk_tokens": CHUNK,
                 "threads": os.cpu_count() or 1,
                 "decide": "always",
                 **(more or {}),
             }
             if profile is not None:
                 extra["profile"] = str(profile)
-            if blend is not None:
-                extra["blend"] = dict(blend)
             arguments["kv_transfer_config"] = {
                 "kv_connector": "CuveeConnector",
                 "kv_connector_module_path": "cuvee.integrations.vllm",

@@ -36,9 +36,9 @@ class Scripted:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def start(self, model: Path, options: Mapping[str, Any], variant: Any, profile: Any, blend: Any) -> None:
+    def start(self, model: Path, options: Mapping[str, Any], variant: Any, profile: Any, more: Any) -> None:
         assert options["max_model_len"] > max(SCOPE.lengths)
-        assert (variant.quality, profile, blend) == ("lossless", None, {"min_reused": 1})
+        assert (variant.quality, profile, more) == ("lossless", None, {"blend": {"min_reused": 1}})
 
     def reach(self, figure: str, least: float) -> None:
         assert (figure, least) == ("stored{segment}", len(self.asked))
