@@ -204,7 +204,7 @@ def test_a_step_that_fails_or_hangs_is_named_and_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert run("print('good')") == "done" and log.read_text() == "good\n"
     assert run("import sys; print('last words'); sys.exit(3)") == "failed"
-    nothing = {"ceilings": {}, "runs": [], "kernels": {}, "errors": {}}
+    nothing: dict[str, Any] = {"ceilings": {}, "runs": [], "kernels": {}, "errors": {}}
     assert "```\nlast words\n```" in shown(tmp_path, "failed", "speed", nothing, log.read_text())
     assert run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == "failed"
     child = "import subprocess, sys, time; sleep = 'import time; time.sleep(60)'\n"
