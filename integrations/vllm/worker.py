@@ -106,7 +106,7 @@ class WorkerSide:
         if self._state.cache is None:
             return
         self._sleeps += 1
-        self.loads.end_all()
+        self.loads.drop()
         Mark(self._state.pages.device).wait()
         self._state.detach()
 

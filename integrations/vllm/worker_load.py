@@ -94,25 +94,19 @@ class WorkerLoads:
         with self._state.lock:
             return self._jobs.get(request)
 
-    def end_all(self) -> None:
-        """End the loads under way with what is valid by now; on return, no thread writes to pages."""
-        with self._state.lock:
-            jobs = self.under_way()
-        for job in jobs:
-            with self._guard("drop"):
-                self.abandon(job)
-
     def under_way(self) -> list[LoadJob]:
         """Return the loads under way; the state's lock is held."""
         return list(self._jobs.values())
 
-    def drop(self, requests: Sequence[str]) -> None:
-        """Give up blends whose segments are placed, because another rank failed or the request has ended."""
-        for request in requests:
-            job = self.job(request)
-            if job is not None:
-                with self._guard("drop"):
-                    self.abandon(job)
+    def drop(self, requests: Sequence[str] | None = None) -> None:
+        """End loads with what is valid by now, those of these requests or all: blends that are not computed after all,
+        or pages that are given back. On return, no thread writes to their pages.
+        """
+        with self._state.lock:
+            jobs = [job for name, job in self._jobs.items() if requests is None or name in requests]
+        for job in jobs:
+            with self._guard("drop"):
+                self.abandon(job)
 
     def _load(self, job: LoadJob, ready: Mark) -> None:
         load = job.load
