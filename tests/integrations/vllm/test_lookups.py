@@ -38,7 +38,8 @@ def test_a_question_of_any_length_is_asked_in_bounded_calls(shards: int) -> None
         shards=shards, keys=EntryKeys([]), store=SimpleNamespace(contains=contains), clock=time.monotonic
     )
     looking = Lookups(pool, state)
-    assert looking.begin("a", find, [], 1).answer.result(20) == [65, 0, 1]
+    nothing: list[int] = []
+    assert looking.begin("a", find, nothing, 1).answer.result(20) == [65, 0, 1]
     most = max(CALL_KEYS // shards, 1)
     assert looking.batch == most and all(count <= most for count in asked)
     assert len(asked) == -(-130 // most) + -(-2 // most)
