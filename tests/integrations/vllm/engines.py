@@ -58,6 +58,7 @@ _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n
 # On a CPU, vLLM 0.32 and 0.33 raise where a step of Mamba 2 spans several of these.
 _MAMBA2["mamba_chunk_size"] = 2048
 _TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon_h1": ("FalconH1Config", {**_MAMBA2, "mamba_d_ssm": 128}),
     "gemma3": (
         "Gemma3TextConfig",
         {
@@ -114,6 +115,19 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("MistralConfig", _WINDOW),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "attention"] * 2,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "expand": 1,
+        },
+    ),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 64}),
     "qwen3_next": (
