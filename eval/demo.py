@@ -152,7 +152,8 @@ def run_demo(
         log.expect(3 + len(SHOWN_BASELINES) + 1 + len(scope.groups) * of_a_group)
         with log.step("loading the model"):
             lm, tokenizer = load_model(model, "float32"), load_tokenizer(model)
-            novels = [read_corpus(name, model) for name in CALIBRATION_TEXTS]
+            # The curve is measured on the last ones: those of the novel that is most like the one that is read.
+            novels = [read_corpus(name, model) for name in reversed(CALIBRATION_TEXTS)]
             learning = reread(spread_sequences(novels, LENGTH, scope.learned))
             testing = reread(spread_sequences([read_corpus(EVALUATION, model)], LENGTH, scope.sequences))
         profiles = {}

@@ -567,7 +567,7 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     monkeypatch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("the profile was there already"))
     assert untimed(run_report(config, tmp_path / "run", console)) == untimed(data)
     with pytest.raises(InputError, match=r"differs in .*calibration"):
-        run_report(replace(config, calibration=("harbour",)), tmp_path / "run", console)
+        run_report(replace(config, calibration=("harbour", "millrace", "postroad")), tmp_path / "run", console)
 
 
 @pytest.mark.parametrize(
