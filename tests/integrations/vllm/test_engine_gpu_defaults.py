@@ -49,7 +49,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     second = [Engine("loaded", model, [ALONE, TOGETHER, SLEPT], ours)]
     done: dict[str, Ran] = {}
     for name, engines in {"first": first, "second": second}.items():
-        done.update(run_engines(folder / name, engines, timeout=600.0, **GPU))
+        done.update(run_engines(folder / name, engines, timeout=600.0, fresh=False, **GPU))
     return done
 
 

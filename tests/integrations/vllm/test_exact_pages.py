@@ -496,7 +496,8 @@ def _truth(ids: Sequence[int]) -> torch.Tensor:
 @pytest.fixture
 def served(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
     """Makes engines, one after the other, in a group of one rank."""
-    state, made = real("vllm.distributed.parallel_state"), []
+    state = real("vllm.distributed.parallel_state")
+    made: list[Served] = []
 
     def make(store: DictStore, **changes: Any) -> Served:
         while made:
