@@ -68,13 +68,14 @@ def test_the_real_model_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files_are_read_by_their_suffix(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The wind rose.")
-    lines = [{"text": "The wind"}, [1, 2, 3], {"input_ids": [4]}, " rose."]
-    (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    rose = " rose.\N{LINE SEPARATOR}"  # which JSON may hold as it is, and which ends no line
+    lines = [{"text": "The wind"}, [1, 2, 3], {"input_ids": [4]}, rose]
+    (tmp_path / "b.jsonl").write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
     tokenizer = load_tokenizer(BUNDLED_MODEL)
     (one,) = read_corpus(str(tmp_path / "a.txt"), BUNDLED_MODEL).documents
     assert one.tolist() == tokenizer("The wind rose.").input_ids
     many = [d.tolist() for d in read_corpus(str(tmp_path / "b.jsonl"), BUNDLED_MODEL).documents]
-    assert many == [tokenizer("The wind").input_ids, [1, 2, 3], [4], tokenizer(" rose.").input_ids]
+    assert many == [tokenizer("The wind").input_ids, [1, 2, 3], [4], tokenizer(rose).input_ids]
 
 
 def test_the_digest_tells_documents_apart(tmp_path: Path) -> None:
