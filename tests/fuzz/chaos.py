@@ -5,8 +5,7 @@
                                                     fp8: one with an fp8 cache. No blends
 
 Three tenants ask vLLM on the CPU for prompts that share beginnings and documents. Requests are aborted and preempted,
-caches emptied, and now and then a forward raises in the middle of the model; the engine then goes on as one that was
-started anew with the same store. Meanwhile any inner call of the connector's two sides raises, the store raises, hangs,
+and caches emptied. Meanwhile any inner call of the connector's two sides raises, the store raises, hangs,
 and answers with damaged bytes, with those of other keys, with lies about what it has and with nonsense about itself.
 Every answer is compared with that of an engine without a connector: the same tokens, and logprobs that differ by no
 more than batches of other sizes make them differ. At the end nothing may be left over, and the cache works as on its
@@ -30,8 +29,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +38,11 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / 
 
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.vllm.engines import Answer, distance, import_vllm, run_script
-from tests.integrations.vllm.faults import BLOCK, CHUNK, HOW, WHERE, Driven, failing
+from tests.integrations.vllm.faults import BLOCK, CHUNK, Driven
 from tests.integrations.vllm.injection import POINTS, Injector, kept
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.integrations.stores.base import TierCounters
-from cuvee.integrations.vllm.messages import Report
 
 TENANTS = ("", "second tenant", "third tenant", "x" * 5000)
 BLOCKS = 40  # of the engine's cache: less than what a few requests want
@@ -233,62 +230,6 @@ class Chaos(Driven):
                 ended = True
         return ended
 
-    def fail(self, dice: random.Random) -> Prompt:
-        """Let a forward raise while it computes a new prompt, or a slice of a blend, and start anew. Then the prompt is
-        asked again: whatever was stored of it is loaded.
-        """
-        prompt, salt = dice.choice(prompts_of(dice)), dice.choice(TENANTS[:3])
-        self.ask_for(prompt, salt)
-        layer, where, how = dice.choice(list(self.layers)), dice.choice(WHERE), dice.choice(HOW)
-        last = time.monotonic()
-        with failing(layer, where, how, dice.choice((1, 1, 2, 3, 9))) as raised, self._told() as told:
-            while not raised and self.engine.has_unfinished_requests() and time.monotonic() - last < STUCK:
-                try:
-                    self.advance()
-                except (RuntimeError, SystemExit, KeyboardInterrupt) as error:
-                    self.counts[f"raised {type(error).__name__}"] += 1
-                    with self.working._state.lock:  # it is told again
-                        self.working.loads._arrived |= told[0]
-                        self.working._state.report.add(told[1])
-                else:
-                    self.counts.update(["raised in a slice"] * bool(raised))
-        for name in list(self.asked):
-            self.abort(name)
-        self.asked.clear()
-        # What the requests leave behind may be copied now, and loads end.
-        while self.free_blocks() < self.all_blocks:
-            self.ask([1], max_tokens=1)
-            if time.monotonic() - last > STUCK:
-                raise Wrong(f"{self.all_blocks - self.free_blocks()} of the engine's blocks are lost")
-        self.settle()
-        self.revive()
-        self.ask_for(prompt, salt)
-        return prompt
-
-    @contextmanager
-    def _told(self) -> Iterator[list[Any]]:
-        """What the worker's side told in the last step: of requests that have arrived, and its report."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        connector: Any = get_kv_transfer_group()
-        told: list[Any] = [set(), Report()]
-
-        def get_finished(*args: Any) -> Any:
-            answer = type(connector).get_finished(connector, *args)
-            told[0] = answer[1] or set()
-            return answer
-
-        def build_connector_worker_meta() -> Any:
-            answer = type(connector).build_connector_worker_meta(connector)
-            told[1] = replace(answer.report)
-            return answer
-
-        connector.get_finished, connector.build_connector_worker_meta = get_finished, build_connector_worker_meta
-        try:
-            yield told
-        finally:
-            del connector.get_finished, connector.build_connector_worker_meta
-
     def loads_wait(self) -> bool:
         """Whether requests that do not run have blocks, for a load or after one: vLLM itself fails to reset those."""
         scheduler = self.core.scheduler
@@ -336,7 +277,6 @@ def fates_of(kind: str) -> tuple[str, ...]:
 def _enough(engine: Chaos, store: ChaosStore, injector: Injector) -> bool:
     """Whether what a run is for has happened in it: hooks have raised, and requests have met every fate."""
     fates = all(engine.counts[fate] for fate in fates_of(engine.kind))
-    fates = fates and any(name.startswith("raised ") for name in engine.counts)
     hooks = set(injector.hooks()) >= NEEDED
     loads = engine.totals()["loads", ""] > 10
     return fates and hooks and loads and len(engine.answers) > 100 and sum(store.faults.values()) > 50
@@ -385,9 +325,6 @@ def _disturb(engine: Chaos, store: ChaosStore, seconds: float, seed: int) -> Inj
             engine.counts["resets" if with_store else "forgotten"] += bool(done)
         if not engine.asked:
             engine.ask_for(dice.choice(prompts))
-        if dice.random() < 0.02:
-            prompts.append(engine.fail(dice))
-            last = time.monotonic()
         if engine.advance():
             last = now
         if now - last > STUCK:

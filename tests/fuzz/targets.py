@@ -13,8 +13,6 @@ TARGETS = {
     "envelope": "entries.EntryTarget",
     "pages": "pages.PagesTarget",
     "url": "entries.UrlTarget",
-    "connector": "connector.ConnectorTarget",
-    "cli": "commands.CommandTarget",
 }
 
 

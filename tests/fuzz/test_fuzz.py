@@ -32,7 +32,6 @@ from cuvee.integrations.stores.envelope import verify
 ROOT = Path(__file__).parents[2]
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
 # The cases of a short run, about 20 s in total, and outcomes that it must reach: its cases get far.
-# The cases of commands that read a configuration import much of transformers.
 RUNS = {
     "blob": (700, {"decoded", "FormatError", "CorruptError", "InputError"}),
     "states": (400, {"restored", "FormatError", "ProfileMismatchError"}),
@@ -40,9 +39,6 @@ RUNS = {
     "envelope": (1500, {"read", "CorruptError", "ExpiredError"}),
     "pages": (300, {"0 pages", "4 pages", "8 pages"}),
     "url": (600, {"opened", "InputError"}),
-    "connector": (150, {"load arrived", "load failed", "messages taken", "options taken", "options: InputError",
-                        "engine survived"}),
-    "cli": (60, {"inspect: done", "inspect: error", "show: error", "decode: error"}),
 }  # fmt: skip
 
 

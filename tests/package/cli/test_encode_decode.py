@@ -75,6 +75,10 @@ def test_lossless_needs_no_profile_but_the_config(
             "encode", cache, tmp_path / "x", "--config", tmp_path, *asked, match="learn a profile with `cuvee profile"
         )
     fails("encode", cache, tmp_path / "x", "--config", tmp_path / "none.json", match="none.json")
+    # A configuration that names code, which is not run, and one without layers.
+    for change in ({"model_type": "other", "auto_map": {"AutoConfig": "evil.Config"}}, {"num_hidden_layers": None}):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        fails("decode", tmp_path / "default.cuvee", tmp_path / "y", "--config", tmp_path, match="error: ")
 
 
 def test_a_lossy_cache_is_the_codecs_and_moves(files: Files) -> None:
