@@ -21,7 +21,6 @@ from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
 from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.schemes import batches
-from cuvee.codec.support.forks import tell_after_fork
 from cuvee.kernels.chunks import join, raise_status, touched
 from cuvee.kernels.devices import Download, Mark, current, refuse_capture, settled
 from cuvee.kernels.lossless_scheme import LosslessDevice
@@ -55,11 +54,7 @@ class TritonBackend:
         self.workspace_bytes = workspace_bytes
         self._schemes: OrderedDict[tuple[Any, ...], _Scheme] = OrderedDict()
         self._held: list[tuple[Mark, tuple[object, ...]]] = []  # marks of work in flight, and the objects that it reads
-        self.after_fork()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Replace the locks: in a forked child, a lock that another thread of the parent held would stay locked."""
+        # A forked child has no use for them: CUDA does not work there.
         self._making, self._holding = threading.Lock(), threading.Lock()
 
     def prepare(self, coding: Coding) -> None:

@@ -348,7 +348,8 @@ def fitted_profile(name: str, group: str) -> Profile:
 def fitted_to(layout: KVLayout, group: str = "layer") -> Profile:
     """A profile of a layout, learned from synthetic chunks, without a curve."""
     last = 10_000 if layout.max_positions is None else layout.max_positions - 200
-    return fit(layout, [synthetic_chunk(layout, 200, seed, min(10 * seed, last)) for seed in range(100, 107)], group)
+    tokens = max(200, 4 * layout.values_per_token // 7 + 8)  # enough for any group
+    return fit(layout, [synthetic_chunk(layout, tokens, seed, min(10 * seed, last)) for seed in range(100, 107)], group)
 
 
 @pytest.fixture(scope="session")

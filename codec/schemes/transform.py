@@ -145,7 +145,7 @@ class TransformScheme:
         return self._profile.predictions[index].of(token_ids[at], start + at.start)
 
     def _predicted_coefficients(self, index: int, token_ids: I64 | None, start: int, at: slice) -> Predictions | None:
-        """Do so for the coefficients that a section's predictor reads, which take long to prepare for a large model."""
+        """Return the predicted coefficients that a section's predictor reads: slow to prepare for a large model."""
         cache = None if token_ids is None else self._profile.predicted_coefficients[index]
         return None if token_ids is None or cache is None else cache.of(token_ids[at], start + at.start)
 

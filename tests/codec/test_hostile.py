@@ -196,6 +196,31 @@ def test_compiled_loops_stay_within_their_arrays() -> None:
     assert " passed" in done.stdout
 
 
+# Decodes blobs that end where their page does; the page behind them may not be read.
+GUARDED = """
+import ctypes, mmap
+from tests.codec.damaged import SCHEMES, blob_of
+from tests.codec.test_hostile import attempt, resealed_flips
+guard = mmap.PAGESIZE * (1 + max(len(blob_of(scheme)) for scheme in SCHEMES) // mmap.PAGESIZE)
+memory = mmap.mmap(-1, guard + mmap.PAGESIZE)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + guard
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+for scheme in SCHEMES:
+    for forged in [blob_of(scheme), *resealed_flips(blob_of(scheme))]:
+        at = memoryview(memory)[guard - len(forged) : guard]
+        at[:] = forged
+        attempt(scheme, at, "numba")
+print("within")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is protected as on Linux")
+def test_nothing_is_read_beyond_a_blob() -> None:
+    """Whoever does dies."""
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "within\n"), done.stderr[-2000:]
+
+
 # --- memory
 
 # Decodes the blobs whose paths it is given with no more than 96 MiB left to allocate. What is counted is address

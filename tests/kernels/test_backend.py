@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from tests.classed import with_classes
 from tests.codec.test_paged import PERMUTED, poisoned
 from tests.conftest import LAYOUTS, decoded_layers, fitted_profile, synthetic_chunk
-from tests.forked import SECONDS, works_in_child, works_in_child_while_held
+from tests.forked import SECONDS
 from tests.kernels import world
 from tests.kernels.coding import (
     CPU,
@@ -31,17 +30,15 @@ from tests.kernels.coding import (
 )
 from triton import knobs
 
-from cuvee.codec.backends import Backends, Coding
+from cuvee.codec.backends import Backends
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.cpu.pool import Pool
 from cuvee.codec.errors import CorruptError, InputError, UnsupportedModelError
-from cuvee.codec.format.container import Scheme, read_header
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.format.container import read_header
+from cuvee.codec.paged import NOWHERE
 from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes import batches
-from cuvee.codec.setting import Setting
 from cuvee.kernels import backend, incoming, upload
 from cuvee.kernels.chunks import CacheMemory
 
@@ -324,15 +321,3 @@ def test_many_bytes_go_through_several_threads(monkeypatch: pytest.MonkeyPatch) 
     for offset, part in zip(offsets, parts, strict=True):
         expected[offset : offset + len(part)] = part
     np.testing.assert_array_equal(raw, expected)
-
-
-def test_a_forked_process_stages_on_threads_of_its_own() -> None:
-    upload.for_each(time.sleep, [0.02] * 32, upload.PARALLEL_BYTES)  # long enough to start all threads there may be
-    assert works_in_child(lambda: upload.for_each(abs, [-1, -2], upload.PARALLEL_BYTES) == [1, 2])
-
-
-def test_a_forked_process_makes_schemes_while_a_thread_of_its_parent_does() -> None:
-    own, chunk = backend.TritonBackend(("cuda", "cpu")), synthetic_chunk(LAYOUTS["gqa"], 5)
-    cache = PagedCache.dense(chunk.layout, chunk.keys, chunk.values)
-    coding = Coding(Profile.unlearned(chunk.layout), Setting(Scheme.LOSSLESS), chunk.layout.dtype)
-    assert works_in_child_while_held(own._making, lambda: own._scheme(coding, cache) is not None)

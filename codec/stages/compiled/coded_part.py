@@ -144,7 +144,7 @@ def list_words(data, found, words_at):  # type: ignore[no-untyped-def]
 
 @inner
 def list_all_words(data, tokens, found):  # type: ignore[no-untyped-def]
-    """Do so for all sections that have streams, and note in `STREAMS` where the entries of each begin."""
+    """List the words of all sections that have streams, and note in `STREAMS` where the entries of each begin."""
     entries = np.int64(0)
     for i in range(len(found)):
         found[i, STREAMS] = entries

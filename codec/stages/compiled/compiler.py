@@ -64,7 +64,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def compiled_briefly(function: Callable[..., Any]) -> Any:
-    """Do the same for work of microseconds. It keeps the GIL: to get it back from another thread takes longer."""
+    """Compile work of microseconds. It keeps the GIL: to get it back from another thread takes longer."""
     return _cached(nb.njit(nogil=False, **_NOT_FROM_C)(function))
 
 
