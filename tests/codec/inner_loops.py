@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuvee.codec.stages.compiled import coded_part, lanes, rans
+from cuvee.codec.stages.compiled import coded_part, rans
 from cuvee.codec.stages.compiled.compiler import compiled
 
 
@@ -14,18 +14,6 @@ def find_part(data, begin, end, tokens, planes, rows, found, problem):  # type: 
 @compiled
 def list_words(data, found, words_at):  # type: ignore[no-untyped-def]
     coded_part.list_words(data, found, words_at)
-
-
-@compiled
-def list_groups(section, stream, columns, per_stream, groups, at):  # type: ignore[no-untyped-def]
-    return lanes.list_groups(section, stream, columns, per_stream, groups, at)
-
-
-@compiled
-def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, tables, slots, bits, out):  # type: ignore[no-untyped-def]
-    return lanes.decode_lanes(
-        groups, sections, states, starts, ends, data, classes, planes, tables, slots, bits, out
-    )  # fmt: skip
 
 
 @compiled

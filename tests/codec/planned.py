@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from tests.codec.inner_loops import decode_lanes, list_groups
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan, default_family, scale_codes
@@ -19,23 +18,17 @@ from cuvee.codec.entropy.token_classes import (
     CLASSES,
     NEUTRAL,
     ClassedPlan,
-    ColumnPlan,
     class_frequencies,
     class_step_index,
     class_table,
 )
 from cuvee.codec.errors import ProfileError
-from cuvee.codec.format import rules
-from cuvee.codec.format.rules import rule_error
-from cuvee.codec.format.streams import Escapes, Streams, check_streams
+from cuvee.codec.format.streams import Escapes, Streams
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.stages.compiled import lanes
-from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.implementations import get_stages
-from cuvee.codec.stages.reference import rans
 from cuvee.codec.stages.reference.sections import Coefficients
-from cuvee.codec.support.arrays import I16, U8
+from cuvee.codec.support.arrays import I16
 
 TABLE = class_table(class_frequencies(2.0 ** -np.abs(np.arange(CLASSES) - NEUTRAL)))
 
@@ -121,34 +114,6 @@ def same_streams(got: Streams, want: Streams) -> None:
 def same_escapes(got: Escapes, want: Escapes) -> None:
     _same_arrays(got.index, want.index)
     _same_arrays(got.value, want.value)
-
-
-def rans_decode(
-    name: str, streams: Streams, columns: U8, plan: ColumnPlan, tables: EntropyTables, tokens_per_stream: int
-) -> U8:
-    """Decode one section with the reference, or with the loop that the compiled stages decode all sections with."""
-    if name == "reference":
-        return rans.rans_decode(streams, columns, plan, tables, tokens_per_stream)
-    tokens = len(columns)
-    check_streams(streams, tokens_per_stream, tokens)
-    size = plan.tables.shape[1] * tokens
-    out = np.zeros(size + WIDTH, np.uint8)
-    groups = np.empty((len(streams.states) + 1, lanes.GROUP_FIELDS), np.int64)
-    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    # Four bytes may be read before the first word.
-    words = np.frombuffer(b"".join((bytes(4), streams.words.astype("<u2", copy=False).tobytes())), np.uint8)
-    fields[0, lanes.WORDS], fields[0, lanes.COUNT] = 4, len(streams.words)
-    fields[0, lanes.COLUMNS], fields[0, lanes.STRIDE] = tokens, plan.tables.shape[1]
-    ends = np.cumsum(streams.lengths, dtype=np.uint32)
-    bad = decode_lanes(
-        groups[: list_groups(0, 0, tokens, tokens_per_stream, groups, 0)], fields, streams.states,
-        ends - streams.lengths, ends, words, columns, plan.planes,
-        plan.tables.ravel().astype(np.uint32) << np.uint32(tables.prob_bits), tables.slots.reshape(-1),
-        tables.prob_bits, out,
-    )  # fmt: skip
-    if bad >= 0:
-        raise rule_error(rules.STREAM, int(bad), len(ends))
-    return out[:size].reshape(-1, tokens)
 
 
 @cache

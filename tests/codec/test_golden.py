@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.classed import with_classes
-from tests.codec.planned import Planned, coding_of, rans_decode
+from tests.codec.planned import Planned, coding_of
 from tests.codec.vectors import (
     DTYPES,
     EXPECTED,
@@ -51,7 +51,7 @@ from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
-from cuvee.codec.stages.reference.rans import decode_classes
+from cuvee.codec.stages.reference.rans import decode_classes, rans_decode
 from cuvee.codec.stages.reference.sections import read_part
 from cuvee.codec.stages.reference.symbols import from_planes
 from cuvee.codec.stages.reference.token_order import coding_order
@@ -116,7 +116,7 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
         part = read_part(data, plan, header.tokens)
         classes = decode_classes(part.classes, section.class_table, header.tokens)
         columns = classes[coding_order(classes)]
-        planes = rans_decode(backend.name, part.streams, columns, plan, family.tables, part.tokens_per_stream)
+        planes = rans_decode(part.streams, columns, plan, family.tables, part.tokens_per_stream)
         y = from_planes(planes, columns, part.escapes, plan, flat.quantizer)
         coding = coding_of([Planned(plan, section.class_ranks, section.class_table)], flat)
         indexed = backend.index_sections(coding, [(0, data)], header.tokens)

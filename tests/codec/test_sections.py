@@ -17,13 +17,14 @@ from tests.codec.planned import Planned, coding_of, decode, planned, same
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL
 from cuvee.codec.entropy.family import default_family
-from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
+from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, SectionPlanes
 from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.coded_part import write_coded
 from cuvee.codec.format.streams import WINDOW, Escapes
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.schemes.coefficients import CoefficientCoder
 from cuvee.codec.stages.implementations import get_stages, stage_names
+from cuvee.codec.stages.reference import rans
 from cuvee.codec.stages.reference.sections import Coefficients, check_classes, read_part
 from cuvee.codec.stages.reference.symbols import class_runs
 from cuvee.codec.stages.reference.token_order import coding_order
@@ -124,6 +125,20 @@ def test_both_encoders_write_the_same_bytes(tokens: int) -> None:
     for name, kind in product(SCALES, KINDS):
         section, data, y, classes = coded(name, kind, tokens)
         assert encoded(section, classes, y, "reference") == data
+
+
+@pytest.mark.parametrize("log2", range(8))
+def test_streams_of_any_length_are_decoded(log2: int) -> None:
+    """Other encoders may choose other lengths."""
+    section, data, _, classes = coded("blocks", "classes", 257)
+    part, columns = read_part(memoryview(data), section.classed, 257), classes[coding_order(classes)]
+    planes = rans.rans_decode(part.streams, columns, section.classed, FAMILY.tables, part.tokens_per_stream)
+    (streams,) = rans.rans_encode([SectionPlanes(planes, columns, section.classed, 1 << log2)], FAMILY.tables)
+    other = replace(part, streams=streams, tokens_per_stream=1 << log2)
+    parts = [(0, write_coded(other, int(section.classed.planes.max())))]
+    want = decode("reference", coding_of([section]), [(0, data)], 257)
+    for name in stage_names():
+        same(decode(name, coding_of([section]), parts, 257), want)
 
 
 @settings(max_examples=40, deadline=None)

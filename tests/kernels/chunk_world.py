@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.rope import cos_sin
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.sections import Section, partition
 from cuvee.kernels.jobs import ChunkField, TileField
 from cuvee.kernels.ops.pages import contiguity, place_row
@@ -21,6 +23,7 @@ from cuvee.kernels.plans import Geometry
 from cuvee.kernels.tiles import TileLayout
 
 POISON = 0xAB
+HOLE = 5
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SCALES = (0.25, 0.1, 3.0, 1.0)  # of FP8, in turns
 
@@ -173,3 +176,22 @@ def fill(cache: Cache, batch: Batch, values: Sequence[Sequence[torch.Tensor]]) -
         for unit, rows in enumerate(units):
             cache.fill(unit, batch.at(chunk), rows)
     return cache
+
+
+def round_trips(
+    codecs: Sequence[Codec], caches: Sequence[Cache], batches: Sequence[Batch], to: tuple[int, ...]
+) -> tuple[list[list[bytes]], list[Cache]]:
+    """What each codec writes of its cache; and caches, poisoned before, into which each decodes the first one's blobs.
+
+    Token `HOLE` of the first chunk has no slot there.
+    """
+    blobs, written = [], []
+    for codec, cache, batch in zip(codecs, caches, batches, strict=True):
+        slots = [cache.slots[batch.at(chunk)] for chunk in range(len(batch.tokens))]
+        blobs.append(codec.encode(PagedChunks(cache.paged(), slots, batch.sources)))
+    for codec, cache, batch in zip(codecs, caches, batches, strict=True):
+        slots = [cache.slots[batch.at(chunk)].clone() for chunk in range(len(batch.tokens))]
+        slots[0][HOLE] = -1
+        written.append(cache.copy())
+        codec.decode_paged(blobs[0], written[-1].paged(), slots, to).check()
+    return blobs, written

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.classed import with_classes
 from tests.conftest import fitted_to, synthetic_chunk
-from tests.kernels.chunk_world import BITS, POISON, Batch, Cache, fill, make_cache
+from tests.kernels.chunk_world import BITS, HOLE, POISON, Batch, fill, make_cache, round_trips
 from tests.kernels.coding import ROUNDING, apart, assert_close, on, tensors
 from tests.predicting import VOCABULARY, predicting, with_sinks
 
@@ -20,7 +20,6 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.models.rope import cos_sin
-from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, partition
 from cuvee.kernels import transform_scheme
@@ -83,7 +82,7 @@ KINDS = [
     ("80", "bthd"), ("odd", "bhtd"), ("partial", "bthd"), ("interleaved", "bhdt"), ("256", "bthd"),
 ]  # fmt: skip
 ELEMENTS = [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.float32, torch.float8_e5m2]
-HOLE, KEPT = 5, torch.arange(48) != 5
+KEPT = torch.arange(48) != HOLE
 UNTOUCHED = {size: int.from_bytes(bytes([POISON] * size), "little", signed=size > 1) for size in BITS}
 PAGES = [(name, kind, own) for name, kind in KINDS for own in ELEMENTS[: 5 if kind == "bhtd" else 2]]
 
@@ -152,32 +151,19 @@ def test_heads_of_every_size(name: str, group: str, predicted: bool, device: tor
     assert max(float((a != b).double().mean()) for a, b in zip(got, want, strict=True)) < 0.05
 
 
-def held(cache: Cache, batch: Batch) -> Cache:
-    """The cache with a chunk per run of tokens, its values of the cache's type."""
-    chunks = [synthetic_chunk(batch.layout, tokens, seed, 0) for seed, tokens in enumerate(batch.tokens)]
-    values = [[unit for pair in zip(chunk.keys, chunk.values, strict=True) for unit in pair] for chunk in chunks]
-    return fill(cache, batch, values)
-
-
 @pytest.mark.parametrize(("name", "kind", "element"), PAGES)
 def test_every_order_of_memory(name: str, kind: str, element: torch.dtype, device: torch.device) -> None:
     """Out of pages, and into others with a hole; what no token owns is not touched."""
-    batches = [Batch(LAYOUTS[name], (33, 15), (0, 7), (0, 7), at) for at in (CPU, device)]
-    caches = [held(make_cache(b.layout, b.total, kind, element, b.device), b) for b in batches]
+    layout = LAYOUTS[name]
+    batches = [Batch(layout, (33, 15), (0, 7), (0, 7), at) for at in (CPU, device)]
+    chunks = [synthetic_chunk(layout, tokens, seed, 0) for seed, tokens in enumerate(batches[0].tokens)]
+    caches = [fill(make_cache(layout, b.total, kind, element, b.device), b, [*map(tensors, chunks)]) for b in batches]
     cpu, triton = codecs(profile_of(name, "layer"))
-    slots = [[cache.slots[batch.at(chunk)] for chunk in range(2)] for cache, batch in zip(caches, batches, strict=True)]
-    theirs, mine = (
-        codec.encode(PagedChunks(cache.paged(), own, [0, 7]))
-        for codec, cache, own in zip((cpu, triton), caches, slots, strict=True)
-    )
+    (theirs, mine), written = round_trips((cpu, triton), caches, batches, (1000, 0) if layout.relocatable else (0, 7))
     for one, other in zip(mine, theirs, strict=True):
         assert abs(len(one) - len(other)) <= 0.01 * len(other) + 8
-        assert_close(cpu.decode(one), cpu.decode(other), ROUNDING[LAYOUTS[name].dtype] + 0.05)
-    written = [cache.copy() for cache in caches]
-    for codec, cache, own in zip((cpu, triton), written, slots, strict=True):
-        own[0][HOLE] = -1
-        codec.decode_paged(theirs, cache.paged(), own, [1000, 0]).check()
-    kinds = (LAYOUTS[name].dtype, str(element).removeprefix("torch."))
+        assert_close(cpu.decode(one), cpu.decode(other), ROUNDING[layout.dtype] + 0.05)
+    kinds = (layout.dtype, str(element).removeprefix("torch."))
     rounding = 2**-3 if element.itemsize == 1 else max(ROUNDING[own] for own in kinds)
     for unit in range(len(written[0].units)):
         want, got = (cache.rows(unit, slice(None)).cpu().float() for cache in written)
