@@ -141,6 +141,21 @@ def test_streams_of_any_length_are_decoded(log2: int) -> None:
         same(decode(name, coding_of([section]), parts, 257), want)
 
 
+def test_a_word_that_goes_to_the_next_stream_is_missed() -> None:
+    """The lengths still add up, and the next stream, which needs no word, ends in the right state."""
+    section, data, _, classes = coded("few", "neutral", 257)
+    part, columns = read_part(memoryview(data), section.classed, 257), classes[coding_order(classes)]
+    planes = rans.rans_decode(part.streams, columns, section.classed, FAMILY.tables, part.tokens_per_stream)
+    (streams,) = rans.rans_encode([SectionPlanes(planes, columns, section.classed, 8)], FAMILY.tables)
+    at = int(np.flatnonzero((streams.lengths[:-1] > 0) & (streams.lengths[1:] == 0))[0])
+    streams.lengths[at : at + 2] += np.array([-1, 1]).astype(np.uint32)
+    other = replace(part, streams=streams, tokens_per_stream=8)
+    parts = [(0, write_coded(other, int(section.classed.planes.max())))]
+    for name in stage_names():
+        with pytest.raises(CorruptError, match="does not end where it must"):
+            decode(name, coding_of([section]), parts, 257)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     blocks=st.lists(st.lists(st.integers(-400, 700), min_size=1, max_size=12), min_size=1, max_size=3),

@@ -5,11 +5,10 @@
                                                     fp8: one with an fp8 cache. No blends
 
 Three tenants ask vLLM on the CPU for prompts that share beginnings and documents. Requests are aborted and preempted,
-and caches emptied. Meanwhile any inner call of the connector's two sides raises, the store raises, hangs,
-and answers with damaged bytes, with those of other keys, with lies about what it has and with nonsense about itself.
-Every answer is compared with that of an engine without a connector: the same tokens, and logprobs that differ by no
-more than batches of other sizes make them differ. At the end nothing may be left over, and the cache works as on its
-first day.
+and caches emptied. Meanwhile any inner call of the connector's two sides raises, the store raises, hangs, and answers
+with damaged bytes, with those of other keys, with lies about what it has and with nonsense about itself. Every answer
+is compared with that of an engine without a connector: the same tokens, and logprobs that differ by no more than
+batches of other sizes make them differ. At the end nothing may be left over, and the cache works as on its first day.
 
 A run goes on for longer than asked, up to MOST_LONGER times, until enough of all this has happened.
 

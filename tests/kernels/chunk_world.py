@@ -70,6 +70,14 @@ class Cache:
         ]
         return replace(self, raw=raw, units=units)
 
+    def holds_only(self, at: torch.Tensor) -> bool:
+        """Whether nothing but the values of these tokens was written. Poisons them."""
+        slot = self.slots[at.to(self.slots.device)]
+        for unit in self.units:
+            poison = int.from_bytes(bytes([POISON] * unit.element_size()), "little", signed=unit.element_size() > 1)
+            unit.view(BITS[unit.element_size()])[slot // unit.shape[1], slot % unit.shape[1]] = poison
+        return all(bool((memory == POISON).all()) for memory in self.bytes())
+
     def paged(self) -> PagedCache:
         scales = self.scales.tolist() if self.element.itemsize == 1 else [1.0] * len(self.units)
         return PagedCache(self.layout, self.units[::2], self.units[1::2], scales[::2], scales[1::2])

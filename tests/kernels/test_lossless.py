@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.conftest import LAYOUTS
 from tests.kernels.chunk_world import HOLE, POISON, Batch, Cache, fill, make_cache, random_units, round_trips
+from tests.kernels.coding import ROUNDING
 from tests.kernels.packing import launch
 
 from cuvee.codec.codec import Codec
@@ -140,8 +141,16 @@ def test_pages_hold_the_bits_of_the_codec(
     codecs = [Codec(profile, "lossless", backend=backend) for backend in ("auto", "triton")]
     (theirs, mine), (want, got) = round_trips(codecs, caches, batches, to or (10, 7))
     assert mine == theirs
-    assert all(torch.equal(a, b) for a, b in zip(got.bytes(), want.bytes(), strict=True))
-    assert torch.equal(want.rows(0, slice(HOLE, HOLE + 1)).view(torch.uint8).unique(), torch.tensor([POISON]).byte())
+    kept = torch.arange(sum(tokens)) != HOLE
+    rounding = 2**-2 if element.itemsize == 1 else ROUNDING[dtype]
+    for unit in range(len(want.units)):
+        a, b = (cache.rows(unit, slice(None)).cpu()[kept] for cache in (got, want))
+        if to is None or unit % 2 or layout.layers[unit // 2].rope is None:
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        else:  # the tables of sines differ in their last bits
+            error, size = (a.float() - b.float()).abs().amax(2), b.float().abs().amax(2)
+            assert bool((error <= rounding * size).all())
+    assert got.holds_only(kept) and want.holds_only(kept)
 
 
 def poisoned(size: int, device: torch.device) -> torch.Tensor:
