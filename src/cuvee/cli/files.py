@@ -65,7 +65,13 @@ def read_profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
 
     if not config.exists():
         raise FileNotFoundError(errno.ENOENT, "no such config", str(config))
-    return Profile.unlearned(KVLayout.from_config(load_config(str(config)).get_text_config(decoder=True), dtype=dtype))
+    try:
+        read = load_config(str(config)).get_text_config(decoder=True)
+        return Profile.unlearned(KVLayout.from_config(read, dtype=dtype))
+    except (CuveeError, OSError, ImportError):
+        raise
+    except Exception as error:  # transformers raises errors of any class for an invalid configuration
+        raise InputError(f"{config}: must be a configuration that transformers reads, got {error}") from error
 
 
 def check_absent(path: Path, force: bool) -> None:
