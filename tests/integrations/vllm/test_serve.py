@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[3] / "integrations" / "vllm" / "examples"
 CHUNK = 64
 TOKENS = 3 * CHUNK + 10
+BLEND = {"segment_tokens": 24, "min_context": 0, "cost": 0.5}
 CACHED = 3 * CHUNK
 
 
@@ -26,6 +27,7 @@ def prompt(seed: int, tokens: int = TOKENS) -> list[int]:
 def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path) -> None:
     """A server stores, and is stopped; an engine elsewhere finds all of it, under the tenant it was stored for.
 
+    The server blends, too, which the example asks for; what tenants ask for has no part twice.
     Neither has a prefix cache of its own: what is cached, we have loaded. A second server would be the same engine
     behind HTTP, and take twice as long to start.
     """
@@ -34,7 +36,8 @@ def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path
     first, second, third = prompt(1), prompt(2), prompt(3)
     with redis_server() as redis:
         transfer = cuvee(redis.url, chunk_tokens=CHUNK)
-        with Server(folder / "server", bundled_model_path(), transfer, "--no-enable-prefix-caching") as server:
+        blending = cuvee(redis.url, chunk_tokens=CHUNK, blend=BLEND)
+        with Server(folder / "server", bundled_model_path(), blending, "--no-enable-prefix-caching") as server:
             fresh = server.complete(first, cache_salt="alice")
             assert fresh.cached == 0
             server.wait_for_metric("vllm:cuvee_stored_total{kind=chunk}", 3)
@@ -48,6 +51,7 @@ def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path
             assert server.complete(first).cached == CACHED
             server.wait_for_metric("vllm:cuvee_load_seconds_count", 3)
             what_the_operator_sees(server)
+            the_example_asks_about_a_folder_of_documents(server, folder)
             # Two prompts that are stored while the server is being stopped.
             answers = [server.complete(one, cache_salt="alice").tokens for one in (second, third)]
         options = {"enable_prefix_caching": False, "skip_tokenizer_init": False, "kv_transfer_config": transfer}
@@ -77,27 +81,22 @@ def what_the_operator_sees(server: Server) -> None:
     assert server.metric("vllm:cuvee_failures_total") == 0
 
 
-def test_the_example_asks_about_a_folder_of_documents(folder: Path) -> None:
+def the_example_asks_about_a_folder_of_documents(server: Server, folder: Path) -> None:
     """Through the OpenAI API, by content: the second question finds the documents in another order."""
-    from cuvee.calibration.bundled import bundled_model_path, bundled_text
+    from cuvee.calibration.bundled import bundled_text
 
     documents = folder / "documents"
     documents.mkdir()
     text = bundled_text("orchard")
     for number, word in enumerate(("apples", "pears")):
         (documents / f"{word}.txt").write_text(f"{word} {text[2000 * number : 2000 * number + 600]}")
-    few = {"segment_tokens": 24, "min_context": 0, "cost": 0.5}
-    transfer = cuvee(f"file://{folder}/rag-store", chunk_tokens=32, blend=few)
-    arguments = ("--enable-prompt-tokens-details", "--no-enable-prefix-caching")
-    with Server(folder / "rag", bundled_model_path(), transfer, *arguments) as server:
-        example = str(EXAMPLES / "rag.py")
-        url = f"http://127.0.0.1:{server.port}/v1"
-        said = []
-        for question in ("apples?", "pears?"):
-            status, text = run_script(folder, example, url, str(documents), question, timeout=120)
-            assert status == 0, text + server.text()[-4000:]
-            said.append(text)
-            server.wait_for_metric("vllm:cuvee_stored_total{kind=segment}", 4)
-        (cached,) = re.findall(r"; (\d+) of \d+ prompt tokens were cached", said[-1])
-        assert int(cached) > 32
-        assert server.metric("vllm:cuvee_blend_seconds_count") == 1
+    url, stored, said = f"http://127.0.0.1:{server.port}/v1", "vllm:cuvee_stored_total{kind=segment}", []
+    before = server.metric(stored)
+    for question in ("apples?", "pears?"):
+        status, text = run_script(folder, str(EXAMPLES / "rag.py"), url, str(documents), question, timeout=120)
+        assert status == 0, text + server.text()[-4000:]
+        said.append(text)
+        server.wait_for_metric(stored, before + 4)
+    (cached,) = re.findall(r"; (\d+) of \d+ prompt tokens were cached", said[-1])
+    assert int(cached) > CHUNK
+    assert server.metric("vllm:cuvee_blend_seconds_count") == 1
