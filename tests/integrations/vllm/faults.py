@@ -496,11 +496,11 @@ def forwards_raise(engine: Driven) -> None:
     # Steps of a prompt of five chunks and most of a sixth: four chunks; one, and the prompt's tail; tokens, the sixth
     # of which completes a chunk. Four chunks are stored by the second step, and six entries by the eighth.
     whens = {"first": (1, 0), "second": (2, 4), "decoding": (8, 6), "loaded": (1, 0)}
-    kinds = [(layer, where, how) for layer in range(len(engine.layers)) for where in WHERE for how in HOW]
+    kinds = [(where, how) for how in HOW for where in WHERE]
     asked: list[tuple[str, list[int]]] = []
     expected, before = 0, 0.0
-    for number, (layer, where, how) in enumerate(kinds):
-        when = list(whens)[number % len(whens)]
+    for number, (where, how) in enumerate(kinds):
+        when, layer = list(whens)[number % len(whens)], number // len(WHERE) % len(engine.layers)
         prompt, (call, stored) = ids(CHUNKS * CHUNK + 58, f"forwards raise {number}"), whens[when]
         asked.append((when, prompt))
         if when == "loaded":
