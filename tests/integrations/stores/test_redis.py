@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -362,3 +363,59 @@ def test_without_redis_py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(ImportError, match=r"pip install cuvee\[redis\]"):
         importlib.import_module(module.__name__)
+
+
+def test_out_of_memory(server: RedisServer, open_redis: Open) -> None:
+    store = open_redis(server.url)
+    store.put(KEY, b"before")
+    with server.client() as client:
+        client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(StoreError, match=r"OutOfMemoryError.*command not allowed.*allkeys-lru") as caught:
+            store.put(KEYS[1], b"SECRET" * 100)
+        assert "SECRET" not in str(caught.value)
+        assert store.get(KEY) == b"before" and store.delete(KEY), "reading and deleting still work"
+    finally:
+        with server.client() as client:
+            client.config_set("maxmemory", 0)
+    assert store.put(KEYS[1], b"after") and store.get(KEYS[1]) == b"after"
+
+
+def test_read_only_replica(server: RedisServer, open_redis: Open) -> None:
+    store = open_redis(server.url)
+    store.put(KEY, b"x")
+    with server.client() as client:
+        client.set(f"cuvee:{KEYS[1]}", b"garbage")
+        client.replicaof("127.0.0.1", "1")
+    try:
+        assert store.get_many(KEYS[:2]) == [b"x", None]
+        assert counted(store).corrupt == 1  # a failed deletion does not fail the get
+        with pytest.raises(StoreError, match=r"(?i)read ?only"):
+            store.put(KEY, b"y")
+        with pytest.raises(StoreError, match=r"(?i)read ?only"):
+            store.delete(KEY)
+    finally:
+        with server.client() as client:
+            client.replicaof("NO", "ONE")
+    assert store.put(KEY, b"y") and store.get(KEY) == b"y" and store.get(KEYS[1]) is None
+
+
+def test_cluster_with_a_node_down(open_redis: Open) -> None:
+    with redis_cluster() as servers:
+        for server in servers:
+            with server.client() as client:
+                client.config_set("cluster-require-full-coverage", "no")
+        store = open_redis(servers[0].url, cluster=True, timeout=0.3)
+        for name in KEYS:
+            store.put(name, b"x")
+        servers[2].pause()
+        with pytest.raises(StoreError, match="Timeout"):
+            store.get_many(KEYS)
+        servers[2].kill()
+        found: dict[str, bytes | None] = {}
+        for name in KEYS[:12]:
+            with suppress(StoreError):
+                found[name] = store.get(name)
+        assert 0 < len(found) < 12 and set(found.values()) == {b"x"}
+    with pytest.raises(StoreError, match="redis store"):
+        open_redis(servers[0].url, cluster=True, timeout=1.0).get(KEY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -505,3 +506,13 @@ def test_tiers_of_one_name_are_told_apart() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(InputError, match=r"^stores: must hold at least one"):
         TieredStore([])
+
+
+def test_a_blob_is_let_go_once_written(three: Three) -> None:
+    for fake in (three.top, three.low, three.deep):
+        fake.refuse = True
+    blob = bytes(1000)
+    before = sys.getrefcount(blob)
+    three.store.put(A, blob)
+    three.idle()
+    wait_until(lambda: sys.getrefcount(blob) == before, "no thread refers to it")
