@@ -347,8 +347,8 @@ def fitted_profile(name: str, group: str) -> Profile:
 @cache
 def fitted_to(layout: KVLayout, group: str = "layer") -> Profile:
     """A profile of a layout, learned from synthetic chunks, without a curve."""
-    last = 10_000 if layout.max_positions is None else layout.max_positions - 200
     tokens = max(200, 4 * layout.values_per_token // 7 + 8)  # enough for any group
+    last = 10_000 if layout.max_positions is None else layout.max_positions - tokens
     return fit(layout, [synthetic_chunk(layout, tokens, seed, min(10 * seed, last)) for seed in range(100, 107)], group)
 
 
