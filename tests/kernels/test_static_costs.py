@@ -82,7 +82,7 @@ def test_a_kernel_compiles_within_its_budget(spec: KernelSpec, target: str, tmp_
         assert registers <= spec.registers and spilled == 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _sort(x, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK)
     tl.store(x + i, tl.sort(tl.load(x + i)))

@@ -619,6 +619,22 @@ def _wait(event: threading.Event) -> None:
     assert event.wait(30)
 
 
+def test_the_longest_segments_are_asked_for_first(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are worth most if time runs out."""
+    d, asked = desk(), list[str]()
+    contains = d.store.contains
+
+    def noted(keys: Sequence[str]) -> list[bool]:
+        asked.extend(keys)
+        return contains(keys)
+
+    monkeypatch.setattr(d.store, "contains", noted)
+    ids = [*text(10), *SECOND, *text(5, 30), *FIRST, *text(9)]
+    d.matched(ask(d, "r", ids, [(10, 31), (36, 65)]))
+    segments = [store_key("", d.segment(own), 0) for own in (FIRST, SECOND)]
+    assert [key for key in asked if key in segments] == segments
+
+
 def test_a_lookup_that_hangs_is_given_up(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     d, go = desk(lookup_timeout=5), threading.Event()
     overdue: list[tuple[str, float]] = []

@@ -378,6 +378,23 @@ def test_a_blend_that_fails_ends_its_step(bench: Callable[..., Bench]) -> None:
     assert len(blender.budgets) == 2 and b.worker.loads.take_arrived() == {"b"}
 
 
+def test_a_blend_whose_ranks_cannot_agree_ends_its_step(
+    bench: Callable[..., Bench], contained: list[tuple[str, BaseException]]
+) -> None:
+    """As one that fails, but for an error of the ranks' group."""
+
+    class Parted(FakeBlender):
+        def agree(self, well: bool) -> bool:
+            super().agree(well)
+            raise RuntimeError("connection closed by peer")
+
+    b, blender = bench(), Parted()
+    place_two(b)
+    compute(b, ["a", "b"], blender)
+    assert blender.well == [True] and b.worker.loads.take_arrived() == {"a"}
+    assert [entry for entry, _ in contained] == ["blend"]
+
+
 @pytest.mark.parametrize("harm", ["gone", "damaged", "shorter", "of another quality", "empty"])
 @pytest.mark.parametrize("start", [0, BLOCK])
 def test_a_piece_that_cannot_be_placed_leaves_the_exact_prefix(
