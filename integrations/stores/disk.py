@@ -119,6 +119,7 @@ class DiskStore(Store):
         self._scanner: threading.Thread | None = None
         self._scanned_at = -math.inf
         self._wanted = 0  # bytes for which a put found no room
+        self._lost = False  # the folder's size is not known
         self._lock = threading.Lock()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -252,14 +253,16 @@ class DiskStore(Store):
     def _name(self, root: int, temporary: str, key: str, size: int) -> bool:
         """Give an entry its name; False if there is no room."""
         # The lock is taken before the folders are opened or created, so that no scan removes them meanwhile.
-        with folder.locked(root) as figures, folder.open_shard(root, key, create=True) as shard:
-            earlier = folder.size_of(folder.id_of(key), shard)
-            fits = self.max_bytes is None or figures.bytes - (earlier or 0) + size <= self.max_bytes
-            if fits:
-                os.replace(temporary, folder.id_of(key), src_dir_fd=root, dst_dir_fd=shard)
-                if earlier is not None:
-                    figures.remove(earlier)
-                figures.add(size)
+        with folder.locked(root) as figures:
+            self._lost |= not figures.added and any(map(is_tenant, os.listdir(root)))
+            with folder.open_shard(root, key, create=True) as shard:
+                earlier = folder.size_of(folder.id_of(key), shard)
+                fits = self.max_bytes is None or figures.bytes - (earlier or 0) + size <= self.max_bytes
+                if fits:
+                    os.replace(temporary, folder.id_of(key), src_dir_fd=root, dst_dir_fd=shard)
+                    if earlier is not None:
+                        figures.remove(earlier)
+                    figures.add(size)
             due = self._is_due(figures)
         if not fits:
             self._wanted = max(self._wanted, size)
@@ -270,12 +273,17 @@ class DiskStore(Store):
         return fits
 
     def _is_due(self, figures: folder.Figures) -> bool:
-        """Return whether it is time to scan: at first, because dead writers may have left files and figures may be
-        lost; when eviction is due; and from time to time, because entries that nobody requests expire as well.
+        """Return whether it is time to scan: at first, because dead writers may have left files; when eviction is due, or
+        figures are lost; and from time to time, because entries that nobody requests expire as well.
         """
-        full = self.max_bytes is not None and figures.bytes > _FULL * self.max_bytes
         interval = math.inf if self.ttl is None else max(60.0, self.ttl / 10)
-        return full or self._scanned_at == -math.inf or time.monotonic() - self._scanned_at > interval
+        return self._counts(figures) or self._scanned_at == -math.inf or time.monotonic() - self._scanned_at > interval
+
+    def _counts(self, figures: folder.Figures) -> bool:
+        """Return whether a scan has to count what is there, and maybe to evict."""
+        if self.max_bytes is None:
+            return False
+        return self._lost or self._wanted > 0 or figures.bytes > _FULL * self.max_bytes
 
     def _start_scan(self) -> None:
         """Scan in the background, unless a scan runs."""
@@ -309,7 +317,9 @@ class DiskStore(Store):
         if self.max_bytes is None and self.ttl is None:
             return
         with folder.locked(root) as figures:
-            added = figures.added
+            added, counts = figures.added, self._counts(figures)
+        if not counts and self.ttl is None:
+            return
         found: list[tuple[int, int, int, str]] = []  # by last use: ns, inode, bytes, key
         for tenant in filter(is_tenant, os.listdir(root)):
             for key, info in folder.entries_of(root, tenant):
@@ -320,8 +330,10 @@ class DiskStore(Store):
                 else:
                     found.append((info.st_mtime_ns, info.st_ino, info.st_size, key))
             folder.remove_empty_folders(root, tenant)
-        if self.max_bytes is None:
+        if not counts or self.max_bytes is None:
             return
+        self._lost = False
+        # What is put during a scan may be counted twice, until the next one.
         held = folder.recount(root, sum(size for _, _, size, _ in found), len(found), added)
         room, self._wanted = self.max_bytes - self._wanted, 0
         if held > min(_FULL * self.max_bytes, room):
