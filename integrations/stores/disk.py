@@ -273,8 +273,8 @@ class DiskStore(Store):
         return fits
 
     def _is_due(self, figures: folder.Figures) -> bool:
-        """Return whether it is time to scan: at first, because dead writers may have left files; when eviction is due, or
-        figures are lost; and from time to time, because entries that nobody requests expire as well.
+        """Return whether it is time to scan: at first, because dead writers may have left files; when eviction is due,
+        or figures are lost; and from time to time, because entries that nobody requests expire as well.
         """
         interval = math.inf if self.ttl is None else max(60.0, self.ttl / 10)
         return self._counts(figures) or self._scanned_at == -math.inf or time.monotonic() - self._scanned_at > interval

@@ -228,6 +228,7 @@ class Step:
         params: `kv_transfer_params`, one for each prompt; none at all if empty.
         forget: empty the engine's own prefix cache before each submission.
         sleeps: let the engine sleep and wake up first; "changed": and change its weights in place meanwhile.
+        heard: wait a second first, so that whoever listens to the engine's events has joined.
         until: repeat a request of one token until a counter has reached a value: (name, value).
         settles: repeat one until nothing waits to be stored.
     """
@@ -241,6 +242,7 @@ class Step:
     params: Sequence[Mapping[str, Any] | None] = ()
     forget: bool = False
     sleeps: bool | Literal["changed"] = False
+    heard: bool = False
     until: tuple[str, float] | None = None
     settles: bool = False
 
@@ -831,6 +833,8 @@ def run_steps(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
             else:
                 prompts.append(prompt)
         asked.append(prompts)
+        if step["heard"]:
+            time.sleep(1)
         if step["sleeps"]:
             _sleep(llm, step["sleeps"] == "changed")
         done.append(_answer(llm, prompts, step))

@@ -163,7 +163,7 @@ def multi(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ran, list
                 "kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint},
             }
         until = ("vllm:cuvee_stored{kind=chunk}", 8) if name == "filled" else None
-        engines.append(Engine(name, model, [Step(PROMPTS, forget=True, until=until)], options))
+        engines.append(Engine(name, model, [Step(PROMPTS, forget=True, heard=bool(children), until=until)], options))
     ran = run_engines(folder / "run", engines)
     assert list((folder / "raw").rglob("*.safetensors")), "the other connector saves as well"
     return {name: (ran[name], heard[name].events() if name in heard else []) for name in ran}
