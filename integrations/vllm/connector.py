@@ -268,10 +268,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         in_order = {name: kv_caches[name] for name in self._cached_layers}
         setup, layers = self._setup, self._attention_layers()
         layout = setup.layout_of_pages(worker.rank)
-        if setup.sparse:
-            pages = find_exact_pages(layout, in_order, setup.block_tokens)
-        else:
-            pages = find_pages(layout, layers, in_order, setup.codes)
+        exact = find_exact_pages(layout, in_order, setup.block_tokens) if setup.sparse else None
+        pages = exact or find_pages(layout, layers, in_order, setup.codes)
         drafts = None if self._drafts is None else self._drafts.found(layers, kv_caches)
         held = {layer.name: layers[layer.name].kv_cache for layer in setup.recurrent}
         worker.attach(pages, drafts, StatePages(setup.recurrent, held, setup.layout.dtype) if held else None)
