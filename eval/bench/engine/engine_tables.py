@@ -41,7 +41,7 @@ def _hits(report: Mapping[str, Any]) -> ReportTable:
     lengths = report["first_token"]["lengths"]
     rows = []
     for name in (variant["name"] for variant in report["first_token"]["variants"]):
-        for entry in (lengths[0], lengths[-1]):
+        for entry in lengths:
             hit = entry["variants"][name]
             seconds = (hit[f"{part}_seconds"]["median"] for part in ("hit", "load", "fetch", "decode"))
             speeds = (hit["decode_gb_per_s"]["median"], 1e-3 * hit["load_tokens_per_second"]["median"])
