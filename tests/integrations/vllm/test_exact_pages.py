@@ -108,17 +108,18 @@ class Engine:
                 prefix = f"model.layers.{at}.self_attn"
                 layer = SimpleNamespace(
                     kv_cache_dtype=dtype, head_size=LATENT + ROTATED, sliding_window=None, indexer=object(),
-                    non_causal_multi_token_decode=False,
+                    non_causal_multi_token_decode=False, topk_buffer_width=2048,
                 )  # fmt: skip
                 key = model.DeepseekV32IndexerCache(
                     head_dim=codes + SCALES, dtype=torch.uint8, prefix=f"{prefix}.indexer.k_cache", cache_config=cache
                 )
                 specs[key.prefix] = key.get_kv_cache_spec(self.config)
                 specs[f"{prefix}.attn"] = attention.get_kv_cache_spec(layer, self.config)
-        groups = utils.get_kv_cache_groups(self.config, specs)
+        planning = utils if hasattr(utils, "get_kv_cache_groups") else real("vllm.v1.core.kv_cache_planning")  # 0.33
+        groups = planning.get_kv_cache_groups(self.config, specs)
         assert len(groups) == 1 and isinstance(groups[0].kv_cache_spec, kinds.UniformTypeKVCacheSpecs)
         size = sum(spec.page_size_bytes for spec in specs.values())
-        self.own = utils.get_kv_cache_config_from_groups(self.config, groups, 24 * size)
+        self.own = planning.get_kv_cache_config_from_groups(self.config, groups, 24 * size)
         self.schedulers = utils.generate_scheduler_kv_cache_config([self.own])
         self.pages: dict[str, torch.Tensor] = real("vllm.v1.worker.utils").allocate_kv_cache(
             self.own, torch.device("cpu"), cache.get_resolved_kv_cache_layout(), None if kernel is None else [kernel]
