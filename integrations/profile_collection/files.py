@@ -1,18 +1,24 @@
 """Files by name, in a folder, in object storage or on the hub: all that a collection of profiles needs of its place.
 
-Whoever can write there chooses what is read, so `read` bounds every answer.
+Whoever can write there chooses what is read, so `read` bounds every answer, and follows no link.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cuvee.codec.support.files import replacing
 from cuvee.integrations.stores.base import StoreError
+from cuvee.integrations.stores.safe_files import open_file, open_folder, read_exactly, write_all
+
+# Profiles are read by others than their writer. They hold no user's data, unlike the entries of a store.
+_FOLDER_MODE, _FILE_MODE = 0o755, 0o644
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LONGEST_MESSAGE = 500  # characters of the hub's own messages that are shown
@@ -36,7 +42,7 @@ class NamedFiles(ABC):
         """Return the content of a file; None if there is no such file.
 
         Raises:
-            StoreError: the place cannot be reached, or the file has more than `most` bytes, or is no file.
+            StoreError: the place cannot be reached, or the file has more than `most` bytes, or is a link or no file.
         """
 
     @abstractmethod
@@ -47,17 +53,18 @@ class NamedFiles(ABC):
             StoreError: the place cannot be reached, or refuses a file. The files before it are written.
         """
 
-    def check_size(self, name: str, size: int, most: int) -> None:
-        """Refuse a file of more than `most` bytes by a StoreError."""
-        if size > most:
+    def check_size(self, name: str, size: int | None, most: int) -> None:
+        """Refuse a file of more than `most` bytes, or of unknown size, by a StoreError."""
+        if size is None or size > most:
+            got = "a file of unknown size" if size is None else size
             raise StoreError(
-                f"{name}: must be at most {most} bytes in {self.shown}, got {size}: it is not what cuvee pushed; push "
+                f"{name}: must be at most {most} bytes in {self.shown}, got {got}: it is not what cuvee pushed; push "
                 "it again"
             )
 
 
 class FolderFiles(NamedFiles):
-    """Files in a folder, which the first `write` creates.
+    """Files in a folder, which the first `write` creates. Links are never followed; the folder is no link either.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -68,30 +75,50 @@ class FolderFiles(NamedFiles):
     """
 
     def __init__(self, path: str) -> None:
-        self.shown, self._path = path, Path(path).expanduser()
+        self.shown, self._path = path, os.path.abspath(os.path.expanduser(path))
 
     def read(self, name: str, most: int) -> bytes | None:
         """See `NamedFiles.read`."""
-        file = self._path / name
         try:
-            if not file.exists():
-                return None
-            if not file.is_file():
-                raise OSError("it is something else")
-            self.check_size(name, file.stat().st_size, most)
-            return file.read_bytes()
+            with self._folder_of(name) as folder, open_file(name.rpartition("/")[2], folder) as file:
+                size = os.fstat(file).st_size
+                self.check_size(name, size, most)
+                return read_exactly(file, size)
+        except FileNotFoundError:
+            return None
         except OSError as error:
-            raise StoreError(f"{name}: must be a file that can be read in {self.shown}, got {error}") from error
+            raise StoreError(
+                f"{name}: must be a file that can be read, in folders that are no links, in {self.shown}, got {error}: "
+                "replace it by a copy"
+            ) from error
 
     def write(self, files: Mapping[str, bytes]) -> None:
-        """See `NamedFiles.write`."""
+        """See `NamedFiles.write`. Readers see the old file, or all of the new one, even after a power failure."""
         for name, data in files.items():
+            temporary = ".tmp-" + secrets.token_hex(8)
             try:
-                (self._path / name).parent.mkdir(parents=True, exist_ok=True)
-                with replacing(self._path / name) as temporary:
-                    temporary.write_bytes(data)
+                with self._folder_of(name, create=True) as folder:
+                    try:
+                        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                        with open_file(temporary, folder, flags, _FILE_MODE) as file:
+                            write_all(file, data)
+                            os.fsync(file)
+                        os.replace(temporary, name.rpartition("/")[2], src_dir_fd=folder, dst_dir_fd=folder)
+                        os.fsync(folder)
+                    finally:
+                        with suppress(FileNotFoundError):
+                            os.unlink(temporary, dir_fd=folder)
             except OSError as error:
                 raise StoreError(f"{name}: cannot be written in {self.shown}: {error}") from error
+
+    @contextmanager
+    def _folder_of(self, name: str, *, create: bool = False) -> Iterator[int]:
+        """Yield the descriptor of the folder that holds a file."""
+        with ExitStack() as opened:
+            folder = opened.enter_context(open_folder(self._path, None, create=create, mode=_FOLDER_MODE))
+            for part in name.split("/")[:-1]:
+                folder = opened.enter_context(open_folder(part, folder, create=create, mode=_FOLDER_MODE))
+            yield folder
 
 
 class ObjectFiles(NamedFiles):
@@ -147,8 +174,8 @@ class HubFiles(NamedFiles):
         self._commit = revision if revision and _COMMIT.fullmatch(revision) else None
 
     def read(self, name: str, most: int) -> bytes | None:
-        """See `NamedFiles.read`. What is too large is refused after its download."""
-        from huggingface_hub import HfApi, hf_hub_download
+        """See `NamedFiles.read`. The hub's announced size is checked before a download."""
+        from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
         if self._commit is None:
             commit = self._ask(lambda: HfApi().model_info(self._repository, revision=self._revision).sha)
@@ -156,6 +183,12 @@ class HubFiles(NamedFiles):
             if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None:
                 raise StoreError(f"{self.shown}: the hub names no commit of it, but {commit!r:.80}")
             self._commit = commit
+        if not isinstance(try_to_load_from_cache(self._repository, name, revision=self._commit), str):
+            url = hf_hub_url(self._repository, name, revision=self._commit)
+            announced = self._ask(lambda: get_hf_file_metadata(url))
+            if announced is None:
+                return None
+            self.check_size(name, announced.size, most)
         cached = self._ask(lambda: hf_hub_download(self._repository, name, revision=self._commit))
         if cached is None:
             return None

@@ -234,13 +234,38 @@ def test_sizes_are_bounded_before_memory_is(folder: Path, monkeypatch: pytest.Mo
     refuses(folder, StoreError, f"^{NEWEST}: must be at most 100 bytes")
 
 
+@pytest.mark.parametrize("part", ["cuvee-profiles", FOLDER, profile_name(), NEWEST])
+def test_links_are_not_followed(folder: Path, part: str) -> None:
+    (folder / part).rename(folder / "elsewhere")
+    (folder / part).symlink_to(folder / "elsewhere")
+    refuses(folder, StoreError, "must be a file that can be read, in folders that are no links", "replace it by a copy")
+
+
+def test_a_push_writes_through_no_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(b"precious")
+    (folder / NEWEST).unlink()
+    (folder / NEWEST).symlink_to(tmp_path / "victim")
+    push(str(folder), small_profile(1))
+    assert (tmp_path / "victim").read_bytes() == b"precious" and not (folder / NEWEST).is_symlink()
+    (folder / FOLDER).rename(tmp_path / "moved")
+    (folder / FOLDER).symlink_to(tmp_path / "moved")
+    before = sorted(os.listdir(tmp_path / "moved"))
+    with pytest.raises(StoreError, match=r"cannot be written in"):
+        push(str(folder), small_profile(2))
+    assert sorted(os.listdir(tmp_path / "moved")) == before
+
+
 def test_what_is_no_file_is_refused_and_what_is_gone_names_the_remedy(folder: Path, tmp_path: Path) -> None:
     profile = folder / profile_name()
     profile.unlink()
     refuses(folder, FileNotFoundError, f"^no profile {small_profile().id.hex()} .* in {folder}: .*push it")
     os.mkfifo(profile)
     refuses(folder, StoreError, "must be a file")
+    profile.unlink()
+    profile.mkdir()
+    refuses(folder, StoreError, "must be a file")
     (tmp_path / "file").write_bytes(b"")
+    refuses(f"file://{tmp_path}/file", StoreError, "must be a file that can be read, in folders that are no links")
     with pytest.raises(StoreError, match="cannot be written in"):
         push(f"file://{tmp_path}/file", small_profile())
 
@@ -253,25 +278,29 @@ def test_names_in_a_profile_do_not_become_paths(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("fails", range(3))
+@pytest.mark.parametrize("fails", range(6))
 def test_a_failed_push_leaves_the_newest_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
-    """The profile has its name before another file names it the newest."""
+    """A file is on disk before it has its name, and so is the profile before what names it the newest."""
     calls: list[str] = []
 
-    def failing(source: str, target: str) -> None:
-        calls.append(Path(target).name)
-        if len(calls) > fails:
-            raise OSError(28, "No space left on device")
-        usual(source, target)
+    def failing(name: str, usual: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **named: Any) -> None:
+            if name == "fsync" or "src_dir_fd" in named:  # not the temporary file of the profile
+                calls.append(name)
+                if len(calls) > fails:
+                    raise OSError(28, "No space left on device")
+            usual(*arguments, **named)
 
-    usual = os.replace
+        return call
+
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", failing)
-        with pytest.raises((StoreError, OSError), match="No space left on device"):
+        for name in ("fsync", "replace"):
+            patched.setattr(os, name, failing(name, getattr(os, name)))
+        with pytest.raises(StoreError, match="No space left on device"):
             push(str(folder), small_profile(1))
-    assert calls == ["profile", Path(profile_name(1)).name, Path(NEWEST).name][: fails + 1]
-    assert not [file for file in folder.rglob("*") if file.name.endswith(".tmp")]
-    assert pull(folder).id == small_profile(0).id
+    assert calls == ["fsync", "replace", "fsync", "fsync", "replace", "fsync"][: fails + 1]
+    assert not [file for file in folder.rglob("*") if file.name.startswith(".tmp-")]
+    assert pull(folder).id == small_profile(1 if fails == 5 else 0).id
 
 
 def test_readers_always_find_a_profile_while_others_push(folder: Path) -> None:

@@ -96,7 +96,7 @@ def test_the_local_cache_of_the_hub_serves_a_commit_again(hub: FakeHub, monkeypa
     assert pull(f"{WHERE}@{commit}").id.hex() == pushed
     assert len(hub.requests) == asked, "with a commit, nothing is asked for"
     refuses("offline mode is enabled")
-    refuses("LocalEntryNotFoundError", f"{WHERE}@{'1' * 40}")
+    refuses("offline mode is enabled", f"{WHERE}@{'1' * 40}")
 
 
 def test_a_damaged_file_in_the_local_cache_is_refused(hub: FakeHub, tmp_path: Path) -> None:
@@ -109,18 +109,28 @@ def test_a_damaged_file_in_the_local_cache_is_refused(hub: FakeHub, tmp_path: Pa
         pull()
 
 
-def test_sizes_are_bounded(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_bounded_before_the_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     push()
     monkeypatch.setattr("cuvee.integrations.profile_collection.collection.MAX_PROFILE_BYTES", 1000)
     refuses(r"\.safetensors: must be at most 1000 bytes in hf://mine/profiles, got \d+: .* push it again")
+    assert len(downloads(hub)) == 1, "only what says which profile is the newest"
 
 
-def test_a_hub_that_sends_more_than_it_says_is_refused(hub: FakeHub) -> None:
+def test_a_size_that_is_not_told_is_refused(hub: FakeHub) -> None:
+    push()
+    commit = hub.branches["main"]
+    untold = f'HTTP/1.1 200 OK\r\nX-Repo-Commit: {commit}\r\nETag: "abc"\r\nConnection: close\r\n\r\n'.encode()
+    hub.tell = lambda method, path: iter([untold]) if method == "HEAD" else None
+    refuses("must be at most 100 bytes in hf://mine/profiles, got a file of unknown size")
+
+
+@pytest.mark.parametrize("promised", ["10", "1000000"])
+def test_a_hub_that_sends_more_or_less_than_it_says_is_refused(hub: FakeHub, promised: str) -> None:
     push()
 
     def tell(method: str, path: str) -> Said | None:
         if method == "HEAD" and path.endswith(".safetensors"):
-            return answer(Content_Length="10", X_Repo_Commit=hub.branches["main"], ETag='"abc"')
+            return answer(Content_Length=promised, X_Repo_Commit=hub.branches["main"], ETag='"abc"')
         return None
 
     hub.tell = tell
