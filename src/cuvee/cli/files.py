@@ -111,10 +111,15 @@ def write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:
         raise InputError(f"{path}: must hold only {SUFFIX} files for --force to replace it: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
-        new = Path(work, "new")
+        new, old = Path(work, "new"), Path(work, "old")
         new.mkdir()
         for name, data in files.items():
             (new / name).write_bytes(data)
         if path.exists():
-            path.rename(Path(work, "old"))
-        new.rename(path)
+            path.rename(old)
+        try:
+            new.rename(path)
+        except BaseException:
+            if old.exists():
+                old.rename(path)
+            raise

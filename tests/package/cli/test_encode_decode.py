@@ -15,6 +15,7 @@ from tests.predicting import VOCABULARY, predicting
 
 import cuvee
 from cuvee.calibration.bundled import bundled_model_path
+from cuvee.cli.files import write_folder
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
@@ -194,3 +195,18 @@ def test_a_cache_of_another_model_is_refused(files: Files) -> None:
     fails("encode", files.folder / "c", files.folder / "b", *profile, match="must hold tensors of one dtype")
     save_file(tensors, files.folder / "c", {"start": "-1"})
     fails("encode", files.folder / "c", files.folder / "b", *profile, match="got '-1'")
+
+
+def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, usual = tmp_path / "blobs", Path.rename
+    write_folder(folder, {"0.cuvee": b"old"}, force=False)
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError(28, "No space left on device")
+        return usual(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(folder, {"0.cuvee": b"new"}, force=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["blobs"] and (folder / "0.cuvee").read_bytes() == b"old"
