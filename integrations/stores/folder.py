@@ -3,9 +3,9 @@
 The lock file of the folder holds how many bytes and entries there are. Whoever renames or deletes an entry holds the
 lock, for microseconds, and updates the figures, so a put knows whether it fits without looking at any other file.
 
-A scan corrects the figures: it starts with what had been added by then (`Figures.added`), and counts what was added
-meanwhile in addition, even if it saw it. Until the next scan the figures may be too high. They are wrong until then if
-a process dies between the two, a hand deletes files, or the lock file is damaged. A process scans at its first put.
+A scan that counts corrects the figures: it starts with what had been added by then (`Figures.added`), and counts what
+was added meanwhile in addition, even if it saw it. Until the next such scan the bytes may be too high. Figures are
+wrong until then, too, if a process dies between the two, or a hand deletes files. The next put notices a damaged lock.
 """
 
 from __future__ import annotations
