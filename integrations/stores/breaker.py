@@ -33,16 +33,18 @@ class _Breaker:
     retry_at: float | None = None
     backoff: float = 0.0  # seconds from the last failure to the next probe
     probing: bool = False
+    outages: int = 0  # how often it has opened, by which late failures of an outage that is over are recognized
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A running operation; `given_up` once it was counted as a failure."""
+    """A running operation: `outages` of its breaker when it began; `given_up` once it was counted as a failure."""
 
     operation: str
     breaker: _Breaker
     began: float
     probe: bool
+    outages: int
     given_up: bool = False
 
 
@@ -126,12 +128,20 @@ class GuardedStore(Store):
             self._fail(call, TimeoutError(f"{operation} has not ended within {seconds:.3g} s"))
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Flush the store."""
-        return self._store.flush(timeout)
+        """Flush the store; False if that fails."""
+        return self._finish("flushed", lambda: self._store.flush(timeout))
 
     def close(self) -> None:
-        """Close the store."""
-        self._store.close()
+        """Close the store. A failure is counted and logged but not raised, because the caller could not handle it."""
+        self._finish("closed", self._store.close)
+
+    def _finish(self, done: str, work: Callable[[], object]) -> bool:
+        try:
+            return work() is not False
+        except Exception as error:
+            self._count(error)
+            _log.warning("the %s store could not be %s: %s", self.name, done, _describe(error))
+            return False
 
     def _run(self, operation: str, breaker: _Breaker, work: Callable[[], _T], otherwise: _T) -> _T:
         """Return `work()`, or `otherwise` if it fails or is skipped."""
@@ -141,7 +151,7 @@ class GuardedStore(Store):
                 self._skipped += 1
                 return otherwise
             breaker.probing = probe
-            call = _Call(operation, breaker, now, probe)
+            call = _Call(operation, breaker, now, probe, breaker.outages)
             self._calls.add(call)
         try:
             answer = work()
@@ -168,19 +178,19 @@ class GuardedStore(Store):
             if call.given_up:
                 return
             call.given_up = True
-            # If many operations run at once, the first failure opens the breaker. The other failures change nothing.
-            report = breaker.retry_at is None
+            # If many operations run at once, the first failure opens the breaker. The other failures change nothing,
+            # and neither does a failure that ends after the outage to which it belongs.
+            report = breaker.retry_at is None and breaker.outages == call.outages
+            breaker.outages += report
             if report or call.probe:
                 breaker.backoff = min(2 * breaker.backoff or self.first_backoff, self.max_backoff)
                 breaker.retry_at = self._clock() + breaker.backoff
         self._count(error)
         if report:
-            # The message of a StoreError names the store.
-            text = " ".join(f"{'' if isinstance(error, StoreError) else type(error).__name__ + ': '}{error}".split())
             _log.warning(
                 "%s the %s store failed: %s. Check that it is running, reachable and has room. Until it answers, it "
                 "counts as empty and is tried again every %.3g to %.3g s.",
-                breaker.what, self.name, text, self.first_backoff, self.max_backoff,
+                breaker.what, self.name, _describe(error), self.first_backoff, self.max_backoff,
                 exc_info=None if isinstance(error, (StoreError, OSError)) else error,
             )  # fmt: skip
 
@@ -193,3 +203,9 @@ class GuardedStore(Store):
         if not isinstance(error, (StoreError, InputError)):
             with self._lock:
                 self._errors += 1
+
+
+def _describe(error: Exception) -> str:
+    """Return the message of a `StoreError`, which names the store; for any other error, its type and message."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"

@@ -222,14 +222,16 @@ def test_operations_that_fail_together_open_the_circuit_once(
     assert len(inner.calls) == 9 and store.contains([KEY]) == [False] and len(inner.calls) == 10
 
 
-def hanging(inner: FakeStore, *calls: str) -> tuple[threading.Event, threading.Event]:
-    """Make calls hang; return events that are set when one has begun, and that release them."""
+def hanging(inner: FakeStore, *calls: str, late: Exception | None = None) -> tuple[threading.Event, threading.Event]:
+    """Make calls hang, and then raise `late`; return events that are set when one has begun, and that release them."""
     begun, release = threading.Event(), threading.Event()
 
     def hang(call: str) -> None:
         if call in calls:
             begun.set()
             assert release.wait(LONG)
+            if late is not None:
+                raise late
 
     inner.before = hang
     return begun, release
@@ -296,20 +298,6 @@ def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: FakeStore, store
     assert store.get(KEY) == b"x", "it came back"
 
 
-def test_a_late_success_closes_nothing_in_an_outage(inner: FakeStore, store: GuardedStore) -> None:
-    inner.entries[KEY] = b"x"
-    begun, release = hanging(inner, "contains")
-    slow = threading.Thread(target=store.contains, args=([KEY],))
-    slow.start()
-    assert begun.wait(LONG)
-    inner.read_fault = down()
-    store.get(KEY)
-    mend(inner)
-    release.set()
-    slow.join(LONG)
-    assert store.get(KEY) is None and figures(store)[1] == 1
-
-
 def test_deleting_a_tenant_never_hides_a_failure(inner: FakeStore, store: GuardedStore) -> None:
     inner.entries[KEY] = b"x"
     inner.write_fault = down()
@@ -326,3 +314,60 @@ def test_deleting_a_tenant_never_hides_a_failure(inner: FakeStore, store: Guarde
         store.delete_tenant("ab")
     mend(inner)
     assert store.delete_tenant("ab") == 1 and figures(store) == (4, 0)
+
+
+def test_the_log_shows_where_a_bug_is(inner: FakeStore, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
+    inner.write_fault = RuntimeError("a\nbug")
+    store.put(KEY, b"x")
+    assert "writing to the fake store failed: RuntimeError: a bug." in caplog.messages[0] and caplog.records[0].exc_info
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_began_before_an_outage_neither_opens_nor_closes(
+    inner: FakeStore, store: GuardedStore, clock: Clock, fails: bool
+) -> None:
+    """A late failure opens nothing after the outage; a late success closes nothing in it."""
+    inner.entries[KEY] = b"x"
+    begun, release = hanging(inner, "contains", late=down() if fails else None)
+    slow = threading.Thread(target=store.contains, args=([KEY],))
+    slow.start()
+    assert begun.wait(LONG)
+    inner.read_fault = down()
+    store.get(KEY)
+    mend(inner)
+    if fails:
+        clock.now += 1
+        assert store.get(KEY) == b"x"  # the outage is over before the slow operation ends
+    release.set()
+    slow.join(LONG)
+    assert store.get(KEY) == (b"x" if fails else None) and figures(store)[1] == (not fails)
+
+
+def test_flush_and_close_do_not_raise(
+    inner: FakeStore, store: GuardedStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object) -> bool:
+        raise OSError(5, "I/O error")
+
+    for name in ("flush", "close"):
+        monkeypatch.setattr(inner, name, fails)
+    assert not store.flush(1.0)
+    store.close()
+    assert figures(store) == (2, 0) and "flushed: OSError" in caplog.messages[0] and "closed" in caplog.messages[1]
+    # Neither operation shows whether the store reads and writes.
+    assert store.put(KEY, b"x")
+
+
+def test_a_store_that_can_only_be_read_goes_on_being_read(
+    inner: FakeStore, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner.entries[KEY] = b"x"
+    inner.write_fault = OSError(28, "No space left on device")
+    for _ in range(100):
+        assert not store.put(OTHER, b"y") and store.get(KEY) == b"x"
+        clock.now += 1
+    assert inner.calls.count("put") == 4 + 18  # at 0, 1, 3, 7; then every 5 s
+    assert len(caplog.messages) == 1 and "writing to the fake store failed" in caplog.messages[0]
+    inner.read_fault = down()
+    assert store.get(KEY) is None
+    assert len(caplog.messages) == 2 and "reading from the fake store failed" in caplog.messages[1]
