@@ -22,11 +22,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cuvee.calibration.bundled import EVALUATION_TEXTS, bundled_text
-from cuvee.calibration.corpus import load_tokenizer
+from cuvee.calibration.bundled import EVALUATION_TEXTS
+from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.errors import InputError
-from cuvee.eval.bench.engine.process import Engine, EngineAnswer
-from cuvee.eval.bench.engine.scope import EngineVariant, conditions
+from cuvee.eval.bench.engine_process import Engine, EngineAnswer, EngineVariant, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
 from cuvee.eval.bench.timing import paired, spread
 from cuvee.eval.documents import ReportTable
@@ -72,7 +71,7 @@ def run_blend_bench(
 
     Raises:
         ImportError: vLLM is not installed.
-        InputError: a length is not a multiple of the document's.
+        InputError: a length is not a multiple of the document's, or more than the texts have.
         CuveeError: an engine failed, or did not reuse the expected tokens.
     """
     need_vllm()
@@ -80,7 +79,7 @@ def run_blend_bench(
         raise InputError(f"length: must be a multiple of {scope.document} tokens, got {bad[0]}")
     say = timed_lines(progress)
     longest = max(scope.lengths) + _HEAD + _QUESTION
-    tokens = _tokens(model, max(scope.lengths) + _HEAD + _QUESTION)
+    tokens = _tokens(model, longest)
     documents = [tokens[at : at + scope.document] for at in range(0, max(scope.lengths), scope.document)]
     head, question = tokens[-_HEAD - _QUESTION : -_QUESTION], tokens[-_QUESTION:]
     options = {
@@ -100,7 +99,7 @@ def run_blend_bench(
                 [[*before, *document, *question]], expect_cached=[0], forget=True,
                 params={"cuvee": {"segments": [span]}},
             )  # fmt: skip
-        engine.reach("stored{segment}", len(documents))
+        engine.reach("segment", len(documents))
         engine.idle()
         measured = [_length(scope, engine, length, documents, head, question, say) for length in scope.lengths]
     return {
@@ -175,14 +174,10 @@ def _moved(answer: EngineAnswer, exact: EngineAnswer) -> float:
 
 
 def _tokens(model: Path, count: int) -> list[int]:
-    """Return this many tokens of the bundled evaluation texts, shuffled copies included if they are too short."""
-    tokenizer = load_tokenizer(str(model))
-    ids: list[int] = []
-    for text in EVALUATION_TEXTS:
-        ids += tokenizer(bundled_text(text), add_special_tokens=False, verbose=False).input_ids
-    rng = random.Random(0)
-    while len(ids) < count:  # documents must differ
-        ids += rng.sample(ids, len(ids))
+    """Return this many tokens of the bundled evaluation texts."""
+    ids = [int(one) for name in EVALUATION_TEXTS for one in read_corpus(name, str(model)).documents[0]]
+    if count > len(ids):
+        raise InputError(f"length: must be at most {len(ids) - _HEAD - _QUESTION} tokens, which the texts have")
     return ids[:count]
 
 

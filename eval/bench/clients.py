@@ -30,7 +30,7 @@ import numpy as np
 from rich.console import Console
 
 from cuvee.codec.errors import CuveeError
-from cuvee.eval.bench.engine.process import environment
+from cuvee.eval.bench.engine_process import environment
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.machine import hardware

@@ -42,8 +42,8 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.eval.bench.frame import Shown, machine_line, run_bench, timed_lines
-from cuvee.eval.bench.shapes import CacheShape
-from cuvee.eval.bench.timing import Timing
+from cuvee.eval.bench.shapes import llama_layout
+from cuvee.eval.bench.timing import rates, spread
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.formatting import format_bits, format_number
 from cuvee.eval.machine import hardware, torch_threads
@@ -51,7 +51,6 @@ from cuvee.eval.machine import hardware, torch_threads
 __all__ = ["BenchCache", "FlatCache", "compare", "methods_of", "run_cpu_bench", "show_cpu"]
 
 SYNTHETIC = "llama-3.1-8b, 4 of 32 layers"
-SHAPE = CacheShape(4, 8, 128, 5e5)
 TOKENS = (64, 256)
 ROUNDS, QUICK_ROUNDS = 15, 5
 READ = "orchard"
@@ -106,7 +105,7 @@ def real_cache(model: str, file: Path | None = None) -> BenchCache:
 
 def synthetic_cache() -> BenchCache:
     """A cache without a model, with a falling spectrum and layers that share directions, and a profile fitted to it."""
-    layout = SHAPE.layout()
+    layout = llama_layout(4, 8, 128, 5e5)
     profile = cuvee.fit(layout, (make_chunk(layout, 512, 1000 + seed) for seed in range(6)), "head")
     return BenchCache(SYNTHETIC, make_chunk(layout, max(TOKENS)), profile)
 
@@ -288,10 +287,10 @@ def compare(cache: BenchCache, tokens: int, rounds: int) -> dict[str, Any]:
         bits = 8 * method.stored_bytes() / len(source.values)
         entry: dict[str, Any] = {"method": name, "bits_per_value": bits, "error": errors[name], "decode_over": {}}
         for way in _WAYS:
-            entry[f"{way}_gb_per_s"] = Timing.of(times[name, way]).per_second(source.values.nbytes / 1e9)
+            entry[f"{way}_gb_per_s"] = rates(times[name, way], source.values.nbytes / 1e9)
         for other in (MEMCPY, ZSTD):
             pairs = zip(times[other, "decode"], times[name, "decode"], strict=True)
-            entry["decode_over"][other] = Timing.of([theirs / own for theirs, own in pairs]).to_dict()
+            entry["decode_over"][other] = spread([theirs / own for theirs, own in pairs])
         entries.append(entry)
     return {"cache": cache.name, "tokens": tokens, "methods": entries}
 

@@ -32,8 +32,7 @@ from rich.console import Console
 from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus, spread_sequences
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.bench.engine.process import Engine, EngineAnswer
-from cuvee.eval.bench.engine.scope import CHUNK, QUESTION, EngineVariant, conditions
+from cuvee.eval.bench.engine_process import CHUNK, QUESTION, Engine, EngineAnswer, EngineVariant, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
 from cuvee.eval.documents import ReportTable
 from cuvee.naming.part_keys import MAX_PARTS, part_number
@@ -173,7 +172,6 @@ def run_deadlines_bench(
                 for prompt, whole, *times in zip(prompts, wholes, bases, computing, strict=True)
             ]
             links.append({"mb_per_s": rate, "loading": loading, "bases": bases, "loads": loads})
-        engine.stop()
     said = {**conditions(model, _QUALITY, profile), "tokens": tokens, "prompts": number}
     return {**said, "computing": computing, "links": links}
 

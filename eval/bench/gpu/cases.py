@@ -27,12 +27,11 @@ from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.arrays import I16
 from cuvee.codec.support.steps import OCTAVE
-from cuvee.eval.bench.shapes import CacheShape
-from cuvee.eval.bench.timing import Effort
+from cuvee.eval.bench.shapes import llama_layout
 
 __all__ = [
-    "BITS", "GPU_FULL", "GPU_REHEARSAL", "LOSSLESS", "MOST_ERROR", "GpuScope", "Pages", "make_case", "spectrum",
-    "stack", "synthetic_chunks", "synthetic_profile",
+    "BITS", "GPU_FULL", "GPU_REHEARSAL", "LOSSLESS", "MOST_ERROR", "Effort", "GpuScope", "Pages", "make_case",
+    "spectrum", "stack", "synthetic_chunks", "synthetic_profile",
 ]  # fmt: skip
 
 BITS = 1.4  # per value, which it is with
@@ -44,11 +43,20 @@ LOSSLESS = "lossless"  # among the groups of a scope: no profile
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """A call is timed for `seconds`, but at least and at most this often."""
+
+    seconds: float
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class GpuScope:
     """Scope of a run.
 
     Attributes:
-        name, shape: of the model whose cache is coded.
+        name, layout: of the model whose cache is coded.
         groups: of the profiles, most important first; also `LOSSLESS`.
         chunks: how many chunks go through one call.
         tokens: tokens in a chunk.
@@ -58,7 +66,7 @@ class GpuScope:
     """
 
     name: str
-    shape: CacheShape
+    layout: KVLayout
     groups: tuple[str, ...]
     chunks: tuple[int, ...]
     tokens: int = 256
@@ -69,11 +77,11 @@ class GpuScope:
 
 # 256 to 16,384 tokens.
 GPU_FULL = GpuScope(
-    "Llama-3.1-8B", CacheShape(32, 8, 128, 5e5), ("head", LOSSLESS, "layer", "layers:2"), (1, 4, 16, 64)
+    "Llama-3.1-8B", llama_layout(32, 8, 128, 5e5), ("head", LOSSLESS, "layer", "layers:2"), (1, 4, 16, 64)
 )
 # The emulator takes a second for a thousand values.
 GPU_REHEARSAL = GpuScope(
-    "tiny", CacheShape(2, 1, 16, 1e4), ("head", LOSSLESS, "layer", "layers:2"), (1, 2), tokens=8, block_tokens=4,
+    "tiny", llama_layout(2, 1, 16, 1e4), ("head", LOSSLESS, "layer", "layers:2"), (1, 2), tokens=8, block_tokens=4,
     effort=Effort(0.0, 1, 1), copy_bytes=1 << 16,
 )  # fmt: skip
 
@@ -198,7 +206,7 @@ def stack(chunk: KVChunk) -> torch.Tensor:
 
 def make_case(group: str, scope: GpuScope, device: torch.device) -> tuple[Profile, list[KVChunk]]:
     """Return the profile of a group, and chunks to code with it."""
-    layout = scope.shape.layout()
+    layout = scope.layout
     profile = synthetic_profile(layout, "head" if group == LOSSLESS else group, device)
     chunks = synthetic_chunks(profile, min(DISTINCT, max(scope.chunks)), scope.tokens, device)
     return Profile.unlearned(layout) if group == LOSSLESS else profile, chunks

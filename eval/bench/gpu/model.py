@@ -30,8 +30,9 @@ from cuvee.codec.models.frozen import frozen
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
+from cuvee.eval.bench.gpu.cases import Effort
 from cuvee.eval.bench.gpu.speed import Clock
-from cuvee.eval.bench.timing import Effort
+from cuvee.eval.bench.timing import spread
 from cuvee.eval.quality import CodecMethod, QualityBench, spans
 
 __all__ = ["ModelScope", "measure_model", "run_step"]
@@ -150,21 +151,21 @@ def _restore(clock: Clock, model: Any, tokens: torch.Tensor, profile: Profile, s
     tokens = tokens.to(clock.device)
     with frozen(model), torch.no_grad():
         (chunk,) = prefill(model, tokens, layout, clock.device)
-        compute = clock.whole(partial(prefill, model, tokens, layout, clock.device))
+        compute = spread(clock.whole(partial(prefill, model, tokens, layout, clock.device)))
     cut = spans(chunk.tokens, scope.chunk_tokens)
     cache = PagedCache.of_chunk(chunk)
     slots = [torch.arange(begin, end, device=clock.device) for begin, end in cut]
     starts = [begin for begin, _ in cut]
     codec = Codec(profile, QUALITY, backend="triton")
     blobs = codec.encode(PagedChunks(cache, slots, starts))
-    encode = clock.whole(lambda: codec.encode(PagedChunks(cache, slots, starts)))
-    decode = clock.whole(lambda: codec.decode_paged(blobs, cache, slots, starts).check())
+    encode = spread(clock.whole(lambda: codec.encode(PagedChunks(cache, slots, starts))))
+    decode = spread(clock.whole(lambda: codec.decode_paged(blobs, cache, slots, starts).check()))
     return {
         "tokens": chunk.tokens,
         "raw_bytes": chunk.nbytes,
         "compressed_bytes": sum(map(len, blobs)),
-        "encode_seconds": encode.to_dict(),
-        "decode_seconds": decode.to_dict(),
-        "recompute_seconds": compute.to_dict(),
-        "recompute_over_restore": compute.median / decode.median,
+        "encode_seconds": encode,
+        "decode_seconds": decode,
+        "recompute_seconds": compute,
+        "recompute_over_restore": compute["median"] / decode["median"],
     }

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -30,12 +29,13 @@ from cuvee.eval.bench.gpu.cases import (
     GPU_REHEARSAL,
     LOSSLESS,
     MOST_ERROR,
+    Effort,
     GpuScope,
     Pages,
     make_case,
     stack,
 )
-from cuvee.eval.bench.timing import Effort, Timing
+from cuvee.eval.bench.timing import rates, spread
 
 __all__ = ["Clock", "measure_group", "measure_speed", "run_step"]
 
@@ -62,27 +62,28 @@ class Clock:
         size = _L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size if self._gpu else 0
         self._other = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def whole(self, call: Callable[[], object]) -> Timing:
-        """Seconds per call, from an idle device with a cold cache until it is idle again, the host's work included."""
+    def whole(self, call: Callable[[], object]) -> list[float]:
+        """Seconds of each call, from an idle device with a cold cache until it is idle, the host's work included."""
         call()
+        effort = self._effort
         taken: list[float] = []
-        while not self._effort.is_enough(taken):
+        while len(taken) < effort.least or (sum(taken) < effort.seconds and len(taken) < effort.most):
             self._other.zero_()
             self._synchronize()
             began = time.perf_counter()
             call()
             self._synchronize()
             taken.append(time.perf_counter() - began)
-        return Timing.of(taken)
+        return taken
 
-    def inside(self, call: Callable[[], object]) -> Timing:
-        """Seconds per call on the device, by its events. This is for calls whose launches run ahead of the device."""
+    def inside(self, call: Callable[[], object]) -> list[float]:
+        """Seconds of each call on the device, by its events: for calls whose launches run ahead of the device."""
         if not self._gpu:
             return self.whole(call)
         from triton.testing import do_bench
 
         taken: list[float] = do_bench(call, rep=int(1e3 * self._effort.seconds), return_mode="all")
-        return Timing.of([1e-3 * milliseconds for milliseconds in taken])
+        return [1e-3 * milliseconds for milliseconds in taken]
 
     def kernels(self, call: Callable[[], object]) -> list[tuple[str, int, float]]:
         """Return the name, launches and microseconds of each kernel of a call, the longest first; on the CPU none."""
@@ -109,10 +110,10 @@ def measure_speed(scope: GpuScope, device: torch.device, save: Callable[[object]
         The report, as a dict for JSON. `errors` names the groups in which something did not come back.
     """
     clock = Clock(device, scope.effort)
-    report: dict[str, Any] = {"scope": asdict(scope), "ceilings": _ceilings(clock, scope)}
+    report: dict[str, Any] = {"scope": scope.name, "ceilings": _ceilings(clock, scope)}
     report |= {"runs": [], "kernels": {}, "errors": {}}
     save(report)
-    pages = Pages(scope.shape.layout(), max(scope.chunks), scope.tokens, scope.block_tokens, device)
+    pages = Pages(scope.layout, max(scope.chunks), scope.tokens, scope.block_tokens, device)
     for group in scope.groups:
         print(f"group {group}", flush=True)
         try:
@@ -135,7 +136,7 @@ def _ceilings(clock: Clock, scope: GpuScope) -> dict[str, Any]:
         "from FP8": (1, partial(values.copy_, small)),
         "copy from the host": (1, partial(target.copy_, _pinned(size, device), non_blocking=True)),
     }
-    return {name: clock.inside(call).per_second(times * size / 1e9) for name, (times, call) in timed.items()}
+    return {name: rates(clock.inside(call), times * size / 1e9) for name, (times, call) in timed.items()}
 
 
 def _pinned(size: int, device: torch.device) -> torch.Tensor:
@@ -197,11 +198,11 @@ def measure_group(
                 "raw_bytes": raw,
                 "compressed_bytes": compressed,
                 "bits_per_value": 16 * compressed / raw,
-                "encode_seconds": encoding.to_dict(),
-                "encode_gb_per_s": encoding.per_second(raw / 1e9),
-                "decode_seconds": decoding.to_dict(),
-                "decode_gb_per_s": decoding.per_second(raw / 1e9),
-                "raw_copy_seconds": copying.to_dict(),
+                "encode_seconds": spread(encoding),
+                "encode_gb_per_s": rates(encoding, raw / 1e9),
+                "decode_seconds": spread(decoding),
+                "decode_gb_per_s": rates(decoding, raw / 1e9),
+                "raw_copy_seconds": spread(copying),
             }
         )
 

@@ -15,7 +15,7 @@ from cuvee.codec.errors import InputError
 from cuvee.eval.bench import blend as blending
 from cuvee.eval.bench import frame
 from cuvee.eval.bench.blend import BlendScope, run_blend_bench, show_blends
-from cuvee.eval.bench.engine.process import EngineAnswer
+from cuvee.eval.bench.engine_process import EngineAnswer
 
 SCOPE = BlendScope(lengths=(64, 128), costs=(0.0, 0.5, 1.0), rounds=2, document=32)
 
@@ -40,8 +40,8 @@ class Scripted:
         assert options["max_model_len"] > max(SCOPE.lengths)
         assert (variant.quality, profile, more) == ("lossless", None, {"blend": {"min_reused": 1}})
 
-    def reach(self, figure: str, least: float) -> None:
-        assert (figure, least) == ("stored{segment}", len(self.asked))
+    def reach(self, kind: str, least: float) -> None:
+        assert (kind, least) == ("segment", len(self.asked))
 
     def idle(self) -> None:
         self.idled += 1
@@ -61,7 +61,7 @@ class Scripted:
         computed = len(prompt) if cost is None else len(prompt) - cached * (1 - cost)
         off = 0.0 if cost is None else 0.1 * (1 - cost)
         logprob = {"7": -0.1 - off, "9": -3.0}
-        return EngineAnswer(float(computed), 0.0, [[7]], [[logprob]], [cached], {})
+        return EngineAnswer(float(computed), 0.0, [[7]], [[logprob]], [cached])
 
 
 @pytest.fixture(autouse=True)

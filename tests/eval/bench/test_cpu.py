@@ -17,7 +17,7 @@ from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.eval.bench import cpu
 from cuvee.eval.bench.cpu import LOSSLESS, MEMCPY, ZSTD, BenchCache, FlatCache, compare, make_chunk, methods_of
-from cuvee.eval.bench.shapes import CacheShape
+from cuvee.eval.bench.shapes import llama_layout
 from cuvee.eval.machine import hardware
 
 UNEVEN = KVLayout("synthetic", (LayerLayout(2, 12, 20, None), LayerLayout(1, 30, 7, None)), "bfloat16", None)
@@ -25,7 +25,7 @@ UNEVEN = KVLayout("synthetic", (LayerLayout(2, 12, 20, None), LayerLayout(1, 30,
 
 @cache
 def small_cache() -> BenchCache:
-    layout = CacheShape(2, 2, 16, 1e4).layout()
+    layout = llama_layout(2, 2, 16, 1e4)
     profile = cuvee.fit(layout, [make_chunk(layout, 200, seed) for seed in range(8)], "layer")
     return BenchCache("small", make_chunk(layout, 64, seed=20), profile)
 

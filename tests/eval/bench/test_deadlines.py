@@ -15,8 +15,7 @@ from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.eval.bench import deadlines, frame
 from cuvee.eval.bench.deadlines import MB, SlowStore, run_deadlines_bench, show_deadlines
-from cuvee.eval.bench.engine.process import EngineAnswer
-from cuvee.eval.bench.engine.scope import QUESTION
+from cuvee.eval.bench.engine_process import QUESTION, EngineAnswer
 from cuvee.integrations.stores import open_store
 from cuvee.naming.part_keys import part_key
 
@@ -84,15 +83,13 @@ class Scripted:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
 
     def start(self, model: Path, options: dict[str, Any], variant: Any, profile: Any, more: Any) -> None:
         assert options["max_num_batched_tokens"] == TOKENS + QUESTION + 1
         assert (more, variant.quality, profile) == ({"refinements": 1}, "high", Path("profile"))
         self._store = open_store(variant.store, guarded=False)
-
-    def stop(self) -> None:
-        self._store.close()
 
     def idle(self) -> None: ...
 
@@ -113,7 +110,7 @@ class Scripted:
         return self._answer(LATE if tight else LOADED, {"cuvee": {"parts": parts}})
 
     def _answer(self, seconds: float, told: Any) -> EngineAnswer:
-        return EngineAnswer(seconds, seconds, [[0]], [], [0], {}, [None if self.says_nothing else told])
+        return EngineAnswer(seconds, seconds, [[0]], [], [0], [None if self.says_nothing else told])
 
 
 @pytest.fixture

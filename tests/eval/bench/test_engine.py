@@ -21,14 +21,20 @@ from tests.integrations.vllm.engines import need_vllm
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.profiles.profile import Profile
+from cuvee.eval.bench import engine_served as served
 from cuvee.eval.bench import frame
-from cuvee.eval.bench.engine import served
-from cuvee.eval.bench.engine.engine_bench import run_engine_bench
-from cuvee.eval.bench.engine.engine_tables import show_engine
-from cuvee.eval.bench.engine.first_token import LOGPROB_TOLERANCE, logprob_difference, measure_first_token
-from cuvee.eval.bench.engine.process import Engine, EngineAnswer
-from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, VARIANTS, EngineScope
-from cuvee.eval.bench.engine.storing import measure_storing
+from cuvee.eval.bench.engine import (
+    LOGPROB_TOLERANCE,
+    NO_CONNECTOR,
+    VARIANTS,
+    EngineScope,
+    logprob_difference,
+    measure_first_token,
+    measure_storing,
+    run_engine_bench,
+    show_engine,
+)
+from cuvee.eval.bench.engine_process import CHUNK, Engine, EngineAnswer
 from cuvee.eval.bench.timing import paired, spread
 
 SMALL = EngineScope(
@@ -91,16 +97,12 @@ class Scripted:
         seconds = self._hit or 0.125 if all(found) else self._compute
         self.hits += all(found)
         token = self._token + (self.hits > self._wrong_after)
-        figures = dict.fromkeys(("load_seconds", "work_seconds{decode}", "work_seconds{fetch}", "lookup_seconds"), 0.25)
         answers = [[token] * max_tokens for _ in prompts]
-        return EngineAnswer(
-            seconds, 2 * seconds, answers, [[{str(token): self._logprob}]] * len(prompts), list(expect_cached),
-            {**figures, "steps": 3},
-        )  # fmt: skip
+        logprob = [[{str(token): self._logprob}]] * len(prompts)
+        return EngineAnswer(seconds, 2 * seconds, answers, logprob, list(expect_cached))
 
-    def settle(self, chunks: int) -> dict[str, float]:
+    def settle(self, chunks: int) -> None:
         assert chunks > 0
-        return {}
 
 
 def engines(**changes: Any) -> Any:
@@ -127,18 +129,12 @@ def test_a_report_holds_the_ratios_of_every_length() -> None:
     first = report["first_token"]
     assert [entry["tokens"] for entry in first["lengths"]] == [256, 512]
     for entry in first["lengths"]:
-        assert entry["prompt_tokens"] == entry["tokens"] + QUESTION
         assert entry["recompute_seconds"]["median"] == 2.0 and entry["recompute_seconds"]["runs"] == 2
-        assert entry["prefill_tokens_per_second"]["median"] == (entry["tokens"] + QUESTION) / 2
         assert entry["own_cache_over_recompute"]["median"] == 0.125 / 2
         of = entry["variants"][VARIANTS[0].name]
         assert of["hit_over_recompute"] == {"median": 0.25, "p20": 0.25, "p80": 0.25, "runs": 4}
         assert of["miss_over_recompute"]["median"] == 1.5
-        assert of["load_tokens_per_second"]["median"] == entry["tokens"] / 0.25
-        assert of["decode_gb_per_s"]["median"] == pytest.approx(entry["tokens"] * 512 / 0.25e9)
-        assert of["steps"]["median"] == 3
     storing = report["storing"]
-    assert storing["throughput_over_no_connector"][VARIANTS[0].name]["median"] == pytest.approx(2 / 3)
     assert storing["throughput_over_not_storing"] == {
         VARIANTS[0].name: {"median": 1.0, "p20": 1.0, "p80": 1.0, "runs": 2}
     }
@@ -201,8 +197,9 @@ def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tm
     child(ECHO)
     with Engine(tmp_path / "log") as engine:
         assert engine._call("ask", [1, 2], None) == ["ask", [1, 2], None]
-        replies: list[Any] = [engine.settle(3), engine.settle(2)]
-        assert replies == [["settle", "stored{chunk}", 3], ["settle", "stored{chunk}", 5]]
+        engine.settle(3)
+        engine.settle(2)
+        assert engine._stored == 5
 
 
 def test_a_closed_engine_is_gone_and_may_be_closed_again(child: Callable[[str], None], tmp_path: Path) -> None:
@@ -232,7 +229,7 @@ def test_an_engine_that_fails_is_an_error_with_the_end_of_its_log(
 def test_an_engine_that_computes_other_tokens_than_expected_is_an_error(
     child: Callable[[str], None], tmp_path: Path
 ) -> None:
-    answer = {"seconds": 1, "finished": 1, "tokens": [[1]], "logprobs": [[]], "cached": [256], "figures": {}}
+    answer = {"seconds": 1, "finished": 1, "tokens": [[1]], "logprobs": [[]], "cached": [256]}
     child(f"input(); print('{json.dumps({'result': answer})}'); input()")
     with (
         Engine(tmp_path / "log") as engine,
@@ -243,34 +240,41 @@ def test_an_engine_that_computes_other_tokens_than_expected_is_an_error(
 
 def test_a_failed_command_is_answered_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
-        def settle(self, chunks: int) -> int:
-            if chunks > 1:
+        def reach(self, kind: str, least: int) -> int:
+            if least > 1:
                 raise CuveeError("too many")
-            return chunks
+            return least
 
     monkeypatch.setattr(served, "_Served", Failing)
-    monkeypatch.setattr(served, "_let_engines_follow_each_other", lambda: None)
     replies: list[str] = []
-    served._serve(iter(['["settle", 1]', '["settle", 2]', '["settle", 1]']), replies.append)
+    served._serve(iter([f'["reach", "chunk", {least}]' for least in (1, 2, 1)]), replies.append)
     assert [json.loads(reply) for reply in replies] == [{"result": 1}, {"error": "CuveeError: too many"}]
 
 
-def test_idle_waits_until_nothing_is_being_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_are_for_what_the_connector_told(monkeypatch: pytest.MonkeyPatch) -> None:
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
     monkeypatch.setattr(prometheus, "REGISTRY", registry)
     depth = prometheus.Gauge("vllm:cuvee_pending_bytes", "", ["engine"], registry=registry).labels("0")
     prometheus.Gauge("vllm:cuvee_store_queue_depth", "", registry=registry).set(5)
+    stored = prometheus.Counter("vllm:cuvee_stored", "", ["kind"], registry=registry)
     engine = served._Served()
     left = [2, 1, 0]
 
     def ask(*_: Any) -> dict[str, Any]:
-        depth.set(left.pop(0))
+        depth.set(left.pop(0) if left else 0)
+        stored.labels("chunk").inc()
+        stored.labels("tail").inc(9)
         return {}
 
     monkeypatch.setattr(engine, "ask", ask)
     engine.idle()
     assert not left
+    engine.reach("chunk", 5)
+    assert stored.labels("chunk")._value.get() == 5
+    monkeypatch.setattr(served, "SETTLE_SECONDS", -1.0)
+    with pytest.raises(CuveeError, match="the engine has not stored 9 chunks after"):
+        engine.reach("chunk", 9)
 
 
 def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +310,5 @@ def test_a_real_engine() -> None:
     for entry in first["lengths"]:
         of = entry["variants"][VARIANTS[0].name]
         assert of["hit_over_recompute"]["runs"] == SMALL.hits and of["miss_over_recompute"]["runs"] == 1
-        assert of["steps"]["median"] >= 1 and of["decode_seconds"]["p20"] > 0 and of["load_seconds"]["p20"] > 0
-    assert report["storing"]["throughput_over_no_connector"][VARIANTS[0].name]["runs"] == 1
+    assert report["storing"]["throughput_over_not_storing"][VARIANTS[0].name]["runs"] == 1
     show_engine(report).print(Console(file=io.StringIO(), width=200))

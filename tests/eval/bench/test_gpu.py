@@ -36,11 +36,11 @@ from cuvee.eval.bench.gpu.cases import (
 )
 from cuvee.eval.bench.gpu.gpu_report import gpu_markdown
 from cuvee.eval.bench.gpu.speed import Clock, measure_group, measure_speed
-from cuvee.eval.bench.shapes import CacheShape
+from cuvee.eval.bench.shapes import llama_layout
 from cuvee.eval.machine import hardware
 
 ROOT = Path(__file__).parents[3]
-SHAPE = GPU_REHEARSAL.shape
+LAYOUT = GPU_REHEARSAL.layout
 TINY = replace(GPU_REHEARSAL, groups=("layer", LOSSLESS))
 
 
@@ -123,7 +123,7 @@ def test_what_the_device_reads_otherwise_of_the_cpu_is_refused(
 
 
 def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
-    layout = SHAPE.layout()
+    layout = LAYOUT
     chunks = synthetic_chunks(synthetic_profile(layout, "layer", device), 2, 16, device)
     pages = Pages(layout, 3, 16, 4, device)
     pages.fill(chunks)
@@ -141,7 +141,7 @@ def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
 
 def measure_one(device: torch.device) -> None:
     scope = replace(TINY, chunks=(1,))
-    measure_group(Clock(device, TINY.effort), "layer", scope, Pages(SHAPE.layout(), 1, 8, 4, device), {})
+    measure_group(Clock(device, TINY.effort), "layer", scope, Pages(LAYOUT, 1, 8, 4, device), {})
 
 
 def test_a_decoder_that_stops_writing_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -171,7 +171,7 @@ def test_batches_of_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, dev
 
 @pytest.mark.parametrize("group", ["head", "layers:2"])
 def test_synthetic_caches_cost_what_they_should(group: str) -> None:
-    layout = CacheShape(2, 2, 64, 1e4).layout()
+    layout = llama_layout(2, 2, 64, 1e4)
     profile = synthetic_profile(layout, group, torch.device("cpu"))
     chunks = synthetic_chunks(profile, 2, 256, torch.device("cpu"))
     codec = Codec(profile, step=1.0, backend="numba")
@@ -184,7 +184,7 @@ def test_synthetic_caches_cost_what_they_should(group: str) -> None:
 
 
 def test_regions_lie_apart_and_out_of_order() -> None:
-    pages = Pages(SHAPE.layout(), 5, 10, 4, torch.device("cpu"))
+    pages = Pages(LAYOUT, 5, 10, 4, torch.device("cpu"))
     slots = torch.cat(pages.slots)
     assert len(slots.unique()) == 50 and int(slots.max()) < pages.cache.keys[0].shape[:2].numel() == 60
     assert not torch.equal(slots, slots.sort().values)

