@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.blend.dense_kv import DenseKV
-from cuvee.blend.recompute import Placed, Recompute, Recomputed
-from cuvee.blend.recompute_model import TransformersModel
+from cuvee.blend.recompute import KVExchange, Observer, Placed, PromptKV, Recompute, Recomputed
+from cuvee.blend.recompute_model import Exchange, TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Guided, Selector
 from cuvee.codec.chunk import KVChunk
@@ -149,7 +148,7 @@ class Blender:
         model: a causal language model of transformers in eval mode, with "sdpa" or "eager" attention (Llama, Mistral,
             Mixtral, Phi-3, Qwen2, Qwen3 …).
         codec: decodes blobs. Without it, chunks must be `KVChunk`s.
-        selector: chooses the tokens to recompute; default: `Guided()`, 15% of the cached tokens.
+        selector: chooses the tokens to recompute; default: `Guided()`, at a cost of 15%.
         correct: correct the other cached tokens by how the recomputed ones changed (`cuvee.blend.correction`).
             Without, they keep their cached KV, as in CacheBlend.
 
@@ -196,7 +195,7 @@ class Blender:
         Raises:
             InputError: there are no segments; tokens are outside the vocabulary or exceed the model's positions; a
                 chunk belongs to other tokens (samples are compared in the first layer); `logits_to_keep` includes
-                cached tokens; there is a blob but no codec; the selector's cost is too low.
+                cached tokens; there is a blob but no codec.
             ProfileMismatchError: a chunk belongs to another model or profile.
             FormatError, VersionError, CorruptError: a blob is damaged.
         """
@@ -208,6 +207,17 @@ class Blender:
 def _check_selector(selector: Selector) -> None:
     if not hasattr(selector, "select"):
         raise InputError(f"selector: must have select(), like the selectors of cuvee.blend, got {selector!r}")
+
+
+class _DenseKV(PromptKV):
+    """The KV of a prompt in one block, into which the exchange writes."""
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.keys[index][0].transpose(0, 1), self.cache.values[index][0].transpose(0, 1)
+
+    def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> Exchange:
+        keys, values = self.layer(index)
+        return KVExchange(keys[:, :end], values[:, :end], positions, observer)
 
 
 class _Run:
@@ -270,7 +280,8 @@ class _Run:
         placed = Placed(
             self.tokens, self.segment, offset, self.cached, leading_tokens, known=nothing, end=len(self.tokens)
         )
-        done = Recompute(self.model, DenseKV(self.keys, self.values), placed, correct=self.correct).run(self.selector)
+        kv = _DenseKV(self.pages, torch.arange(len(self.tokens), device=self.model.device), self.cached)
+        done = Recompute(self.model, kv, placed, correct=self.correct).run(self.selector)
         logits = self.model.logits(done.hidden[-self.kept :])
         return BlendResult(self.tokens, self._cache(), logits, self._record(done, leading))
 
@@ -286,6 +297,7 @@ class _Run:
 
         self.keys = [zeros(layer.kv_heads, layer.head_dim) for layer in layout.layers]
         self.values = [zeros(layer.kv_heads, layer.value_dim) for layer in layout.layers]
+        self.pages = PagedCache.dense(layout, *([x.transpose(0, 1) for x in kv] for kv in (self.keys, self.values)))
         blobs: list[bytes | OpenBlob] = []
         bound: list[bytes] = []
         slots: list[torch.Tensor] = []
@@ -319,12 +331,7 @@ class _Run:
                 starts.append(start)
                 made_at.append(header.start)
         if self.codec is not None and blobs:
-            pages = PagedCache(
-                layout,
-                [keys[None].transpose(1, 2) for keys in self.keys],
-                [v[None].transpose(1, 2) for v in self.values],
-            )
-            self.codec.decode_paged(blobs, pages, slots, starts, associated_data=bound).check()
+            self.codec.decode_paged(blobs, self.pages, slots, starts, associated_data=bound).check()
         return self.segments[0].chunk is not None and made_at[0] == 0
 
     def _move(self, index: int, chunk: KVChunk, start: int) -> None:

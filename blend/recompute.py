@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -20,6 +19,8 @@ from cuvee.blend.correction import Correction, corrections
 from cuvee.blend.recompute_model import Exchange, RecomputeModel
 from cuvee.blend.segments import Prompt
 from cuvee.blend.selectors import Selector
+from cuvee.codec.models.dtypes import saturated
+from cuvee.codec.paged import PagedCache
 
 MOST_ROWS = 1024
 """The most tokens per block: a mask has one row per token, and each row is as long as the prompt."""
@@ -29,31 +30,62 @@ Observer = Callable[[torch.Tensor, torch.Tensor], None]
 """Sees a layer's new keys and values `[H, S, D]` before they replace those of the prompt."""
 
 
-class PromptKV(Protocol):
-    """The KV of a prompt of T tokens while it is blended."""
+class PromptKV:
+    """The KV of a prompt of T tokens in pages, while it is blended. The model's own layers write new KV there.
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        ...
+    Args:
+        cache: the pages.
+        slots: of the prompt's first tokens, int64, on the pages' device. The others have no KV, and get none here.
+        there: tokens that have KV before the blend, bool `[T]`.
+    """
+
+    def __init__(self, cache: PagedCache, slots: torch.Tensor, there: torch.Tensor) -> None:
+        self.cache = cache
+        self._slots = slots
+        self._read = cache.reader(torch.cat((slots, slots.new_zeros(len(there) - len(slots)))))
+        self._missing = (~there).nonzero()[:, 0].to(slots.device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values `[H, T, D]` of a layer. The pass of the query writes its KV there."""
-        ...
+        """Return keys and values `[H, T, D]` of a layer, for the pass of the query, which writes its KV there.
+
+        Here they are copies. Missing tokens are zeros, because unwritten pages may hold NaN.
+        """
+        keys, values = self._read(index)
+        for part in (keys, values):
+            part[self._missing] = 0
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
     def reader(self, positions: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
         """Return a function that copies a layer's keys and values `[S, H, D]` at `positions`."""
-        ...
+        return self.cache.reader(self._at(positions))
 
     def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
         """Return a function that adds float32 `[S, H, D]` to a layer's keys and values at `positions`. Sums are rounded
         once to the KV's dtype, and none is beyond its range.
         """
-        ...
+        slots = self._at(positions)
+        read, write = self.cache.reader(slots), self.cache.writer(slots)
+
+        def add(index: int, *more: torch.Tensor) -> None:
+            write(index, *(saturated(old.float() + new, old.dtype) for old, new in zip(read(index), more, strict=True)))
+
+        return add
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> Exchange:
-        """Return a layer's exchange for the tokens at `positions` (rising), which attend to tokens before `end`."""
-        ...
+        """Return a layer's exchange for the tokens at `positions` (rising), which attend to tokens before `end`.
+
+        Here it returns the new KV, which the layer writes.
+        """
+
+        def exchange(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if observer is not None:
+                observer(keys, values)
+            return keys, values
+
+        return exchange
+
+    def _at(self, positions: torch.Tensor) -> torch.Tensor:
+        return self._slots[positions.to(self._slots.device)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,11 +162,7 @@ class Recompute:
         self._query_token_layers = 0
 
     def run(self, selector: Selector) -> Recomputed:
-        """Compute the text and the tokens that `selector` chooses; call it once.
-
-        Raises:
-            InputError: the selector's cost is too low.
-        """
+        """Compute the text and the tokens that `selector` chooses; call it once."""
         blocks = self.blocks(selector)
         while True:
             try:
@@ -148,9 +176,6 @@ class Recompute:
 
         Yields:
             The block's token-layers, once the block is prepared and before it is computed.
-
-        Raises:
-            InputError: the selector's cost is too low.
         """
         placed, model = self._placed, self._model
         prompt = Prompt(
@@ -180,7 +205,7 @@ class Recompute:
         kv = self._kv
         if not self._correct or not blocks:
             return [[] for _ in blocks]
-        found = corrections(self._model.layout, self._placed, blocks, kv.device)
+        found = corrections(self._model.layout, self._placed, blocks, kv.cache.device)
         return [
             [_Correcting(kv, each, block) for each in of_block] for of_block, block in zip(found, blocks, strict=True)
         ]
@@ -244,7 +269,7 @@ class _Correcting:
 
     def __init__(self, kv: PromptKV, correction: Correction, block: torch.Tensor) -> None:
         self._correction = correction
-        self._rows = torch.searchsorted(block, correction.observed).to(kv.device)
+        self._rows = torch.searchsorted(block, correction.observed).to(kv.cache.device)
         self._old = kv.reader(correction.observed)
         self._add = kv.adder(correction.corrected)
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from cuvee.codec.errors import InputError
 from cuvee.codec.support.arrays import F64, U8
 
 _HALVINGS = 48  # of the range of prices
@@ -44,12 +43,6 @@ def context_overhead(config: Any) -> float:
     projections = 2 * (heads + config.num_key_value_heads) * width
     weights = config.hidden_size * (projections + 3 * config.intermediate_size)
     return float(2 * heads * width / weights)
-
-
-def check_overhead(name: str, value: object) -> None:
-    """Raise InputError unless `value` is a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise InputError(f"{name}: must be a finite number of at least 0, got {value!r}")
 
 
 def prepare() -> None:

@@ -4,31 +4,24 @@
 
 Text is always computed; selectors choose among cached tokens only.
 
-Costs are counted in token-layers: recomputed cached tokens, summed over layers, as a share of cached tokens times
-layers. A pass of the query costs its layers. A selector takes either
-
-    ratio   share of the cached tokens to select, not counting the cost of finding them, or
-    cost    share of the token-layers to spend in total.
-
-Both count tokens. In a serving engine, runs of adjacent tokens cost time as well, and late tokens cost more than early
-ones: `run_overhead` makes runs few, and `context_overhead` weighs tokens by their position (`runs.py`).
-
-`Boundary` and `Guided` score each token. A selector of your own needs `select`.
+A cost counts the cached tokens that are recomputed, and the passes of a query, each times its layers, as a share of the
+cached tokens times all layers. A selector of your own needs `select`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
+import sys
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from cuvee.blend.budget import DEFAULT_RATIO, affordable, check_budget
 from cuvee.blend.correction import typical_change
-from cuvee.blend.runs import best_runs, check_overhead
+from cuvee.blend.runs import best_runs
 from cuvee.blend.segments import Prompt
+from cuvee.codec.errors import InputError
 
+_COST = 0.15  # the default
 _DEPTHS = (1 / 3, 1 / 2, 2 / 3)  # depths of the layers whose attention is used: where models retrieve
 _LEAST = 1e-3  # added to attention of mean 1, so that a product still ranks tokens without attention
 _QUERIES = 16  # most tokens of the query that are asked
@@ -39,11 +32,7 @@ class Selector(Protocol):
     """Chooses the tokens to recompute. It is immutable, and serves any number of prompts."""
 
     def select(self, prompt: Prompt) -> torch.Tensor:
-        """Return the positions of cached tokens to recompute, int64, rising.
-
-        Raises:
-            InputError: the cost does not pay for the selector's passes.
-        """
+        """Return the positions of cached tokens to recompute, int64, rising."""
         ...
 
 
@@ -60,115 +49,96 @@ class Nothing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored(ABC):
-    """Selects the tokens with the highest scores.
-
-    Args:
-        ratio: share of the cached tokens to select; default 0.15.
-        cost: instead of `ratio`, share of the token-layers to spend.
-        run_overhead: what a run of adjacent tokens costs besides them, in tokens: the more, the fewer runs. It is not
-            part of the cost.
-        context_overhead: what each token before a token adds to its cost, as a share of what it costs without any.
-            With it, `ratio` and `cost` are shares of what all cached tokens cost: more tokens, if they are early ones.
-    """
-
-    ratio: float | None = None
-    cost: float | None = None
-    run_overhead: float = field(default=0.0, kw_only=True)
-    context_overhead: float = field(default=0.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_budget(self.ratio, self.cost)
-        for name in ("run_overhead", "context_overhead"):
-            check_overhead(name, getattr(self, name))
-
-    def __repr__(self) -> str:
-        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"{type(self).__name__}({', '.join(said)})"
-
-    @abstractmethod
-    def score(self, prompt: Prompt) -> torch.Tensor:
-        """Return scores above 0, float32 `[T]`. Only their ratios matter; those of text are ignored."""
-
-    def overhead(self, prompt: Prompt) -> int:
-        """Return the token-layers that `score` spends."""
-        return 0
-
-    def select(self, prompt: Prompt) -> torch.Tensor:
-        """See `Selector`. Tokens are scored only if there is a choice."""
-        spent = self.overhead(prompt)
-        count = affordable(self.ratio, self.cost, prompt, spent)
-        if count in (0, prompt.cached_tokens):
-            return prompt.cached.nonzero()[:count, 0]
-        score, overheads = self.score(prompt), (self.run_overhead, self.context_overhead)
-        if not any(overheads):
-            return prompt.best(score, count)
-        return best_runs(score, prompt.cached, prompt.leading, count, *overheads)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Boundary(_Scored):
+class Boundary:
     """Selects the first tokens of each chunk, which lack most of their context (EPIC, arXiv:2410.15332).
 
     They include the first tokens of the prompt, its attention sinks, unless these are exact already.
 
         >>> Boundary(0.1)
-        Boundary(ratio=0.1)
+        Boundary(cost=0.1)
 
     Args:
-        ratio: share of the cached tokens to select; default 0.15.
-        cost: instead of `ratio`, share of the token-layers to spend.
+        cost: share of the token-layers to spend; 1 selects all cached tokens.
+
+    Raises:
+        InputError: `cost` is no number from 0 to 1.
     """
 
-    def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
-        return typical_change(prompt.offset).float()
+    cost: float = _COST
+
+    def __post_init__(self) -> None:
+        _check("cost", self.cost, 1)
+
+    def select(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
+        return prompt.best(typical_change(prompt.offset).float(), _affordable(self.cost, prompt, 0))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Guided(_Scored):
+@dataclass(frozen=True, slots=True)
+class Guided:
     """Selects tokens that the query attends to, preferably at the beginning of chunks: the selector that measured best.
 
     The loss from a token's stale KV is the attention to it, times its staleness. A pass of the query, the last tokens
     of the text after the chunks, measures the attention (ProphetKV, arXiv:2602.02579): that of the layers at a third, a
     half and two thirds of the depth, because different layers attend to different tokens. The token's place in its
-    chunk predicts the staleness. The pass takes at most a tenth of the budget, but at least one token. With a ratio it
-    costs extra.
+    chunk predicts the staleness. The pass takes at most a tenth of the budget, but at least one token.
 
-        >>> Guided(0.5)
-        Guided(ratio=0.5)
+    In a serving engine, runs of adjacent tokens cost time as well, and late tokens cost more than early ones. The
+    overheads weigh that (`runs.py`), and are no part of the cost.
+
+        >>> Guided(0.5).cost
+        0.5
 
     Args:
-        ratio: share of the cached tokens to select; default 0.15.
-        cost: instead of `ratio`, share of the token-layers to spend, the query's pass included.
-        run_overhead: what a run of adjacent tokens costs besides them, in tokens. On SmolLM2-135M, 2 makes a third as
-            many runs. The KL stays the same where chunks were computed behind other text, and grows by a third where
-            they were computed alone.
-        context_overhead: what each token before a token adds to its cost, as a share of what it costs without any.
+        cost: share of the token-layers to spend, the query's pass included; 1 selects all cached tokens.
+        run_overhead: what a run of adjacent tokens costs besides them, in tokens: the more, the fewer runs. On
+            SmolLM2-135M, 2 makes a third as many runs. The KL stays the same where chunks were computed behind other
+            text, and grows by a third where they were computed alone.
+        context_overhead: what each token before a token adds to its cost, as a share of what it costs without any
+            (`cuvee.blend.runs.context_overhead`). With it, `cost` is a share of what all cached tokens cost: more
+            tokens, if they are early ones.
+
+    Raises:
+        InputError: `cost` is no number from 0 to 1, or an overhead is not finite or below 0.
     """
 
-    def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
-        attention = _scaled(prompt.attend(self._queries(prompt), _asked_layers(prompt)), prompt) + _LEAST
-        return attention * typical_change(prompt.offset).float()
+    cost: float = _COST
+    run_overhead: float = field(default=0.0, kw_only=True)
+    context_overhead: float = field(default=0.0, kw_only=True)
 
-    def overhead(self, prompt: Prompt) -> int:  # noqa: D102
-        return self._queries(prompt) * (_asked_layers(prompt)[-1] + 1)
+    def __post_init__(self) -> None:
+        _check("cost", self.cost, 1)
+        for name in ("run_overhead", "context_overhead"):
+            _check(name, getattr(self, name), sys.float_info.max)
 
-    def _queries(self, prompt: Prompt) -> int:
-        """Return how many tokens of the query are asked."""
+    def select(self, prompt: Prompt) -> torch.Tensor:
+        """See `Selector`. The query is asked only if there is a choice."""
+        layers = tuple(sorted({int(prompt.layers * depth + 1e-9) for depth in _DEPTHS}))
+        queries = self._queries(prompt, layers[-1] + 1)
+        count = _affordable(self.cost, prompt, queries * (layers[-1] + 1))
+        if count in (0, prompt.cached_tokens):
+            return prompt.cached.nonzero()[:count, 0]
+        attention = prompt.attend(queries, layers)
+        mean = attention[prompt.cached].mean()
+        scaled = attention / mean if mean > 0 else torch.zeros_like(attention)
+        score = (scaled + _LEAST) * typical_change(prompt.offset).float()
+        if not (self.run_overhead or self.context_overhead):
+            return prompt.best(score, count)
+        return best_runs(score, prompt.cached, prompt.leading, count, self.run_overhead, self.context_overhead)
+
+    def _queries(self, prompt: Prompt, depth: int) -> int:
+        """Return how many tokens of the query are asked, in this many layers."""
         count = min(_QUERIES, int(prompt.suffix.sum()))
-        if not count:
-            return 0
-        budget = next(share for share in (self.ratio, self.cost, DEFAULT_RATIO) if share is not None)
-        most = _QUERY_SHARE * budget * prompt.cached_tokens * prompt.layers / (_asked_layers(prompt)[-1] + 1)
+        most = _QUERY_SHARE * self.cost * prompt.cached_tokens * prompt.layers / depth
         return min(count, max(1, int(most + 1e-9)))
 
 
-def _asked_layers(prompt: Prompt) -> tuple[int, ...]:
-    """Return the layers whose attention is summed, rising."""
-    return tuple(sorted({int(prompt.layers * depth + 1e-9) for depth in _DEPTHS}))
+def _affordable(cost: float, prompt: Prompt, spent: int) -> int:
+    """Return how many cached tokens the cost pays for besides the `spent` token-layers; all at cost 1."""
+    cached = prompt.cached_tokens
+    return cached if cost == 1 else max(int((cost * cached * prompt.layers - spent) / prompt.layers + 1e-9), 0)
 
 
-def _scaled(score: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-    """Return the score scaled to mean 1 over the cached tokens; 0 if it is 0 everywhere."""
-    mean = score[prompt.cached].mean() if prompt.cached_tokens else torch.tensor(0.0)
-    return score / mean if mean > 0 else torch.zeros_like(score)
+def _check(name: str, value: object, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        limits = "a number from 0 to 1" if most == 1 else "a finite number of at least 0"
+        raise InputError(f"{name}: must be {limits}, got {value!r}")

@@ -90,7 +90,7 @@ def run_blend_bench(
     variant = EngineVariant("blend", scope.quality, "memory://?max_gb=8")
     with tempfile.TemporaryDirectory() as folder, Engine(Path(folder) / "engine.log") as engine:
         say("starting an engine")
-        engine.start(model, options, variant, profile, more={"blend": {"min_reused": 1}})
+        engine.start(model, options, variant, profile, more={"blend": {}})
         say(f"computing {len(documents)} documents")
         for number, document in enumerate(documents):
             before = [*head, *documents[number - 1][:BLOCK]]

@@ -180,8 +180,8 @@ def measure_blends(
         costs: shares of the token-layers, above 0 and at most 1.
 
     Returns:
-        One entry for each kind of chunks, selector and cost: the `share` of the floor's KL that is recovered, what was
-        `spent`, and a `reason` where the cost does not pay for what its selector looks at.
+        One entry for each kind of chunks, selector and cost: the `share` of the floor's KL that is recovered, and what
+        was `spent`.
 
     Raises:
         InputError: a prompt is longer than the model's positions.
@@ -212,8 +212,7 @@ def measure_blends(
             coded[name] += sum(map(len, blobs))
             chunks[name] = [codec.decode(blob) for blob in blobs]
         for one in asked:
-            if one.reason is None:
-                _blend(model, blenders[one.selector == "default"], one, prompt, chunks[one.kv], reference)
+            _blend(model, blenders[one.selector == "default"], one, prompt, chunks[one.kv], reference)
     values = layout.values_per_token * sum(len(chunk) for prompt in prompts for chunk in prompt.chunks)
     sizes = {EXACT: None, **{name: 8 * size / values for name, size in coded.items()}}
     return [one.entry(asked[0].kl, sizes[one.kv]) for one in asked]
@@ -224,18 +223,15 @@ class _Measured:
 
     def __init__(self, kv: str, selector: str, cost: float | None) -> None:
         self.kv, self.selector, self.cost = kv, selector, cost
-        self.reason: str | None = None
         self.kl: list[float] = []
         self.top1: list[float] = []
         self.spent: list[float] = []
 
     def entry(self, floor: Sequence[float], bits: float | None) -> BlendEntry:
         label = SELECTORS[self.selector][0]
-        if self.reason is not None:
-            return BlendEntry(self.kv, self.selector, label, self.cost, self.reason)
         kl, top1 = float(np.mean(self.kl)), float(np.mean(self.top1))
         return BlendEntry(
-            self.kv, self.selector, label, self.cost, None, bits, float(np.mean(self.spent)), kl, stderr(self.kl), top1,
+            self.kv, self.selector, label, self.cost, bits, float(np.mean(self.spent)), kl, stderr(self.kl), top1,
             stderr(self.top1), *share_recovered(self.kl, floor),
         )  # fmt: skip
 
@@ -264,13 +260,7 @@ def _blend(
 ) -> None:  # fmt: skip
     segments = [Segment(tokens, chunk) for tokens, chunk in zip(prompt.chunks, chunks, strict=True)]
     selector = SELECTORS[one.selector][1](one.cost or 0.0)
-    try:
-        result = blender.blend([*segments, Segment(prompt.text)], logits_to_keep=1, selector=selector)
-    except InputError as refused:  # the cost does not even pay for what the selector looks at
-        if one.cost is None:
-            raise
-        one.reason = str(refused)
-        return
+    result = blender.blend([*segments, Segment(prompt.text)], logits_to_keep=1, selector=selector)
     predicted = _continued(model, prompt, result.logits, result.cache)
     kl, _, same = compare(reference, predicted, prompt.continuation[None])
     one.kl += kl

@@ -141,15 +141,12 @@ def blends(report: Report) -> ReportSection:
         return ReportSection("blends", "Prompts of cached chunks", [])
     text = (
         "Prompts are composed of chunks that were cached alone, and some of their tokens are recomputed, at a cost in "
-        "token-layers. Recovered: one minus KL over that of exact chunks with nothing recomputed. A dash: the cost is "
-        "below that of the selection itself."
+        "token-layers. Recovered: one minus KL over that of exact chunks with nothing recomputed."
     )
     return ReportSection("blends", "Prompts of cached chunks", [ReportBlock("text", text), *tables])
 
 
 def _recovered(entry: BlendEntry) -> str:
-    if entry.reason is not None:
-        return "\N{EM DASH}"
     return "" if entry.share is None else with_error(entry.share, entry.share_stderr, percent=True)
 
 

@@ -130,13 +130,12 @@ class SizeAtKl:
 
 @dataclass(frozen=True, slots=True)
 class BlendEntry:
-    """Blends of one kind of chunks (`kv`) with one selector at one cost; a `reason` if it could not be measured."""
+    """Blends of one kind of chunks (`kv`) with one selector at one cost."""
 
     kv: str
     selector: str
     label: str
     cost: float | None
-    reason: str | None
     bits_per_value: float | None = None
     spent: float | None = None
     kl: float | None = None

@@ -390,7 +390,15 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         model = LoadedModel(self._vllm_config, pages.layout, attention, spec, self._weights.models)
         rows = min(MOST_ROWS, least_slice(self._setup.step_tokens))
         runs.prepare()
-        return PageBlender(pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows)
+        return PageBlender(
+            pages,
+            self._setup.block_tokens,
+            model.open,
+            model.context_overhead,
+            total_over_ranks,
+            agree_over_ranks,
+            rows,
+        )
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

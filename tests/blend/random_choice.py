@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from cuvee.blend import Prompt
-from cuvee.blend.selectors import _Scored
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Random(_Scored):
-    """Selects random tokens, the same for every prompt of one length."""
+@dataclass(frozen=True)
+class Random:
+    """Selects a share of the cached tokens at random, the same for every prompt of one length."""
 
+    share: float
     seed: int = 0
 
-    def score(self, prompt: Prompt) -> torch.Tensor:
-        """See `Scorer`."""
-        return torch.rand(len(prompt.tokens), generator=torch.Generator().manual_seed(self.seed)) + 0.5
+    def select(self, prompt: Prompt) -> torch.Tensor:
+        """See `Selector`."""
+        score = torch.rand(len(prompt.tokens), generator=torch.Generator().manual_seed(self.seed))
+        return prompt.best(score, round(self.share * prompt.cached_tokens))

@@ -58,7 +58,6 @@ SELECTORS: tuple[Selector, ...] = (
     Random(0.3, seed=1),
     Boundary(0.25),
     Guided(0.4),
-    Boundary(cost=0.5),
 )
 
 every_family = pytest.mark.parametrize("name", FULL)
@@ -685,7 +684,7 @@ def test_logits_of_cached_tokens(llama: Any, kept: Any) -> None:
 
 
 def test_selectors_that_are_none(llama: Any) -> None:
-    for selector in ("boundary", 0.15, Boundary().score):
+    for selector in ("boundary", 0.15, Boundary):
         with pytest.raises(InputError, match=r"^selector: must have select\(\), like the selectors of"):
             Blender(llama, selector=selector)  # type: ignore[arg-type]
         with pytest.raises(InputError, match=r"^selector: must have select\(\), like the selectors of"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.blend.random_choice import Random
-from tests.blend.test_blender import LAYERS, Chosen, Whole, alone, close, cut, ids, layers_of, whole
+from tests.blend.test_blender import LAYERS, Chosen, Whole, alone, close, cut, ids, layers_of, layout_of, whole
 
 from cuvee.blend import (
     Blender,
@@ -19,8 +19,10 @@ from cuvee.blend import (
     Selector,
     recompute,
 )
-from cuvee.blend.recompute import KVExchange, Observer, Placed, Recompute, Recomputed, same
+from cuvee.blend.recompute import KVExchange, Observer, Placed, PromptKV, Recompute, Recomputed, same
 from cuvee.blend.recompute_model import TransformersModel
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.paged import PagedCache
 
 # Text that stays exact, two chunks with text between them, text, and text that is left to somebody else.
 ENDS = (9, 18, 21, 30, 34, 42)
@@ -33,36 +35,16 @@ SELECTORS: tuple[Selector, ...] = (
     Random(0.4, seed=1),
     Random(1.0),
     Boundary(0.25),
-    Boundary(cost=0.5),
 )
 
 
-class DenseKV:
-    """KV `[H, T, D]` per layer."""
+class DenseKV(PromptKV):
+    """KV `[H, T, D]` per layer, of which the query's pass gets copies."""
 
-    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        self.keys = [part.clone() for part in keys]
-        self.values = [part.clone() for part in values]
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys[index].clone(), self.values[index].clone()
-
-    @property
-    def device(self) -> torch.device:
-        return self.keys[0].device
-
-    def reader(self, positions: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        return lambda index: (
-            self.keys[index][:, positions].transpose(0, 1),
-            self.values[index][:, positions].transpose(0, 1),
-        )
-
-    def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-            self.keys[index][:, positions] += keys.transpose(0, 1)
-            self.values[index][:, positions] += values.transpose(0, 1)
-
-        return add
+    def __init__(self, layout: KVLayout, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        self.keys, self.values = ([part.clone() for part in parts] for parts in (keys, values))
+        pages = PagedCache.dense(layout, *([x.transpose(0, 1) for x in parts] for parts in (self.keys, self.values)))
+        super().__init__(pages, torch.arange(TOKENS), torch.ones(TOKENS, dtype=torch.bool))
 
     def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> KVExchange:
         return KVExchange(self.keys[index][:, :end], self.values[index][:, :end], positions, observer)
@@ -109,7 +91,7 @@ def placed(tokens: torch.Tensor, known: int = KNOWN, end: int = END) -> Placed:
 
 def in_place(model: Any, tokens: torch.Tensor, full: Whole) -> DenseKV:
     """Known KV is exact, chunks were computed alone, and all other KV is poison."""
-    kv = DenseKV(full.keys, full.values)
+    kv = DenseKV(layout_of(model), full.keys, full.values)
     for index, (start, stop, part) in enumerate(cut(tokens, ENDS)):
         chunk = whole(model, part, start)
         for mine, theirs in zip(kv.keys + kv.values, chunk.keys + chunk.values, strict=True):
@@ -169,8 +151,8 @@ def test_the_query_looks_at_what_is_known_and_is_the_end_of_the_prompt(model: An
 
 @pytest.mark.parametrize(
     ("selector", "calls"),
-    [(Random(0.5), 0), (Guided(0.5), 1), (Guided(cost=0.6), 1)],
-    ids=["nothing", "ratio", "cost"],
+    [(Random(0.5), 0), (Guided(0.6), 1)],
+    ids=["nothing", "guided"],
 )
 def test_ranks_decide_by_sums_over_all_of_them(model: Any, selector: Selector, calls: int) -> None:
     tokens = ids(TOKENS)
@@ -186,7 +168,7 @@ def test_ranks_decide_by_sums_over_all_of_them(model: Any, selector: Selector, c
     favored = torch.zeros(TOKENS)
     favored[[10, 23, 24]] = 1e6
     if calls == 1:
-        _, _, done = run(model, tokens, Guided(3 / 18), lambda tensor: favored)
+        _, _, done = run(model, tokens, Guided(0.25), lambda tensor: favored)
         assert done.computed[[10, 23, 24]].all(), "what the sum says counts, not this rank's part"
 
 

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.blend.random_choice import Random
 
-from cuvee.blend import Boundary, Prompt
 from cuvee.blend.runs import _fill, _viterbi, best_runs, context_overhead
-from cuvee.codec.errors import InputError
 
 
 def runs_of(positions: torch.Tensor, cached: torch.Tensor) -> int:
@@ -30,22 +27,6 @@ def drawn(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw scores as uneven as attention, and which tokens are cached."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(tokens, generator=generator) ** 4, torch.rand(tokens, generator=generator) < 0.8
-
-
-def prompt(tokens: int = 200) -> Prompt:
-    cached = torch.ones(tokens, dtype=torch.bool)
-    cached[:8] = cached[-16:] = False
-    segment = torch.arange(tokens) // 50
-    mass = torch.rand(tokens, generator=torch.Generator().manual_seed(3)) ** 4
-    return Prompt(
-        torch.arange(tokens),
-        segment,
-        torch.arange(tokens) % 50,
-        cached,
-        cached & False,
-        6,
-        lambda queries, layers: mass,
-    )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -165,28 +146,6 @@ def test_exact_tokens_come_last_but_join_runs() -> None:
 def test_scores_that_do_not_tell_tokens_apart(value: float) -> None:
     every = torch.ones(50, dtype=torch.bool)
     assert best_runs(torch.full((50,), value), every, ~every, 7, 3.0).tolist() == list(range(7))
-
-
-def test_selectors_take_an_overhead() -> None:
-    on = prompt()
-    alone, joined = (Random(0.2, run_overhead=overhead).select(on) for overhead in (0, 6))
-    assert len(alone) == len(joined) == round(0.2 * on.cached_tokens)
-    assert runs_of(joined, on.cached) < runs_of(alone, on.cached)
-    assert torch.equal(joined, best_runs(Random().score(on), on.cached, on.leading, len(alone), 6))
-    late = Random(0.2, context_overhead=0.1).select(on)
-    assert torch.equal(late, best_runs(Random().score(on), on.cached, on.leading, len(alone), 0, 0.1))
-    assert len(late) > len(alone)
-    assert repr(Random(0.2, context_overhead=0.1)) == "Random(ratio=0.2, context_overhead=0.1)"
-    assert repr(Random(0.2, run_overhead=6)) == "Random(ratio=0.2, run_overhead=6)"
-
-
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "2", None])
-def test_overheads_are_checked(value: Any) -> None:
-    for make in (Random, Boundary):
-        with pytest.raises(InputError, match=r"^run_overhead: must be a finite number of at least 0, got "):
-            make(run_overhead=value)
-        with pytest.raises(InputError, match=r"^context_overhead: must be a finite number of at least 0, got "):
-            make(context_overhead=value)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

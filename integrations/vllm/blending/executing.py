@@ -8,33 +8,19 @@ A blend is computed in slices, one per step of the engine, so that other request
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from cuvee.blend import Guided, Nothing, Selector
-from cuvee.blend.recompute import MOST_ROWS, Observer, Placed, Recompute
+from cuvee.blend import Guided
+from cuvee.blend.recompute import MOST_ROWS, Placed, PromptKV, Recompute
 from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.messages import Blend
 
 # On a CPU without AMX a run costs a third of a token (SmolLM2-135M, 4,096 tokens); where computing is faster, it costs
 # more. At 2 tokens the KL does not suffer yet.
 RUN_OVERHEAD = 2.0
-
-
-class ServedModel(RecomputeModel, Protocol):
-    """A model whose costs are known.
-
-    Attributes:
-        context_overhead: what a token costs more per token before it, as a share of what it costs without any; the same
-            on all ranks.
-    """
-
-    context_overhead: float
 
 
 class RankFailedError(CuveeError):
@@ -50,6 +36,7 @@ class PageBlender:
         cache: the engine's pages.
         block_tokens: tokens per block.
         open_model: makes the model for a prompt, from its block table.
+        context_overhead: of the model, the same on all ranks (`cuvee.blend.Guided`).
         total: adds up tensors over the ranks (`Recompute`).
         agree: tells each rank whether all ranks can go on. All ranks call it equally often, in the same order.
         rows: most tokens that are computed at a time.
@@ -59,13 +46,15 @@ class PageBlender:
         self,
         cache: PagedCache,
         block_tokens: int,
-        open_model: Callable[[Sequence[int]], ServedModel],
+        open_model: Callable[[Sequence[int]], RecomputeModel],
+        context_overhead: float,
         total: Callable[[torch.Tensor], torch.Tensor],
         agree: Callable[[bool], bool],
         rows: int = MOST_ROWS,
     ) -> None:
         self.cache = cache
         self.open_model = open_model
+        self.context_overhead = context_overhead
         self.total = total
         self.agree = agree
         self.rows = rows
@@ -146,22 +135,15 @@ class PageBlend:
         blender, blend = self._blender, self._blend
         placed = place(blend, self._end)
         slots = blender.slots(blend.blocks, self._end)
-        kv = _PagesKV(blender.cache, slots, placed.cached | placed.known)
+        kv = PromptKV(blender.cache, slots, placed.cached | placed.known)
         model = blender.open_model(blend.blocks)
-        selector = selector_for(blend.cost, int(placed.cached.sum()), model.context_overhead)
+        selector = Guided(blend.cost, run_overhead=RUN_OVERHEAD, context_overhead=blender.context_overhead)
         yield 0  # the selector may ask all ranks
         done = yield from Recompute(model, kv, placed, blender.total, blender.rows).blocks(selector)
         cached, recomputed = int(placed.cached.sum()), int(done.computed[placed.cached].sum())
         self.tokens = {
             "reused": cached - recomputed, "recomputed": recomputed, "new": self._end - blend.start - cached,
         }  # fmt: skip
-
-
-def selector_for(cost: float, reused: int, context_overhead: float) -> Selector:
-    """Return the selector for this many reused tokens: the default, or `Nothing` if the cost pays for no token."""
-    if cost * reused < 1:
-        return Nothing()
-    return Guided(cost=cost, run_overhead=RUN_OVERHEAD, context_overhead=context_overhead)
 
 
 def place(blend: Blend, end: int) -> Placed:
@@ -195,57 +177,3 @@ def _added(count: int, firsts: torch.Tensor, ends: torch.Tensor, values: torch.T
     steps.index_add_(0, firsts.clamp(max=count), values)
     steps.index_add_(0, torch.maximum(firsts, ends).clamp(max=count), -values)
     return steps[:count].cumsum(0)
-
-
-class _PagesKV:
-    """The KV of a prompt of T tokens, the first of which have slots; `there`, bool `[T]`: has KV before the blend."""
-
-    def __init__(self, cache: PagedCache, slots: torch.Tensor, there: torch.Tensor) -> None:
-        self._cache = cache
-        self._slots = slots
-        self._read = cache.reader(torch.cat((slots, slots.new_zeros(len(there) - len(slots)))))
-        self._missing = (~there).nonzero()[:, 0].to(slots.device)
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy keys and values `[H, T, D]`; missing tokens are zeros, because unwritten pages may hold NaN."""
-        keys, values = self._read(index)
-        for part in (keys, values):
-            part[self._missing] = 0
-        return keys.transpose(0, 1), values.transpose(0, 1)
-
-    @property
-    def device(self) -> torch.device:
-        return self._cache.device
-
-    def reader(self, positions: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        return self._cache.reader(self._slots[positions.to(self._slots.device)])
-
-    def adder(self, positions: torch.Tensor) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        slots = self._slots[positions.to(self._slots.device)]
-        read, write = self._cache.reader(slots), self._cache.writer(slots)
-
-        def add(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-            old_keys, old_values = read(index)
-            write(
-                index,
-                saturated(old_keys.float() + keys, old_keys.dtype),
-                saturated(old_values.float() + values, old_values.dtype),
-            )
-
-        return add
-
-    def exchange(self, index: int, positions: torch.Tensor, end: int, observer: Observer | None) -> PagesExchange:
-        return PagesExchange(observer)
-
-
-@dataclass(frozen=True, slots=True)
-class PagesExchange:
-    """Shows new KV to an observer before the engine writes it into its pages."""
-
-    observer: Observer | None
-
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return new keys and values `[H, S, D]` unchanged: the engine stores them itself."""
-        if self.observer is not None:
-            self.observer(keys, values)
-        return keys, values

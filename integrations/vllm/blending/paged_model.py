@@ -26,7 +26,6 @@ from cuvee.blend.recompute_model import Exchange
 from cuvee.blend.runs import context_overhead
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.integrations.vllm.blending.executing import PagesExchange
 
 _LAYER_ARGUMENTS = ["positions", "hidden_states", "residual"]
 
@@ -96,7 +95,6 @@ class EngineModel:
 
     def __init__(self, loaded: LoadedModel, blocks: Sequence[int]) -> None:
         self.layout = loaded.layout
-        self.context_overhead = loaded.context_overhead
         self._loaded = loaded
         self._table = torch.tensor([list(blocks)], dtype=torch.int32, device=loaded.device)
 
@@ -221,10 +219,7 @@ def _replaced(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> 
 
 @contextmanager
 def _noted(module: torch.nn.Module, exchange: Exchange) -> Iterator[None]:
-    """Show new KV to the exchange before the engine writes it, if somebody observes it."""
-    if not (isinstance(exchange, PagesExchange) and exchange.observer is not None):
-        yield
-        return
+    """Show new KV to the exchange before the engine writes it."""
 
     def note(attention: Any, given: tuple[Any, ...]) -> None:
         keys, values = (part.view(len(part), -1, attention.head_size).transpose(0, 1) for part in given[1:3])

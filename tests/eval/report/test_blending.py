@@ -59,11 +59,9 @@ def test_decoded_chunks_are_measured_beside_exact_ones(found: dict[tuple[Any, ..
     assert {kv for kv, _, _ in found} == {"exact", "balanced"}
 
 
-def test_a_cost_that_pays_for_no_query_has_a_reason(
-    found: dict[tuple[Any, ...], dict[str, Any]],
-) -> None:
-    refused = found["exact", "default", 0.0]
-    assert refused["reason"] and refused["kl"] is None
+def test_a_cost_that_pays_for_nothing_is_the_floor(found: dict[tuple[Any, ...], dict[str, Any]]) -> None:
+    nothing = found["exact", "default", 0.0]
+    assert nothing["spent"] == 0 and nothing["kl"] == found["exact", "nothing", None]["kl"]
 
 
 def test_a_value_is_that_of_the_blender(

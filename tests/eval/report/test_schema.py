@@ -16,7 +16,7 @@ MADE: dict[str, Any] = {
     "environment": {"cpu": "A CPU", "gpu": None},
     "profiles": {"layer": {"id": "1d", "bytes": 3}},
     "quality": [{"key": "kivi4", "kl": 0.5, "per_sequence": {"kl": [0.25, 0.75]}, "layers": [{"key_error": 0.1}]}],
-    "blends": [{"name": "texts", "entries": [{"kv": "exact", "reason": "too cheap"}]}],
+    "blends": [{"name": "texts", "entries": [{"kv": "exact", "cost": 0.5}]}],
 }
 
 

@@ -17,19 +17,11 @@ from hypothesis import strategies as st
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuvee.blend import Guided, Nothing
 from cuvee.blend.correction import Correction, Window
 from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
-from cuvee.integrations.vllm.blending.executing import (
-    RUN_OVERHEAD,
-    PageBlender,
-    PagesExchange,
-    RankFailedError,
-    place,
-    selector_for,
-)
+from cuvee.integrations.vllm.blending.executing import PageBlender, RankFailedError, place
 from cuvee.integrations.vllm.messages import Blend, Entry
 
 LAYERS = LAYOUT.num_layers
@@ -144,14 +136,12 @@ class PagesModel:
     """Writes new KV into pages by itself, as an engine's layers do, and notes who went through which layer."""
 
     layout = LAYOUT
-    context_overhead = 0.0
 
     def __init__(self, cache: PagedCache, blocks: Sequence[int]) -> None:
         self.cache = cache
         self.blocks = torch.tensor(blocks)
         self.through: list[list[int]] = [[] for _ in range(LAYERS)]
         self.seen: list[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.exchanges: list[PagesExchange] = []
         self.fails: Callable[[str], None] = lambda where: None
         self.masks: weakref.WeakSet[Rows] = weakref.WeakSet()
         self.most_masks = 0
@@ -173,10 +163,7 @@ class PagesModel:
             keys, values = exchange(new.bfloat16(), -new.bfloat16())
             self.seen.append((rows.positions.tolist(), keys.clone(), values.clone(), rows.visible))
             return hidden
-        assert isinstance(exchange, PagesExchange)
-        self.exchanges.append(exchange)
-        if exchange.observer is not None:
-            exchange(new, -new)
+        exchange(new, -new)
         self.through[index] += rows.positions.tolist()
         slots = self.blocks[rows.positions // BLOCK] * BLOCK + rows.positions % BLOCK
         for pages, part in ((self.cache.keys[index], new), (self.cache.values[index], -new)):
@@ -215,7 +202,7 @@ def run(
         opened.append(PagesModel(cache, blocks))
         return opened[-1]
 
-    blending = PageBlender(cache, BLOCK, open_model, total, agree, rows).begin(blend, end)
+    blending = PageBlender(cache, BLOCK, open_model, 0.0, total, agree, rows).begin(blend, end)
     while not blending.done:
         blending.advance(budget)
     (model,) = opened
@@ -289,13 +276,6 @@ def test_what_is_chosen_is_decided_by_all_ranks_together() -> None:
     assert len(asked) == 1, "nobody was asked"
 
 
-def test_selectors_of_costs() -> None:
-    assert selector_for(0, 100, 0) == Nothing()
-    assert selector_for(0.3, 3, 0) == Nothing(), "it pays for no token"
-    expected = Guided(cost=0.3, run_overhead=RUN_OVERHEAD, context_overhead=0.01)
-    assert repr(selector_for(0.3, 4, 0.01)) == repr(expected)
-
-
 class Chosen:
     """Selects these tokens."""
 
@@ -308,7 +288,7 @@ class Chosen:
 
 def test_reused_tokens_are_corrected_in_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Chosen([11, 12, 17, 24, 30])
-    monkeypatch.setattr(executing, "selector_for", lambda cost, reused, context: chosen)
+    monkeypatch.setattr(executing, "Guided", lambda *_, **__: chosen)
     model, _, _ = run(request(0.5), 38)
     windows = [
         Window(torch.tensor([11, 12, 17]), torch.tensor([10, 13, 14, 15, 16]), 6),
@@ -329,7 +309,7 @@ def test_reused_tokens_are_corrected_in_their_pages(monkeypatch: pytest.MonkeyPa
 def test_later_slices_learn_from_what_earlier_ones_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """New KV depends on nothing else here, so tokens that are corrected in the last slice are as without slices."""
     chosen = Chosen([11, 12, 17, 23, 24, 30])
-    monkeypatch.setattr(executing, "selector_for", lambda cost, reused, context: chosen)
+    monkeypatch.setattr(executing, "Guided", lambda *_, **__: chosen)
     _, _, keys = run(request(0.5), 38)
     _, _, sliced = run(request(0.5), 38, rows=3, budget=1)  # 30 is in the last unit, 11, 12 and 17 in the first
     assert torch.equal(sliced[:22].nan_to_num(-1), keys[:22].nan_to_num(-1)), "computed in one slice"
@@ -355,7 +335,9 @@ def slices(blend: Blend, end: int, rows: int, budget: float) -> list[tuple[float
     """Of each slice, what it says it took, and the token-layers that the model computed in it, the query's included."""
     cache = pages(blend.start, blend.pieces, end)
     model = PagesModel(cache, blend.blocks)
-    blending = PageBlender(cache, BLOCK, lambda blocks: model, lambda t: t, lambda well: well, rows).begin(blend, end)
+    blending = PageBlender(cache, BLOCK, lambda blocks: model, 0.0, lambda t: t, lambda well: well, rows).begin(
+        blend, end
+    )
     found, before = [], 0
     while not blending.done:
         took = blending.advance(budget)
@@ -423,7 +405,7 @@ def blend_on(ranks: Ranks, fails: Callable[[str], None]) -> tuple[Any, BaseExcep
         fails("open")
         return model
 
-    blending = PageBlender(cache, BLOCK, open_model, lambda t: t, ranks.agree, 4).begin(blend, 38)
+    blending = PageBlender(cache, BLOCK, open_model, 0.0, lambda t: t, ranks.agree, 4).begin(blend, 38)
     try:
         while not blending.done:
             blending.advance(10)
@@ -481,7 +463,7 @@ def test_no_rank_waits_for_one_that_failed_at_the_end() -> None:
     cache = pages(blend.start, blend.pieces, 38)
     model, whole = PagesModel(cache, blend.blocks), Fails("written", 0)
     model.fails = whole
-    blending = PageBlender(cache, BLOCK, lambda blocks: model, lambda t: t, lambda well: well, 4).begin(blend, 38)
+    blending = PageBlender(cache, BLOCK, lambda blocks: model, 0.0, lambda t: t, lambda well: well, 4).begin(blend, 38)
     while not blending.done:
         blending.advance(10)
     (_, problem), (_, cause) = blend_on_two(Fails("written", whole.seen))

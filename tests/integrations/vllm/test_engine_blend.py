@@ -36,7 +36,7 @@ from tests.integrations.vllm.engines import (
     save_tiny_model,
 )
 
-from cuvee.blend import Blender, ChunkCache, Segment
+from cuvee.blend import Blender, ChunkCache, Guided, Segment
 from cuvee.blend.runs import context_overhead
 from cuvee.calibration.bundled import bundled_model_path, bundled_text
 from cuvee.calibration.corpus import load_tokenizer
@@ -47,7 +47,7 @@ from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.checkpoint import engine_identity
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.vllm.blending.executing import selector_for
+from cuvee.integrations.vllm.blending.executing import RUN_OVERHEAD
 
 pytestmark = pytest.mark.slow
 
@@ -388,7 +388,7 @@ def test_a_blend_is_what_the_library_makes_of_it(family: str, cost: float, first
             ((start, end),) = prompt.segments
             chunks[tuple(prompt.tokens[start:end])] = whole.slice(start, end)
     blender = Blender(model)
-    selector = selector_for(cost, 100, context_overhead(model.config))
+    selector = Guided(cost, run_overhead=RUN_OVERHEAD, context_overhead=context_overhead(model.config))
     answers = first[family].steps[ZERO + COSTS.index(cost)]
     for prompt, answer in list(zip(PROMPTS.values(), answers, strict=True))[:ALIKE]:
         segments = [Segment(part, chunks[tuple(part)] if cached else None) for part, cached in prompt.parts]
