@@ -7,8 +7,7 @@ Guided, Boundary, Nothing: choose the tokens to recompute
 """
 
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
-from cuvee.blend.chunk_cache import ChunkCache
-from cuvee.blend.chunk_stores import ChunkCounters, ChunkStore
+from cuvee.blend.chunk_cache import ChunkCache, ChunkCounters, ChunkStore
 from cuvee.blend.segments import Prompt, Segment
 from cuvee.blend.selectors import Boundary, Guided, Nothing, Selector
 

@@ -23,13 +23,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from cuvee.blend.chunk_stores import ChunkCounters, ChunkStore
 from cuvee.blend.recompute_model import TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
@@ -49,6 +49,45 @@ _FOLLOWING = 384
 _NONE: tuple[bytes, ...] = ()
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
+
+
+class ChunkStore(Protocol):
+    """A store for `ChunkCache`, used from several threads; all of `cuvee.integrations.stores` fit.
+
+    A chunk consists of parts: a base, and a refinement if the codec makes one.
+    """
+
+    def get_parts(self, keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
+        """Return at most `most` parts of each chunk, up to the first that is missing; none without a base."""
+        ...
+
+    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
+        """Keep the parts of a chunk, base first, in place of older ones; return how many were kept."""
+        ...
+
+    def delete_parts(self, key: str, first: int) -> bool:
+        """Delete the parts of a chunk from number `first` on; return whether any existed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCounters:
+    """Counts of a `ChunkCache` since it was made.
+
+    Attributes:
+        hits: chunks from the store, or from another thread that was computing them.
+        misses: chunks that were computed.
+        stored: computed chunks that the store kept.
+        rejected: entries that were damaged or did not match their key, and refinements that did not match their base.
+            They were deleted, and chunks without a base recomputed.
+        errors: failed operations of the store.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    rejected: int = 0
+    errors: int = 0
 
 
 class ChunkCache:
@@ -141,16 +180,7 @@ class ChunkCache:
             return ChunkCounters(**self._counts)
 
     def segment(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> Segment:
-        """Return a segment of the tokens with their blob and its refinements, for `Blender.blend`.
-
-        Args, Raises: as for `get_or_compute`.
-        """
-        ids, contexts, digest = self._named(tokens, leading)
-        base, *refinements = self._get_or_compute(ids, contexts, digest, leading)
-        return Segment(tokens, base, refinements=refinements, associated_data=self._bound_to(digest))
-
-    def get_or_compute(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> bytes:
-        """Return the blob of a chunk, from the store or newly computed and stored.
+        """Return a segment of a chunk's tokens with its blob, from the store or newly computed and stored.
 
         Args:
             tokens: the chunk, `[T]` integers.
@@ -158,41 +188,26 @@ class ChunkCache:
                 contexts, which is exact there.
 
         Returns:
-            A blob of T tokens. It starts at position 0 if it was computed alone, else at C, behind the contexts. If the
-            codec has a key, the blob only decodes with the `associated_data` of `segment`. If the codec has
-            refinements, this is the base; `segment` also has the refinements that the store kept.
+            The tokens with a blob that starts at position 0 if it was computed alone, else at C, behind the contexts;
+            with the refinements that the store kept, if the codec has any, and with the `associated_data` that the blob
+            only decodes with, if the codec has a key.
 
         Raises:
             InputError: there are no tokens, they are not a row of integers, they are outside the vocabulary, or (with
                 contexts) they go beyond the model's positions; a lossy quality cannot encode the values.
         """
-        return self._get_or_compute(*self._named(tokens, leading), leading)[0]
-
-    def _named(
-        self, tokens: Sequence[int] | torch.Tensor, leading: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, bytes]:
-        """Return the tokens, the contexts to compute them behind, and the digest that names both."""
         ids = Segment(tokens).tokens
         self._check_vocabulary("tokens", ids)
         contexts = None if leading else self._contexts
-        start = _start(contexts)
-        limit = self._layout.max_positions
+        start, limit = _start(contexts), self._layout.max_positions
         if limit is not None and start + len(ids) > limit:
             raise InputError(
                 f"tokens: must end within the model's {limit} positions, got {len(ids)} from position {start}: use "
                 "shorter chunks or contexts"
             )
         context = b"" if contexts is None else self._context_name
-        return ids, contexts, content_digest(self._identity, self._scope, ids.tolist(), context=context)
-
-    def _bound_to(self, digest: bytes) -> bytes:
-        """Return the bytes that the blob of a chunk is bound to; none if the codec has no key."""
-        return store_key(self._scope.tenant, digest).encode() if self._codec.key_ids else b""
-
-    def _get_or_compute(
-        self, ids: torch.Tensor, contexts: torch.Tensor | None, digest: bytes, leading: bool
-    ) -> tuple[bytes, ...]:
-        """Return the blob of a chunk, or its parts."""
+        digest = content_digest(self._identity, self._scope, ids.tolist(), context=context)
+        bound_to = store_key(self._scope.tenant, digest).encode() if self._codec.key_ids else b""
         key = f"{store_key(self._scope.tenant, digest)} {leading and self._shared}"
         with self._lock:
             other = self._running.get(key)
@@ -201,23 +216,22 @@ class ChunkCache:
         if other is not None:
             parts = other.result()
             self._count("hits")
-            return parts
-        try:
-            parts = self._find_or_make(digest, ids, contexts, leading)
-            mine.set_result(parts)
-        except BaseException as error:
-            mine.set_exception(error)
-            raise
-        finally:
-            with self._lock:
-                del self._running[key]
-        return parts
+        else:
+            try:
+                parts = self._find_or_make(digest, ids, contexts, leading, bound_to)
+                mine.set_result(parts)
+            except BaseException as error:
+                mine.set_exception(error)
+                raise
+            finally:
+                with self._lock:
+                    del self._running[key]
+        return Segment(tokens, parts[0], refinements=parts[1:], associated_data=bound_to)
 
     def _find_or_make(
-        self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, leading: bool
+        self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, leading: bool, associated_data: bytes
     ) -> tuple[bytes, ...]:
         keys = [store_key(self._scope.tenant, digest, key_id=key_id) for key_id in self._codec.key_ids or (b"",)]
-        associated_data = self._bound_to(digest)
         for key in keys:
             stored = self._ask(partial(self._load, key), _NONE)
             usable, start = self._check(stored, len(ids), None if self._shared else _start(contexts), associated_data)

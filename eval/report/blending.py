@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -203,7 +203,7 @@ def measure_blends(
         reference = _reference(model, prompt)
         chunks = {
             EXACT: [
-                exact.decode(library.get_or_compute(tokens, leading=index == 0))
+                exact.decode(cast(bytes, library.segment(tokens, leading=index == 0).chunk))
                 for index, tokens in enumerate(prompt.chunks)
             ]
         }

@@ -5,7 +5,7 @@
     prompt done, request done -> the blocks after the last whole chunk, its tail -> to be stored
 
 `SchedulerSide` has one method per call of the engine and hands each on: to `scheduler_lookup` (what the store has),
-`scheduler_load` (what is loaded), `scheduler_blend` (segments behind the prefix), `scheduler_save` (what is stored),
+`scheduler_load` (what is loaded), `blending.planning` (segments behind the prefix), `scheduler_save` (what is stored),
 `decision` (what pays) and `scheduler_deadlines` (deadlines, and what was loaded coarsely). They share
 `scheduler_state`; `scheduler_requests` knows the requests.
 
@@ -89,17 +89,13 @@ class SchedulerSide:
         self._state = state = SchedulerState(setup, store, recorder, clock)
         self._lookups = Lookups(self._pool, state)
         self._pays = Pays(state.chunk)
-        self._planner: BlendPlanner | None = None
-        if options.blend is not None:
-            self._planner = BlendPlanner(
-                state, options.blend, identity, self._lookups, self._pays, breaks, setup.beside
-            )
+        self._planner = BlendPlanner(state, options.blend, identity, self._lookups, self._pays, breaks, setup.beside)
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._events = SchedulerEvents(setup.ranks, make_events)
         self._prefixes = PrefixLookups(state, self._lookups, known, self._events)
         self._loads = SchedulerLoads(state, self._prefixes, self._pays, setup.prefix_caching)
-        self._blends = SchedulerBlends(state, self._planner, setup.step_tokens)
+        self._blends = SchedulerBlends(state.shards, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
         self._deadlines = SchedulerDeadlines(state, setup.loads_in_part, self._pays.prefill)
 
@@ -112,10 +108,10 @@ class SchedulerSide:
             if tracked is None:
                 return
             self._deadlines.begin(tracked)
-            self._blends.segment(tracked)
+            self._planner.segment(tracked)
             if self._prefixes.worth_asking(request, 0):
                 self._prefixes.ask(tracked)
-                self._blends.ask(tracked)
+                self._planner.ask(tracked)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` can be loaded, and whether asynchronously; None: ask
@@ -129,7 +125,7 @@ class SchedulerSide:
                 return None, False
             tokens = self._loads.match(tracked, computed) if self._prefixes.worth_asking(request, computed) else 0
             if tokens is not None:
-                tokens = self._blends.match(tracked, computed, tokens)
+                tokens = self._planner.match(tracked, computed, tokens)
             if tokens:
                 self._loads.promise(request.request_id, computed)
             return tokens, bool(tokens)
@@ -154,7 +150,9 @@ class SchedulerSide:
                 return
             if tracked is None:
                 raise LookupError(f"{tokens} tokens are to be loaded for a request that is not cached")
-            self._blends.allocate(tracked, tables[0])
+            self._planner.allocate(tracked, tables[0])
+            if tracked.blend is not None:
+                self._blends.begin(request.request_id)
             self._loads.allocate(tracked, tables, tokens, self._deadlines.loading(tracked))
 
     def outcome(self, request: Any) -> dict[str, Any] | None:
@@ -360,7 +358,8 @@ class SchedulerSide:
         tracked = self._requests.tracked.get(request_id)
         if tracked is not None:
             tracked.refused = True
-            self._blends.refuse(tracked)
+            if tracked.blend is not None:
+                self._planner.refuse(tracked, "failed")
 
     def _load_is_over(self, request_id: str) -> None:
         self._blends.over(request_id)
@@ -373,8 +372,7 @@ class SchedulerSide:
 
     def _readdress(self, found: bool) -> None:
         """Give all requests that are under way names of the present identity, under which something is `found`."""
-        if self._planner is not None:
-            self._planner.identity = self._requests.identity
+        self._planner.identity = self._requests.identity
         for request_id, tracked in list(self._requests.tracked.items()):
             with self._guard("reset", partial(self._give_up, request_id)):
                 tracked.forget_lookups()
@@ -382,9 +380,9 @@ class SchedulerSide:
                 tracked.lookup, tracked.found, tracked.end, tracked.saved, tracked.stated = None, NOTHING, 0, 0, 0
                 if tracked.request.num_computed_tokens > 0:
                     tracked.unstored = tracked.unstored or "reset"
-                self._blends.rename(tracked)
+                self._planner.rename(tracked)
                 if found and not tracked.request.num_computed_tokens:  # it waits for this
-                    self._blends.ask(tracked)
+                    self._planner.ask(tracked)
 
     def _stop(self) -> None:
         """Load and store nothing until a reset succeeds, also if it is that of a sleep."""

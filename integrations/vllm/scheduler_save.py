@@ -32,10 +32,10 @@ class SchedulerSaves:
     Args:
         state: of the scheduler's side.
         known: entries that need not be stored again.
-        planner: knows the segments to store; None: the engine does not blend.
+        planner: knows the segments to store.
     """
 
-    def __init__(self, state: SchedulerState, known: KnownEntries, planner: BlendPlanner | None) -> None:
+    def __init__(self, state: SchedulerState, known: KnownEntries, planner: BlendPlanner) -> None:
         self._state = state
         self._known = known
         self._planner = planner
@@ -111,7 +111,7 @@ class SchedulerSaves:
     def _segments(self, tracked: Tracked, after: int, block_state: Any) -> list[Save]:
         """Return a prompt's new segments whose last token this step or an earlier one computes."""
         segmented = tracked.segmented
-        if segmented is None or self._planner is None:
+        if segmented is None:
             return []
         harvest = self._planner.harvest(segmented, self._state.addressed(after))
         new = [at for at in harvest if not self._known.check(segmented.digests[at])]

@@ -23,8 +23,7 @@ from transformers import DynamicCache
 
 from cuvee.blend import chunk_cache as module
 from cuvee.blend.blender import Blender
-from cuvee.blend.chunk_cache import ChunkCache
-from cuvee.blend.chunk_stores import ChunkCounters, ChunkStore
+from cuvee.blend.chunk_cache import ChunkCache, ChunkCounters, ChunkStore
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Nothing
 from cuvee.codec.chunk import KVChunk
@@ -109,6 +108,13 @@ def make(model: Any, store: ChunkStore | None = None, **arguments: Any) -> Chunk
     return ChunkCache(model, codec, Shelf() if store is None else store, **arguments)
 
 
+def blob_of(library: ChunkCache, tokens: Any, leading: bool = False) -> bytes:
+    """The blob of a chunk, without its refinement."""
+    blob = library.segment(tokens, leading=leading).chunk
+    assert isinstance(blob, bytes)
+    return blob
+
+
 @contextmanager
 def passes(model: Any) -> Iterator[list[int]]:
     """Lengths of the inputs that the model is run on."""
@@ -150,7 +156,7 @@ def test_a_chunk_computed_alone_is_the_prefill(
 ) -> None:
     model = tiny_model("llama", dtype)
     codec = exact(model)
-    blob = make(model, codec=codec, contexts=contexts).get_or_compute(TOKENS, leading=contexts is not None)
+    blob = blob_of(make(model, codec=codec, contexts=contexts), TOKENS, leading=contexts is not None)
     with torch.no_grad():
         expected = prefill(model, torch.tensor([TOKENS]), layout_of(model))[0]
     got = codec.decode(blob)
@@ -160,11 +166,11 @@ def test_a_chunk_computed_alone_is_the_prefill(
 
 def test_behind_contexts_a_chunk_is_the_average(model: Any) -> None:
     codec = exact(model)
-    got = codec.decode(make(model, codec=codec, contexts=CONTEXTS).get_or_compute(TOKENS))
+    got = codec.decode(blob_of(make(model, codec=codec, contexts=CONTEXTS), TOKENS))
     assert got.start == START
     keys, values = averaged(model)
     assert_chunk(got, keys, values, atol=1e-5)
-    alone = codec.decode(make(model, codec=codec).get_or_compute(TOKENS))
+    alone = codec.decode(blob_of(make(model, codec=codec), TOKENS))
     assert not torch.allclose(alone.values[1], values[1], atol=1e-3), "contexts that change nothing test nothing"
 
 
@@ -172,15 +178,15 @@ def test_the_average_is_taken_in_float32(tiny_model: Callable[..., Any]) -> None
     """Of equal rows it is exact, where sums in bfloat16 would be rounded."""
     model = tiny_model("llama", torch.bfloat16)
     codec = exact(model)
-    one = codec.decode(make(model, codec=codec, contexts=CONTEXTS[:1]).get_or_compute(TOKENS))
-    seven = codec.decode(make(model, codec=codec, contexts=CONTEXTS[:1].repeat(7, 1)).get_or_compute(TOKENS))
+    one = codec.decode(blob_of(make(model, codec=codec, contexts=CONTEXTS[:1]), TOKENS))
+    seven = codec.decode(blob_of(make(model, codec=codec, contexts=CONTEXTS[:1].repeat(7, 1)), TOKENS))
     assert_chunk(seven, one.keys, one.values)
 
 
 @pytest.mark.parametrize("contexts", [None, CONTEXTS], ids=["alone", "behind"])
 def test_a_blob_holds_the_ids_that_a_profile_predicts_from(model: Any, contexts: torch.Tensor | None) -> None:
     codec = Codec(predicting(fitted_codec(model).profile), step=0.1)
-    got = codec.decode(make(model, codec=codec, contexts=contexts).get_or_compute(TOKENS))
+    got = codec.decode(blob_of(make(model, codec=codec, contexts=contexts), TOKENS))
     assert got.token_ids is not None and got.token_ids.tolist() == TOKENS
 
 
@@ -189,7 +195,7 @@ def test_a_segment_holds_the_tokens_and_their_blob(model: Any) -> None:
     for leading in (False, True):
         segment = library.segment(TOKENS, leading=leading)
         assert type(segment) is Segment and segment.tokens.tolist() == TOKENS
-        assert segment.chunk == library.get_or_compute(TOKENS, leading=leading)
+        assert segment.chunk == blob_of(library, TOKENS, leading=leading)
     assert library.counters == ChunkCounters(hits=2, misses=2, stored=2)
 
 
@@ -197,14 +203,14 @@ def test_contexts_are_computed_once_and_only_when_needed(model: Any) -> None:
     store, size = Shelf(), len(TOKENS)
     with passes(model) as seen:
         library = make(model, store, contexts=CONTEXTS)
-        library.get_or_compute(TOKENS, leading=True)
+        blob_of(library, TOKENS, leading=True)
         assert seen == [size]
-        library.get_or_compute(TOKENS)
+        blob_of(library, TOKENS)
         assert seen == [size, START, START, START, size, size, size]
-        library.get_or_compute([*TOKENS, 1])
+        blob_of(library, [*TOKENS, 1])
         assert seen[7:] == [size + 1] * 3
-        library.get_or_compute(TOKENS)
-        make(model, store, contexts=CONTEXTS).get_or_compute(TOKENS)
+        blob_of(library, TOKENS)
+        blob_of(make(model, store, contexts=CONTEXTS), TOKENS)
         assert len(seen) == 10
 
 
@@ -212,7 +218,7 @@ def test_no_gradients_are_prepared(model: Any) -> None:
     library = make(model, contexts=CONTEXTS)
     modes: list[bool] = []
     handle = model.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
-    library.get_or_compute(TOKENS)
+    blob_of(library, TOKENS)
     handle.remove()
     assert modes == [False] * 6
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -229,7 +235,7 @@ def test_another_process_finds_what_a_file_store_kept(tiny_model: Callable[..., 
         store = DiskStore(tmp_path / "store")
         library = make(model, store, contexts=CONTEXTS.clone())
         with passes(model) as seen:
-            blobs.append(library.get_or_compute(TOKENS))
+            blobs.append(blob_of(library, TOKENS))
         assert bool(seen) != again
         assert library.counters == (ChunkCounters(hits=1) if again else ChunkCounters(misses=1, stored=1))
         store.close()
@@ -238,7 +244,7 @@ def test_another_process_finds_what_a_file_store_kept(tiny_model: Callable[..., 
 
 def test_a_store_that_gives_up_is_no_failure(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     library = make(model, MemoryStore(100))
-    assert library.get_or_compute(TOKENS) == library.get_or_compute(TOKENS)
+    assert blob_of(library, TOKENS) == blob_of(library, TOKENS)
     assert library.counters == ChunkCounters(misses=2)
     assert not caplog.records
 
@@ -262,7 +268,7 @@ def test_a_chunk_comes_with_the_parts_that_are_left(model: Any) -> None:
     made = library.segment(TOKENS)
     assert isinstance(made.chunk, bytes) and len(made.refinements) == 1
     ((key, stored),) = parts_in(store).items()
-    assert stored == (made.chunk, *made.refinements) and library.get_or_compute(TOKENS) == made.chunk
+    assert stored == (made.chunk, *made.refinements) and blob_of(library, TOKENS) == made.chunk
     assert store.delete(part_key(key, 1))
     found = library.segment(TOKENS)
     assert (found.chunk, found.refinements) == (made.chunk, ())
@@ -303,7 +309,7 @@ def test_a_refinement_that_is_not_of_its_base_is_deleted(model: Any, secret: byt
 def test_a_bad_base_takes_its_refinements_with_it(model: Any) -> None:
     store = MemoryStore(10**6)
     library = make(model, store, codec=refined(model))
-    library.get_or_compute(TOKENS)
+    blob_of(library, TOKENS)
     ((key, stored),) = parts_in(store).items()
     for bad in (flipped(stored[0], 30), stored[1], entry_of(model)):
         store.put(key, bad)
@@ -348,7 +354,7 @@ def test_a_blend_uses_the_refinements(model: Any, secret: bytes | None) -> None:
 
 def key_of(library: ChunkCache, store: Shelf, tokens: Any = TOKENS, **arguments: Any) -> str:
     before = set(store)
-    library.get_or_compute(tokens, **arguments)
+    blob_of(library, tokens, **arguments)
     (key,) = set(store) - before
     return key
 
@@ -408,10 +414,10 @@ def test_everything_that_determines_the_content_changes_the_key(model: Any, tiny
 def test_chunks_computed_alone_have_one_key(model: Any) -> None:
     """The leading variant is what a library without contexts makes."""
     store = Shelf()
-    blob = make(model, store).get_or_compute(TOKENS)
+    blob = blob_of(make(model, store), TOKENS)
     library = make(model, store, contexts=CONTEXTS)
-    assert library.get_or_compute(TOKENS, leading=True) == blob
-    assert make(model, store).get_or_compute(TOKENS, leading=True) == blob
+    assert blob_of(library, TOKENS, leading=True) == blob
+    assert blob_of(make(model, store), TOKENS, leading=True) == blob
     assert library.counters == ChunkCounters(hits=1)
 
 
@@ -421,7 +427,7 @@ def test_chunks_computed_alone_have_one_key(model: Any) -> None:
 def test_any_row_of_integers_is_the_same_chunk(model: Any, form: Callable[[Any], Any]) -> None:
     store = Shelf()
     library = make(model, store)
-    assert library.get_or_compute(form(TOKENS)) == library.get_or_compute(TOKENS)
+    assert blob_of(library, form(TOKENS)) == blob_of(library, TOKENS)
     assert library.counters.hits == 1 and len(store) == 1
 
 
@@ -430,10 +436,10 @@ def test_the_contexts_are_kept_as_they_were(model: Any, dtype: torch.dtype) -> N
     store, contexts = Shelf(), CONTEXTS.to(dtype, copy=True)
     library = make(model, store, contexts=contexts)
     contexts.zero_()
-    blob = library.get_or_compute(TOKENS)
+    blob = blob_of(library, TOKENS)
     other = make(model, store, contexts=CONTEXTS)
-    assert other.get_or_compute(TOKENS) == blob and other.counters.hits == 1
-    assert make(model, contexts=CONTEXTS).get_or_compute(TOKENS) == blob
+    assert blob_of(other, TOKENS) == blob and other.counters.hits == 1
+    assert blob_of(make(model, contexts=CONTEXTS), TOKENS) == blob
 
 
 # Bad entries ---------------------------------------------------------------------------------------------------------
@@ -485,15 +491,15 @@ def test_a_bad_entry_is_replaced(
     caplog.set_level(logging.INFO)
     store = Shelf()
     library = make(model, store, codec=lossy(model))
-    blob = library.get_or_compute(TOKENS)
+    blob = blob_of(library, TOKENS)
     (key,) = store
     store[key] = bad(model, blob)
     store.calls.clear()
-    assert library.get_or_compute(TOKENS) == blob == store[key]
+    assert blob_of(library, TOKENS) == blob == store[key]
     assert store.calls == ["get", "delete", "put"]
     assert library.counters == ChunkCounters(misses=2, stored=2, rejected=1)
     assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert library.get_or_compute(TOKENS) == blob and library.counters.hits == 1
+    assert blob_of(library, TOKENS) == blob and library.counters.hits == 1
 
 
 @pytest.mark.parametrize("place", ["tenant", "tokens", "model"])
@@ -502,18 +508,18 @@ def test_a_tagged_blob_of_another_place_is_rejected(model: Any, place: str) -> N
     codec = Codec(exact(model).profile, "lossless", key=SECRETS[0])
     store, elsewhere = Shelf(), Shelf()
     library = make(model, store, codec=codec)
-    blob = library.get_or_compute(TOKENS)
+    blob = blob_of(library, TOKENS)
     (key,) = store
     if place == "model":
         model = deepcopy(model)
         with torch.no_grad():
             next(model.parameters()).mul_(2.0)
     other = make(model, elsewhere, codec=codec, tenant="attacker" if place == "tenant" else "")
-    other.get_or_compute(OTHER if place == "tokens" else TOKENS)
+    blob_of(other, OTHER if place == "tokens" else TOKENS)
     ((name, foreign),) = elsewhere.items()
     assert name != key
     store[key] = foreign
-    assert library.get_or_compute(TOKENS) == blob == store[key]
+    assert blob_of(library, TOKENS) == blob == store[key]
     assert library.counters.rejected == 1
 
 
@@ -522,10 +528,10 @@ def test_while_secrets_are_replaced_entries_of_both_are_found(model: Any) -> Non
     old, both, new = (
         make(model, store, codec=Codec(profile, "lossless", key=key)) for key in (SECRETS[0], SECRETS[::-1], SECRETS[1])
     )
-    assert both.get_or_compute(TOKENS) != b"" and both.counters.stored == 1
-    assert new.get_or_compute(TOKENS) and new.counters.hits == 1, "written with the first"
-    old.get_or_compute(OTHER)
-    both.get_or_compute(OTHER)
+    assert blob_of(both, TOKENS) != b"" and both.counters.stored == 1
+    assert blob_of(new, TOKENS) and new.counters.hits == 1, "written with the first"
+    blob_of(old, OTHER)
+    blob_of(both, OTHER)
     assert both.counters == ChunkCounters(hits=1, misses=1, stored=1)
 
 
@@ -547,11 +553,11 @@ def test_segments_of_a_codec_with_a_key_are_blended(model: Any) -> None:
 def test_a_bad_entry_that_cannot_be_deleted_is_not_used(model: Any) -> None:
     store = Shelf()
     library = make(model, store)
-    blob = library.get_or_compute(TOKENS)
+    blob = blob_of(library, TOKENS)
     (key,) = store
     store[key] = blob[:-1]
     store.faults = {"delete": StoreError("read-only"), "put": StoreError("read-only")}
-    assert library.get_or_compute(TOKENS) == blob
+    assert blob_of(library, TOKENS) == blob
     assert library.counters == ChunkCounters(misses=2, stored=1, rejected=1, errors=2)
 
 
@@ -565,17 +571,17 @@ def test_a_store_that_fails_costs_a_computation(
 ) -> None:
     store = Shelf()
     library = make(model, store, contexts=CONTEXTS)
-    blob = make(model, contexts=CONTEXTS).get_or_compute(TOKENS)
+    blob = blob_of(make(model, contexts=CONTEXTS), TOKENS)
     store.faults = dict.fromkeys(operations, error)
     for _ in range(3):
-        assert library.get_or_compute(TOKENS) == blob
+        assert blob_of(library, TOKENS) == blob
     stored = 0 if "put" in operations else 3
     assert library.counters == ChunkCounters(misses=3, stored=stored, errors=3 * len(operations))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and str(error) in record.getMessage()
     store.faults = {}
-    library.get_or_compute(TOKENS)
-    assert library.get_or_compute(TOKENS) == blob
+    blob_of(library, TOKENS)
+    assert blob_of(library, TOKENS) == blob
     assert library.counters.errors == 3 * len(operations)
 
 
@@ -613,7 +619,7 @@ def run_while_computing(
 
     handle = model.register_forward_pre_hook(hook)
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(library.get_or_compute, tokens) for _ in range(4)]
+        asked = [pool.submit(blob_of, library, tokens) for _ in range(4)]
     handle.remove()
     return asked
 
@@ -640,7 +646,7 @@ def test_a_computation_that_fails_fails_for_all_that_wait_and_is_tried_again(
     asked = run_while_computing(model, library, waiting, fail)
     assert [type(future.exception()) for future in asked] == [torch.OutOfMemoryError] * 4
     assert library.counters == ChunkCounters()
-    assert library.get_or_compute(TOKENS) == make(model).get_or_compute(TOKENS)
+    assert blob_of(library, TOKENS) == blob_of(make(model), TOKENS)
     assert library.counters == ChunkCounters(misses=1, stored=1)
 
 
@@ -654,16 +660,16 @@ def test_contexts_that_failed_once_are_computed_again(model: Any) -> None:
 
     handle = model.register_forward_pre_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
-        library.get_or_compute(TOKENS)
+        blob_of(library, TOKENS)
     handle.remove()
-    assert library.get_or_compute(TOKENS) == make(model, contexts=CONTEXTS).get_or_compute(TOKENS)
+    assert blob_of(library, TOKENS) == blob_of(make(model, contexts=CONTEXTS), TOKENS)
 
 
 def test_threads_with_many_chunks(model: Any) -> None:
     """The model runs one at a time, its contexts are computed once, everybody gets what was asked for."""
     library, alone = make(model, contexts=CONTEXTS), make(model, contexts=CONTEXTS)
     texts = [[token, *TOKENS] for token in range(6)]
-    expected = {leading: [alone.get_or_compute(text, leading=leading) for text in texts] for leading in (False, True)}
+    expected = {leading: [blob_of(alone, text, leading=leading) for text in texts] for leading in (False, True)}
     inside = most = 0
 
     def enter(*_: Any) -> None:
@@ -683,7 +689,7 @@ def test_threads_with_many_chunks(model: Any) -> None:
         asked = [(index, leading) for index in range(6) for leading in (False, True)]
         order = np.random.default_rng(seed).permutation(len(asked))
         return all(
-            library.get_or_compute(texts[index], leading=leading) == expected[leading][index]
+            blob_of(library, texts[index], leading=leading) == expected[leading][index]
             for index, leading in (asked[place] for place in order)
         )
 
@@ -716,9 +722,8 @@ def test_threads_with_many_chunks(model: Any) -> None:
 def test_bad_tokens_are_refused(model: Any, tokens: Any, message: str) -> None:
     store = Shelf()
     library = make(model, store, contexts=CONTEXTS)
-    for call in (library.get_or_compute, library.segment):
-        with pytest.raises(InputError, match=f"^{message}"):
-            call(tokens)
+    with pytest.raises(InputError, match=f"^{message}"):
+        library.segment(tokens)
     assert not store.calls and library.counters == ChunkCounters()
 
 
@@ -773,7 +778,7 @@ def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
     with pytest.raises(CuveeError):
-        library.get_or_compute(TOKENS)
+        blob_of(library, TOKENS)
     assert not store and library.counters == ChunkCounters()
 
 
@@ -796,7 +801,7 @@ def test_an_engines_segments_are_found_wherever_they_were_computed(model: Any, s
     store = Shelf()
     store[ENGINE_KEY] = engine_blob(model, start)
     library = make(model, store, identity=ENGINE)
-    assert library.get_or_compute(TOKENS) == store[ENGINE_KEY]
+    assert blob_of(library, TOKENS) == store[ENGINE_KEY]
     assert library.counters == ChunkCounters(hits=1)
 
 
@@ -804,12 +809,12 @@ def test_chunks_computed_behind_text_do_not_lead_a_prompt(model: Any) -> None:
     store = Shelf()
     store[ENGINE_KEY] = theirs = engine_blob(model, 5)
     library = make(model, store, identity=ENGINE)
-    assert library.get_or_compute(TOKENS, leading=True) == engine_blob(model, 0)
+    assert blob_of(library, TOKENS, leading=True) == engine_blob(model, 0)
     assert dict(store) == {ENGINE_KEY: theirs}, "it serves better elsewhere"
     assert library.counters == ChunkCounters(misses=1)
-    assert library.get_or_compute(TOKENS) == theirs
+    assert blob_of(library, TOKENS) == theirs
     store[ENGINE_KEY] = engine_blob(model, 0)
-    assert library.get_or_compute(TOKENS, leading=True) == store[ENGINE_KEY]
+    assert blob_of(library, TOKENS, leading=True) == store[ENGINE_KEY]
     assert library.counters == ChunkCounters(hits=2, misses=1)
 
 
@@ -827,10 +832,10 @@ def test_leading_chunks_share_no_computation_with_others(model: Any) -> None:
 
     store.get_parts = slow  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(library.get_or_compute, TOKENS)
+        other = pool.submit(blob_of, library, TOKENS)
         assert held.wait(LONG)
         try:
-            assert library.get_or_compute(TOKENS, leading=True) == engine_blob(model, 0)
+            assert blob_of(library, TOKENS, leading=True) == engine_blob(model, 0)
         finally:
             go.set()
         assert other.result(LONG) == theirs

@@ -1,6 +1,6 @@
 """The scheduler's side of blending: find parts of a prompt in the store, at any position, and decide on the blend.
 
-    prompt -> segments -> ask the store (in the background) -> pieces that are there -> `Offer` of a `Blend`, or of none
+    prompt -> segments -> ask the store (in the background) -> pieces that are there -> a `Blend`, or none
 
 **Approximate KV never has an exact name.** From the first block with a reused token on, the request's block hashes are
 replaced by hashes of themselves and the recipe. The engine hashes every later block, answers included, from the block
@@ -35,7 +35,7 @@ from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.naming.identity import Identity, Scope, canonical, content_digest
 
 if TYPE_CHECKING:  # it imports this module
-    from cuvee.integrations.vllm.scheduler_state import SchedulerState
+    from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Segmented:
         blends: whether reuse is allowed at all; otherwise segments are only harvested.
         recipe: identifies the blend of this request; empty until it is decided.
         exact: tokens before this position are exact; None: all tokens are.
-        named: whether the request itself named the segments.
+        min_context: tokens that must stand before a segment for it to be stored.
         taken: numbers of the reused segments.
         harvested: number of segments for which it was decided whether to store them.
         refused: why the request is not blended although it could have been.
@@ -77,7 +77,7 @@ class Segmented:
     blends: bool = True
     recipe: bytes = b""
     exact: int | None = None
-    named: bool = False
+    min_context: int = 0
     taken: frozenset[int] = frozenset()
     harvested: int = 0
     refused: str = ""
@@ -101,41 +101,24 @@ class Segmented:
         return {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What can be blended of a request.
-
-    Attributes:
-        blend: without its blocks; None: nothing is blended.
-        ask_again: the answer is not known yet.
-    """
-
-    blend: Blend | None = None
-    ask_again: bool = False
-
-
-NO_BLEND = Offer()
-ASK_AGAIN = Offer(ask_again=True)
-
-
 class BlendPlanner:
     """Finds what can be blended. Used by the scheduler's side alone, in the engine's loop.
 
     Args:
         state: of the scheduler's side.
-        options: of blending.
+        options: of blending; None: the engine does not blend.
         identity: of its blobs.
         lookups: asks the store in the background.
         pays: whether a blend pays; the caller measures.
         breaks: line breaks of the vocabulary, if they are known.
         beside: whether other connectors see the engine's requests. Then blocks are renamed only once the engine has
-            taken a blend (`take`), and it does not find an equal blend that it has already.
+            taken a blend (`allocate`), and it does not find an equal blend that it has already.
     """
 
     def __init__(
         self,
         state: SchedulerState,
-        options: BlendOptions,
+        options: BlendOptions | None,
         identity: Identity,
         lookups: Lookups,
         pays: Pays,
@@ -147,12 +130,106 @@ class BlendPlanner:
         self._beside = beside
         self.identity = identity
         self._lookups = lookups
-        self._chunker = options.chunker(breaks)
+        self._chunker = (options or BlendOptions()).chunker(breaks)
         self._pays = pays
         self._once = Once(logger)
 
-    def segment(self, request: Any, tenant: str) -> Segmented | None:
-        """Find a new request's segments; None: it has none, or is not cut."""
+    def segment(self, tracked: Tracked) -> None:
+        """Find a new request's segments. A load with a deadline is not blended."""
+        if self._options is not None and tracked.due is None:
+            tracked.segmented = self._segmented(self._options, tracked.request, tracked.tenant)
+
+    def rename(self, tracked: Tracked) -> None:
+        """Name a request's segments by a changed identity, forget the store's answer, and do not ask again."""
+        segmented = tracked.segmented
+        if segmented is not None:
+            segmented.digests = self._digests(tracked.request, tracked.tenant, segmented.spans)
+            segmented.forget_lookup()
+            segmented.lookup, segmented.harvested = None, 0
+
+    def ask(self, tracked: Tracked) -> None:
+        """Ask the store in the background which of a request's segments are there."""
+        segmented = tracked.segmented
+        if segmented is not None and segmented.blends and segmented.lookup is None and segmented.digests:
+            find = partial(self._find, list(segmented.digests), list(segmented.spans))
+            nothing: list[bool | None] = [None] * len(segmented.digests)
+            segmented.lookup = self._lookups.begin(tracked.tenant, find, nothing, segmented.spans[-1][1])
+
+    def match(self, tracked: Tracked, computed: int, tokens: int) -> int | None:
+        """Return how many tokens after the first `computed` can be loaded and blended; None: ask again.
+
+        Args:
+            tracked: the request.
+            computed: tokens that the engine has.
+            tokens: that can be loaded exactly after them; returned where no blend follows them.
+        """
+        segmented, options = tracked.segmented, self._options
+        if segmented is None or options is None or tracked.refused:
+            return tokens
+        tracked.blend = None
+        if not segmented.blends or segmented.lookup is None:
+            return tokens
+        there = self._answer(segmented, segmented.lookup)
+        if there is None:
+            return None
+        request, base = tracked.request, computed + tokens
+        last = request.num_prompt_tokens - 1
+        # The engine may have dropped blocks since they were renamed, so that fewer tokens are exact now. Tokens before
+        # the first renamed block must stay exact.
+        first = 0 if segmented.exact is None or base >= segmented.exact else segmented.exact
+        pieces = [
+            segmented.entry(at)
+            for at, ((start, end), found) in enumerate(zip(segmented.spans, there, strict=True))
+            if found and end > max(base, options.min_position) and first <= start < last
+        ]
+        if not pieces:
+            return tokens
+        end = min(pieces[-1].end, last)
+        blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [], options.min_position)
+        reused = blend.reused(end)
+        if reused < options.min_reused:
+            return tokens
+        if not segmented.recipe:
+            to_compute = end - base - (1 - segmented.cost) * reused
+            sizes = (piece.tokens for piece in pieces)
+            if self._state.options.decide != "always" and not self._pays.worth("blend", base, end, sizes, to_compute):
+                self.refuse(tracked, "declined")
+                return tokens
+            if not self._are_named(request, blend):
+                self.refuse(tracked, "hashes")
+                return tokens
+            if not self._beside:
+                self._take(request, segmented, blend, end)
+                return None  # the engine may have this blend already, under its new hashes
+        tracked.blend, tracked.blend_end = blend, end
+        return end - computed
+
+    def allocate(self, tracked: Tracked, blocks: Sequence[int]) -> None:
+        """Decide on the blend that the engine has taken, if there is one, and give it its blocks."""
+        blend, segmented, block = tracked.blend, tracked.segmented, self._state.block
+        if blend is not None and segmented is not None:
+            if not segmented.recipe:
+                self._take(tracked.request, segmented, blend, tracked.blend_end)
+            blend.blocks = list(blocks[: -(-tracked.blend_end // block)])
+            blend.pieces = [piece.within([blend.blocks], [block]) for piece in blend.pieces]
+
+    def harvest(self, segmented: Segmented, computed: int) -> list[int]:
+        """Return the numbers of the segments that can be stored once `computed` tokens have KV, each only once."""
+        found = []
+        while segmented.harvested < len(segmented.spans) and segmented.spans[segmented.harvested][1] <= computed:
+            at = segmented.harvested
+            segmented.harvested += 1
+            if at not in segmented.taken and segmented.spans[at][0] >= segmented.min_context:
+                found.append(at)
+        return found
+
+    def refuse(self, tracked: Tracked, reason: str) -> None:
+        """Do not blend a request; count the reason and tell the client. The first reason stands."""
+        if tracked.segmented is not None:
+            self._refuse(tracked.segmented, reason)
+
+    def _segmented(self, options: BlendOptions, request: Any, tenant: str) -> Segmented | None:
+        """Return a request's segments; None: it has none, or is not cut."""
         try:
             wants = BlendRequest.of(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
@@ -164,118 +241,44 @@ class BlendPlanner:
             return self._refused("media") if wants.segments else None
         if request.skip_reading_prefix_cache and wants.segments:  # such a request wants every token's output
             return self._refused("prompt_logprobs")
-        ids, options = request.prompt_token_ids, self._options
-        if wants.segments is not None:
-            spans = [span for span in wants.segments if span[1] - span[0] >= options.least_tokens]
+        if wants.segments is None:
+            spans, min_context = self._chunker.cut(request.prompt_token_ids), options.min_context
         else:
-            spans = self._chunker.cut(ids)
+            spans = [span for span in wants.segments if span[1] - span[0] >= options.least_tokens]
+            min_context = 0
         spans = self._kept(request, spans)
         if not spans:
             return None
         digests = self._digests(request, tenant, spans)
-        named = wants.segments is not None
         cost = float(options.cost if wants.cost is None else wants.cost)
-        return Segmented(spans, digests, cost, blends=wants.blend, named=named)
+        return Segmented(spans, digests, cost, blends=wants.blend, min_context=min_context)
 
-    def rename(self, segmented: Segmented, request: Any, tenant: str) -> None:
-        """Name the segments by a changed identity, forget the store's answer, and do not ask again."""
-        segmented.digests = self._digests(request, tenant, segmented.spans)
-        segmented.forget_lookup()
-        segmented.lookup, segmented.harvested = None, 0
-
-    def ask(self, segmented: Segmented, tenant: str) -> None:
-        """Ask the store in the background which segments are there."""
-        if segmented.blends and segmented.lookup is None and segmented.digests:
-            digests, spans = list(segmented.digests), list(segmented.spans)
-            nothing: list[bool | None] = [None] * len(digests)
-            segmented.lookup = self._lookups.begin(tenant, partial(self._find, digests, spans), nothing, spans[-1][1])
-
-    def offer(self, request: Any, segmented: Segmented, base: int) -> Offer:
-        """Offer a blend for a request whose first `base` tokens are exact.
-
-        Args:
-            request: the engine's.
-            segmented: its segments.
-            base: number of tokens that the engine has or loads exactly.
-
-        Returns:
-            the blend without its blocks, or that nothing is blended, or that the engine has to ask again.
-        """
-        if not segmented.blends or segmented.lookup is None:
-            return NO_BLEND
+    def _answer(self, segmented: Segmented, lookup: Lookup[list[bool | None]]) -> Sequence[bool | None] | None:
+        """Return which segments are there, of a request that is refused if this is not known; None: not known yet."""
         with self._state.waiting() as patience:
-            late = not wait([segmented.lookup.answer], patience).done
-        if late and self._state.clock() - segmented.lookup.asked <= self._state.options.lookup_timeout:
-            return ASK_AGAIN
+            late = not wait([lookup.answer], patience).done
+        if late and self._state.clock() - lookup.asked <= self._state.options.lookup_timeout:
+            return None
         try:
-            there = segmented.lookup.settle()
+            there = lookup.settle()
         except Exception:
             logger.exception("cuvee: a lookup of segments failed; its request is computed")
-            self.refuse(segmented, "failed")
-            return NO_BLEND
+            self._refuse(segmented, "failed")
+            return [None] * len(segmented.spans)
         if late:
             self._state.overdue()
             if not any(there):
-                self.refuse(segmented, "timeout")
-                return NO_BLEND
-        last = request.num_prompt_tokens - 1
-        # The engine may have dropped blocks since they were renamed, so that fewer tokens are exact now. Tokens before
-        # the first renamed block must stay exact.
-        first = 0 if segmented.exact is None or base >= segmented.exact else segmented.exact
-        taken = [
-            at
-            for at, ((start, end), found) in enumerate(zip(segmented.spans, there, strict=True))
-            if found and end > max(base, self._options.min_position) and first <= start < last
-        ]
-        pieces = [segmented.entry(at) for at in taken]
-        if not pieces:
-            return NO_BLEND
-        end = min(pieces[-1].end, last)
-        blend = Blend(
-            list(request.prompt_token_ids), base, pieces, segmented.cost, [], self._options.min_position
-        )  # fmt: skip
-        reused = blend.reused(end)
-        if reused < self._options.min_reused:
-            return NO_BLEND
-        if segmented.recipe:  # decided before
-            return Offer(blend)
-        computed = end - base - (1 - segmented.cost) * reused
-        sizes = (piece.tokens for piece in pieces)
-        if self._state.options.decide != "always" and not self._pays.worth("blend", base, end, sizes, computed):
-            self.refuse(segmented, "declined")
-            return NO_BLEND
-        if not self._are_named(request, blend):
-            self.refuse(segmented, "hashes")
-            return NO_BLEND
-        if self._beside:
-            return Offer(blend)
-        self.take(request, segmented, blend)
-        return ASK_AGAIN  # the engine may have this blend already, under its new hashes
+                self._refuse(segmented, "timeout")
+        return there
 
-    def take(self, request: Any, segmented: Segmented, blend: Blend) -> None:
-        """Decide on a blend that was offered: name the request's blocks for what they will hold. A second call does
-        nothing.
-        """
-        if segmented.recipe:
-            return
+    def _take(self, request: Any, segmented: Segmented, blend: Blend, end: int) -> None:
+        """Decide on a blend that ends at `end`: name the request's blocks for what they will hold."""
         self._set_apart(request, segmented, blend)
-        segmented.reused = blend.reused(min(blend.pieces[-1].end, request.num_prompt_tokens - 1))
+        segmented.reused = blend.reused(end)
         starts = {piece.start for piece in blend.pieces}
         segmented.taken = frozenset(at for at, (start, _) in enumerate(segmented.spans) if start in starts)
 
-    def harvest(self, segmented: Segmented, computed: int) -> list[int]:
-        """Return the numbers of the segments that can be stored once `computed` tokens have KV, each only once."""
-        least = 0 if segmented.named else self._options.min_context
-        found = []
-        while segmented.harvested < len(segmented.spans) and segmented.spans[segmented.harvested][1] <= computed:
-            at = segmented.harvested
-            segmented.harvested += 1
-            if at not in segmented.taken and segmented.spans[at][0] >= least:
-                found.append(at)
-        return found
-
-    def refuse(self, segmented: Segmented, reason: str) -> None:
-        """Do not blend a request; count the reason and tell the client. The first reason stands."""
+    def _refuse(self, segmented: Segmented, reason: str) -> None:
         segmented.forget_lookup()
         segmented.taken = frozenset()  # everything is computed, so segments that were to be reused can be stored again
         if segmented.refused:
@@ -318,7 +321,7 @@ class BlendPlanner:
 
     def _refused(self, reason: str) -> Segmented:
         segmented = Segmented([], [], 0.0)
-        self.refuse(segmented, reason)
+        self._refuse(segmented, reason)
         return segmented
 
     def _are_named(self, request: Any, blend: Blend) -> bool:

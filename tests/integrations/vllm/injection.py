@@ -27,7 +27,7 @@ SCHEDULER = (
     "_track", "_requests.begin", "_requests.chain",
     "_requests._adapters.find", "_requests._media_names.name", "_loads.match",
     "_loads._is_loaded_by_another", "_state.is_needed", "_loads.allocate",
-    "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_state.usable",
+    "_planner.match", "_planner.allocate", "_blends.begin", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
     "_prefixes._tail_sizes", "_prefixes._find", "_state.keys.find", "_lookups.begin",
     "_lookups._pool.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
@@ -36,7 +36,7 @@ SCHEDULER = (
     "_blends.drop", "_state.clock", "_events.planned", "_events.reported", "_events.gone",
     "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
     "_state.store.contains", "_pays.observe", "_pays.worth",
-    "_planner.segment", "_planner.ask", "_planner.offer", "_planner.harvest", "_planner.refuse", "_planner.rename",
+    "_planner.segment", "_planner.ask", "_planner._answer", "_planner.harvest", "_planner.refuse", "_planner.rename",
 )  # fmt: skip
 WORKER = (
     "loads._place", "blends._slice", "blends._blended", "loads._restorer.fetched",

@@ -14,7 +14,7 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, im
 from cuvee.blend.segmentation import ContentChunker, LineBreaks
 from cuvee.integrations.vllm.blending import planning
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
-from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented
+from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, StepPlan
 from cuvee.naming.identity import store_key
@@ -315,7 +315,9 @@ def test_of_too_many_segments_the_longest_are_used(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(planning, "MOST_SEGMENTS", most)
     spans = [(0, 10), (11, 21), (22, 29), (30, 45), (46, 51)]
-    found = planner_of(desk()).segment(make_request(kv_transfer_params={"cuvee": {"segments": spans}}), "")
+    d = desk()
+    d.side.arrived(make_request("r", kv_transfer_params={"cuvee": {"segments": spans}}))
+    found = d.side._requests.tracked["r"].segmented
     assert found is not None and found.spans == (spans if kept is None else kept)
     assert len(found.digests) == len(found.spans)
     left_out = 0 if kept is None else len(spans) - most
@@ -826,33 +828,28 @@ def test_a_reset_counts_no_refusal_again(desk: Callable[..., Desk]) -> None:
 # The planner by itself -----------------------------------------------------------------------------------------------
 
 
-def planner_of(d: Desk) -> BlendPlanner:
-    planner = d.side._planner
-    assert planner is not None
-    return planner
-
-
-def segmented(**changes: Any) -> Segmented:
+@pytest.mark.parametrize(
+    ("min_context", "taken", "found"),
+    [(0, set(), [0, 1, 2, 3]), (0, {0, 2}, [1, 3]), (130, set(), [2, 3]), (131, set(), [3])],
+)
+def test_which_segments_are_harvested(
+    desk: Callable[..., Desk], min_context: int, taken: set[int], found: list[int]
+) -> None:
     spans = [(0, 20), (20, 50), (130, 150), (150, 190)]
-    return Segmented(spans, [bytes([number]) for number in range(4)], 0.15, **changes)
+    segmented = Segmented(spans, [b""] * 4, 0.15, min_context=min_context, taken=frozenset(taken))
+    assert desk().side._planner.harvest(segmented, 190) == found
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "found"),
-    [
-        ({}, {}, [2, 3]),
-        ({}, {"named": True}, [0, 1, 2, 3]),
-        ({}, {"named": True, "taken": frozenset({0, 2})}, [1, 3]),
-        ({}, {"taken": frozenset({0, 2})}, [3]),
-        ({"min_context": 0}, {}, [0, 1, 2, 3]),
-        ({"min_context": 130}, {}, [2, 3]),
-        ({"min_context": 131}, {}, [3]),
-    ],
+    ("options", "named", "least"), [({}, False, 128), ({"min_context": 7}, False, 7), ({}, True, 0)]
 )
-def test_which_segments_are_harvested(
-    desk: Callable[..., Desk], options: dict[str, Any], changes: dict[str, Any], found: list[int]
+def test_segments_that_are_found_need_text_before_them(
+    desk: Callable[..., Desk], options: dict[str, Any], named: bool, least: int
 ) -> None:
-    assert planner_of(desk(blend=options)).harvest(segmented(**changes), 190) == found
+    d = desk(blend=options)
+    ask(d, ids=[3 * (at * at) % 997 for at in range(300)], segments=[(0, 20)] if named else None)
+    segmented = d.side._requests.tracked["r"].segmented
+    assert segmented is not None and segmented.min_context == least
 
 
 def test_blends_get_what_a_step_leaves(desk: Callable[..., Desk]) -> None:

@@ -408,15 +408,21 @@ def test_a_library_in_transformers_finds_what_the_engine_stored(folder: Path, fi
     identity = engine_identity(models["llama"], codec, tokenizer=False)
     store = open_store(f"file://{folder}/llama-store")
     library = ChunkCache(model, codec, store, identity=identity)
+
+    def decoded(tokens: list[int], leading: bool = False) -> KVChunk:
+        blob = library.segment(tokens, leading=leading).chunk
+        assert isinstance(blob, bytes)
+        return codec.decode(blob)
+
     for document in (A, B, C):
-        chunk = codec.decode(library.get_or_compute(document))
+        chunk = decoded(document)
         with torch.no_grad():
             (whole,) = prefill(model, torch.tensor([[*BEHIND, *document]]), chunk.layout)
         assert chunk.start == len(BEHIND)
         assert torch.allclose(chunk.keys[2], whole.keys[2][len(BEHIND) :], atol=1e-4)
     assert (library.counters.hits, library.counters.misses) == (3, 0)
     # At the beginning of a prompt only what was computed there is exact; the engine's entry stays.
-    leading = codec.decode(library.get_or_compute(A, leading=True))
+    leading = decoded(A, leading=True)
     assert leading.start == 0
     assert (library.counters.hits, library.counters.misses, library.counters.rejected) == (3, 1, 0)
     store.close()

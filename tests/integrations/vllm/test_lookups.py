@@ -170,7 +170,7 @@ def test_the_rest_is_not_asked_for_once_the_request_has_ended(desk: Callable[...
         d.side.reset()
     else:
         tracked = d.side._requests.tracked["r"]
-        d.side._planner.refuse(tracked.segmented, "failed")  # type: ignore[union-attr, arg-type]
+        d.side._planner.refuse(tracked, "failed")
     go.set()
     d.side.close()
     assert d.side._pool.dismiss(20)
