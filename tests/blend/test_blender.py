@@ -684,7 +684,7 @@ def test_logits_of_cached_tokens(llama: Any, kept: Any) -> None:
 
 
 def test_selectors_that_are_none(llama: Any) -> None:
-    for selector in ("boundary", 0.15, Boundary):
+    for selector in ("boundary", 0.15, Boundary().select):
         with pytest.raises(InputError, match=r"^selector: must have select\(\), like the selectors of"):
             Blender(llama, selector=selector)  # type: ignore[arg-type]
         with pytest.raises(InputError, match=r"^selector: must have select\(\), like the selectors of"):
