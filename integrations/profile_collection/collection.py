@@ -25,14 +25,14 @@ import logging
 import re
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.profile_file import VERSION
-from cuvee.integrations.profile_collection.files import FolderFiles, HubFiles, NamedFiles, ObjectFiles
+from cuvee.integrations.profile_collection.files import files_at
 from cuvee.integrations.profile_collection.location import ProfileLocation, check_id, names_collection
 from cuvee.integrations.weight_fingerprints import WeightFingerprints, weight_fingerprints
 
@@ -45,21 +45,6 @@ _NEWEST = re.compile(rb"([0-9a-f]{32}) ([0-9]{1,11})\n")  # an id, and the time 
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True)
-class PushedProfile:
-    """What `ProfileCollection.push` did.
-
-    Attributes:
-        id: of the profile, 32 hex digits.
-        weights: fingerprint of the model's weights, in hex; None: the profile names none, so only its id finds it.
-        bytes: size of its file.
-    """
-
-    id: str
-    weights: str | None
-    bytes: int
-
-
 class ProfileCollection:
     """Profiles of many models in one place.
 
@@ -68,9 +53,9 @@ class ProfileCollection:
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "bfloat16", None)
         >>> with TemporaryDirectory() as folder:
         ...     collection = ProfileCollection(f"{folder}/profiles")
-        ...     pushed = collection.push(Profile.unlearned(layout))
-        ...     pulled = collection.pull(layout, id=pushed.id)
-        >>> pulled.id.hex() == pushed.id
+        ...     profile = Profile.unlearned(layout)
+        ...     _ = collection.push(profile)
+        ...     collection.pull(layout, id=profile.id.hex()).id == profile.id
         True
 
     Args:
@@ -83,12 +68,13 @@ class ProfileCollection:
 
     def __init__(self, where: str | ProfileLocation) -> None:
         location = ProfileLocation.parse(where) if isinstance(where, str) else where
-        self._where, self._files = location.shown, _files_at(location)
+        self._where, self._files = location.shown, files_at(location)
 
-    def push(self, profile: Profile) -> PushedProfile:
-        """Put a profile into the collection. It becomes the newest of its model if it names the model's weights.
+    def push(self, profile: Profile) -> int:
+        """Put a profile into the collection; return the bytes of its file.
 
-        A profile of the same id is replaced: its curve may differ, which the id does not cover.
+        It becomes the newest of its model if it names the model's weights. A profile of the same id is replaced: its
+        curve may differ, which the id does not cover.
 
         Raises:
             InputError: the profile is too large, or names its weights by something else than a fingerprint.
@@ -109,7 +95,7 @@ class ProfileCollection:
         if weights is not None:
             files[_newest_name(layout, weights)] = f"{identity} {int(time.time())}\n".encode()
         self._files.write(files)
-        return PushedProfile(identity, weights, len(data))
+        return len(data)
 
     def pull(self, layout: KVLayout, *, weights: WeightFingerprints | None = None, id: str | None = None) -> Profile:
         """Return a profile of a model, after everything about it is verified. The log says which.
@@ -219,14 +205,6 @@ def find_profile(where: str, layout: KVLayout, checkpoint: str | Path, *, revisi
     location = ProfileLocation.parse(where)
     weights = None if location.id else weight_fingerprints(checkpoint, revision=revision)
     return ProfileCollection(location).pull(layout, weights=weights, id=location.id)
-
-
-def _files_at(location: ProfileLocation) -> NamedFiles:
-    if location.kind == "folder":
-        return FolderFiles(location.place)
-    if location.kind == "objects":
-        return ObjectFiles(location.place, location.shown)
-    return HubFiles(location.place, location.revision, location.shown)
 
 
 def _layout_name(layout: KVLayout) -> str:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cuvee.integrations.profile_collection.location import ProfileLocation
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.safe_files import open_file, open_folder, read_exactly, write_all
 
@@ -34,8 +35,10 @@ class NamedFiles(ABC):
         remedy: what to do about a damaged file, for messages.
     """
 
-    shown: str
     remedy = "push the profile there again"
+
+    def __init__(self, location: ProfileLocation) -> None:
+        self.shown = location.shown
 
     @abstractmethod
     def read(self, name: str, most: int) -> bytes | None:
@@ -63,22 +66,14 @@ class NamedFiles(ABC):
             )
 
 
-class FolderFiles(NamedFiles):
-    """Files in a folder, which the first `write` creates. Links are never followed; the folder is no link either.
+class _FolderFiles(NamedFiles):
+    """Files in a folder, which the first `write` creates. Links are never followed; the folder is no link either."""
 
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     files = FolderFiles(folder)
-    ...     files.write({"a/b.json": b"{}"})
-    ...     files.read("a/b.json", most=100), files.read("a/c.json", most=100)
-    (b'{}', None)
-    """
-
-    def __init__(self, path: str) -> None:
-        self.shown, self._path = path, os.path.abspath(os.path.expanduser(path))
+    def __init__(self, location: ProfileLocation) -> None:
+        super().__init__(location)
+        self._path = os.path.abspath(os.path.expanduser(location.place))
 
     def read(self, name: str, most: int) -> bytes | None:
-        """See `NamedFiles.read`."""
         try:
             with self._folder_of(name) as folder, open_file(name.rpartition("/")[2], folder) as file:
                 size = os.fstat(file).st_size
@@ -93,7 +88,7 @@ class FolderFiles(NamedFiles):
             ) from error
 
     def write(self, files: Mapping[str, bytes]) -> None:
-        """See `NamedFiles.write`. Readers see the old file, or all of the new one, even after a power failure."""
+        # Readers see the old file, or all of the new one, even after a power failure.
         for name, data in files.items():
             temporary = ".tmp-" + secrets.token_hex(8)
             try:
@@ -121,21 +116,16 @@ class FolderFiles(NamedFiles):
             yield folder
 
 
-class ObjectFiles(NamedFiles):
-    """Files as objects of the same names below a prefix, the URL of an `ObjectStore`.
+class _ObjectFiles(NamedFiles):
+    """Files as objects of the same names below a prefix, the URL of an `ObjectStore`."""
 
-    Raises:
-        InputError: the URL is wrong.
-        ImportError: obstore is missing.
-    """
-
-    def __init__(self, url: str, shown: str) -> None:
+    def __init__(self, location: ProfileLocation) -> None:
         from cuvee.integrations.stores.objects import ObjectStore
 
-        self.shown, self._store = shown, ObjectStore(url)
+        super().__init__(location)
+        self._store = ObjectStore(location.place)
 
     def read(self, name: str, most: int) -> bytes | None:
-        """See `NamedFiles.read`."""
         size = self._store.size_of(name)
         if size is None:
             return None
@@ -143,38 +133,30 @@ class ObjectFiles(NamedFiles):
         return self._store.read_object(name, most)
 
     def write(self, files: Mapping[str, bytes]) -> None:
-        """See `NamedFiles.write`."""
         for name, data in files.items():
             self._store.write_object(name, data)
 
 
-class HubFiles(NamedFiles):
+class _HubFiles(NamedFiles):
     """Files in a model repository of the Hugging Face hub, through huggingface_hub.
 
     Every read is of one commit: a branch is resolved once, so that the files that belong together are of one push.
     Files of a commit never change, so huggingface_hub's cache serves them again; with a commit as the revision, it does
     so without a network. Access tokens and the address of the hub are huggingface_hub's own (HF_TOKEN, HF_ENDPOINT).
-
-    Args:
-        repository: `owner/name`.
-        revision: branch, tag or commit; None: the main branch.
-        shown: the location for messages.
-
-    Raises:
-        ImportError: huggingface_hub is missing.
     """
 
-    def __init__(self, repository: str, revision: str | None, shown: str) -> None:
+    def __init__(self, location: ProfileLocation) -> None:
         try:
             import huggingface_hub  # noqa: F401 - its absence is reported before any work
         except ImportError as missing:
             raise ImportError("hf:// needs huggingface_hub: pip install cuvee[transformers]") from missing
-        self.shown, self._repository, self._revision = shown, repository, revision
-        self.remedy += f", or, if only this machine's copy is damaged, remove that (hf cache rm model/{repository})"
-        self._commit = revision if revision and _COMMIT.fullmatch(revision) else None
+        super().__init__(location)
+        self._repository, self._revision = location.place, location.revision
+        self.remedy += f", or, if only this machine's copy is damaged, remove that (hf cache rm model/{location.place})"
+        self._commit = self._revision if self._revision and _COMMIT.fullmatch(self._revision) else None
 
     def read(self, name: str, most: int) -> bytes | None:
-        """See `NamedFiles.read`. The hub's announced size is checked before a download."""
+        # The hub's announced size is checked before a download.
         from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
         if self._commit is None:
@@ -196,7 +178,7 @@ class HubFiles(NamedFiles):
         return Path(cached).read_bytes()
 
     def write(self, files: Mapping[str, bytes]) -> None:
-        """Write all files in one commit, so that readers see all of them or none."""
+        # In one commit, so that readers see all of them or none.
         from huggingface_hub import CommitOperationAdd, HfApi
 
         if self._revision is not None and _COMMIT.fullmatch(self._revision):
@@ -219,3 +201,16 @@ class HubFiles(NamedFiles):
             raise StoreError(
                 f"{self.shown}: the hub failed, or cannot be reached: {type(error).__name__}: {why}"
             ) from error
+
+
+_PLACES: dict[str, type[NamedFiles]] = {"folder": _FolderFiles, "objects": _ObjectFiles, "hub": _HubFiles}
+
+
+def files_at(location: ProfileLocation) -> NamedFiles:
+    """Return the files of a collection.
+
+    Raises:
+        InputError: obstore does not accept the URL.
+        ImportError: obstore or huggingface_hub is missing.
+    """
+    return _PLACES[location.kind](location)

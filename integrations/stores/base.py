@@ -20,9 +20,6 @@ from cuvee.naming.part_keys import MAX_PARTS, part_key
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
 _TENANT = re.compile(r"[0-9a-f]{1,64}")
 
-# The default limit for one blob, in bytes: the limit of Redis, and far above the usual size of a chunk.
-MAX_ENTRY_BYTES = 512 << 20
-
 
 class StoreError(CuveeError):
     """A store could not be reached or refused an operation; the message names the store and the cause."""
@@ -219,16 +216,6 @@ def check_bytes(name: str, value: int | None) -> None:
     """
     if value is not None and value < 1:
         raise InputError(f"{name}: must be a positive number of bytes, got {value!r}")
-
-
-def check_ttl(value: float | None) -> None:
-    """Check the seconds that entries live after they were written; None means forever.
-
-    Raises:
-        InputError: `value` is not above 0.
-    """
-    if value is not None and not value > 0:
-        raise InputError(f"ttl: must be above 0 seconds, got {value!r}")
 
 
 def check_key(key: object) -> tuple[str, str]:

@@ -12,6 +12,7 @@ credentials do not cost the hits.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,19 +34,17 @@ class _Breaker:
     retry_at: float | None = None
     backoff: float = 0.0  # seconds from the last failure to the next probe
     probing: bool = False
-    outages: int = 0  # how often it has opened, by which late failures of an outage that is over are recognized
+    closed_at: float = -math.inf  # what began before and fails now belongs to an outage that is over
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A running operation: `outages` of its breaker when it began; `given_up` once it was counted as a failure."""
+    """An operation that runs, and has not been counted as a failure."""
 
     operation: str
     breaker: _Breaker
     began: float
     probe: bool
-    outages: int
-    given_up: bool = False
 
 
 class GuardedStore(Store):
@@ -151,7 +150,7 @@ class GuardedStore(Store):
                 self._skipped += 1
                 return otherwise
             breaker.probing = probe
-            call = _Call(operation, breaker, now, probe, breaker.outages)
+            call = _Call(operation, breaker, now, probe)
             self._calls.add(call)
         try:
             answer = work()
@@ -175,13 +174,12 @@ class GuardedStore(Store):
         """Count a call that failed or is given up, once, and open its breaker."""
         breaker = call.breaker
         with self._lock:
-            if call.given_up:
-                return
-            call.given_up = True
+            if call not in self._calls:
+                return  # it was given up before
+            self._calls.discard(call)
             # If many operations run at once, the first failure opens the breaker. The other failures change nothing,
             # and neither does a failure that ends after the outage to which it belongs.
-            report = breaker.retry_at is None and breaker.outages == call.outages
-            breaker.outages += report
+            report = breaker.retry_at is None and call.began >= breaker.closed_at
             if report or call.probe:
                 breaker.backoff = min(2 * breaker.backoff or self.first_backoff, self.max_backoff)
                 breaker.retry_at = self._clock() + breaker.backoff
@@ -196,7 +194,7 @@ class GuardedStore(Store):
 
     def _recover(self, breaker: _Breaker) -> None:
         with self._lock:
-            breaker.retry_at, breaker.backoff = None, 0.0
+            breaker.retry_at, breaker.backoff, breaker.closed_at = None, 0.0, self._clock()
         _log.info("%s the %s store works again", breaker.what, self.name)
 
     def _count(self, error: Exception) -> None:

@@ -24,7 +24,6 @@ its checksum reveals that.
 from __future__ import annotations
 
 import errno
-import logging
 import math
 import os
 import secrets
@@ -33,24 +32,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import folder, safe_files
-from cuvee.integrations.stores.base import (
-    MAX_ENTRY_BYTES,
-    Store,
-    TierCounters,
-    check_bytes,
-    check_key,
-    check_tenant,
-    check_ttl,
-    is_tenant,
-)
+from cuvee.integrations.stores.base import check_bytes, is_tenant
+from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, make_header
-from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.safe_files import open_store_folder
-
-_log = logging.getLogger(__name__)
 
 # Shares of the budget: eviction begins above the first and ends at the second.
 _FULL, _KEEP = 0.95, 0.90
@@ -63,7 +52,7 @@ _STALE_SECONDS = 600.0
 _DAMAGED = (errno.ELOOP, errno.ENXIO, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
-class DiskStore(Store):
+class DiskStore(CountedStore):
     """Blobs in a folder, which the first put creates. Folders get mode 0700 and files 0600, because they hold prompts.
 
     Processes of one user may share a folder. Each process applies its own budget, so give all of them the same one. The
@@ -87,7 +76,6 @@ class DiskStore(Store):
         path: the folder. Missing parent folders are created as well (0755).
         max_bytes: budget of all files; None means no limit.
         ttl: seconds an entry lives after it was written; None means forever.
-        max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
 
     Raises:
         InputError: an argument is out of range, or the folder exists and is not safe to use.
@@ -96,119 +84,74 @@ class DiskStore(Store):
     name = "disk"
     shared = True
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        max_bytes: int | None = None,
-        ttl: float | None = None,
-        *,
-        max_entry: int = MAX_ENTRY_BYTES,
-    ) -> None:
-        check_bytes("max_bytes", max_bytes)
-        check_bytes("max_entry", max_entry)
-        check_ttl(ttl)
-        self.max_bytes, self.ttl, self.max_entry = max_bytes, ttl, max_entry
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None, ttl: float | None = None) -> None:
         if not os.fspath(path):
             raise InputError("path: must name a folder, got an empty string")
         self.root = os.path.abspath(path)
+        super().__init__(f"disk store {self.root}", ttl)
+        check_bytes("max_bytes", max_bytes)
+        self.max_bytes = max_bytes
         # An unsafe folder is refused here if it exists. Every operation checks again.
         with suppress(OSError):
             if problem := safe_files.objection(os.lstat(self.root), self.root):
                 raise InputError(f"path: {problem}")
-        self._monitor = StoreMonitor(_log, f"disk store {self.root}")
         self._scanner: threading.Thread | None = None
         self._scanned_at = -math.inf
         self._wanted = 0  # bytes for which a put found no room
         self._lost = False  # the folder's size is not known
         self._lock = threading.Lock()
 
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the blob of each key. A damaged or expired entry is deleted, and is a miss."""
-        for key in keys:
-            check_key(key)
+    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         blobs: list[bytes | None] = [None] * len(keys)
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
             for at, key in enumerate(keys):
                 with suppress(FileNotFoundError):
-                    blobs[at] = self._read(root, key)
-        self._monitor.answered(blobs)
+                    blobs[at] = self._blob(root, key)
         return blobs
 
-    def put(self, key: str, blob: bytes) -> bool:
-        """Write an entry; False if it exceeds a limit, or if there is no room.
-
-        Raises:
-            StoreError: the entry could not be written: for example, the disk is full, or the folder is missing,
-                read-only or writable by others. An earlier entry of this key stays.
-        """
-        check_key(key)
+    def _write(self, key: str, blob: bytes) -> bool:
         size = HEADER_BYTES + len(blob)
-        limit = min(HEADER_BYTES + self.max_entry, size if self.max_bytes is None else int(_KEEP * self.max_bytes))
-        if size > limit:
-            self._monitor.too_large(len(blob), limit - HEADER_BYTES)
-            return False
+        if self.max_bytes is not None and size > int(_KEEP * self.max_bytes):
+            return self._too_large(len(blob), int(_KEEP * self.max_bytes) - HEADER_BYTES)
         with self._errors(), open_store_folder(self.root, create=True) as root:
             temporary = ".tmp-" + secrets.token_hex(8)
             try:
                 with safe_files.open_file(temporary, root, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
                     safe_files.write_all(file, make_header(key, blob, time.time()))
                     safe_files.write_all(file, blob)
-                written = self._name(root, temporary, key, size)
+                return self._name(root, temporary, key, size)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary, dir_fd=root)
-        if written:
-            self._monitor.stored(blob)
-        return written
 
-    def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key has a file now. An expired entry counts until it is read, or a scan deletes it."""
-        for key in keys:
-            check_key(key)
+    def _there(self, keys: Sequence[str]) -> list[bool]:
         there = [False] * len(keys)
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
             for at, key in enumerate(keys):
                 with suppress(FileNotFoundError), folder.open_shard(root, key) as shard:
                     size = folder.size_of(folder.id_of(key), shard)
-                    # An entry that is too large counts as absent, so that a smaller one can replace it.
                     there[at] = size is not None and 0 <= size - HEADER_BYTES <= self.max_entry
         return there
 
-    def delete(self, key: str) -> bool:
-        """Delete an entry; return whether it was there."""
-        check_key(key)
+    def _remove(self, keys: Sequence[str]) -> int:
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            return folder.remove_entry(root, key)
-        return False
+            return sum(folder.remove_entry(root, key) for key in keys)
+        return 0
 
-    def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant; return how many there were. Entries that are put meanwhile may stay.
-
-        Raises:
-            StoreError: an entry could not be deleted. Others may remain as well.
-        """
-        check_tenant(tenant)
-        count = 0
+    def _pages(self, tenant: str) -> Iterator[list[str]]:
         with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            for key, _ in folder.entries_of(root, tenant):
-                count += folder.remove_entry(root, key)
+            entries = folder.entries_of(root, tenant)
+            while page := [key for key, _ in islice(entries, 1000)]:
+                yield page
             folder.remove_empty_folders(root, tenant)
-        return count
 
-    def keys(self, tenant: str) -> Iterator[str]:
-        """Yield the keys of a tenant's entries."""
-        check_tenant(tenant)
-        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
-            yield from (key for key, _ in folder.entries_of(root, tenant))
-
-    def counters(self) -> dict[str, TierCounters]:
-        """Return a snapshot. With a budget, `entries` and `bytes` are those of all processes."""
-        entries = held = None
+    def _held(self) -> tuple[int | None, int | None]:
+        """Return the figures of all processes; there are none without a budget."""
         if self.max_bytes is not None:
             with suppress(OSError), open_store_folder(self.root) as root, folder.locked(root) as figures:
                 if figures.added:
-                    entries, held = figures.entries, figures.bytes
-        return {self.name: self._monitor.snapshot(entries, held)}
+                    return figures.entries, figures.bytes
+        return None, None
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds for a scan in progress; return whether none is in progress."""
@@ -217,19 +160,19 @@ class DiskStore(Store):
             scanner.join(timeout)
         return scanner is None or not scanner.is_alive()
 
-    def _read(self, root: int, key: str) -> bytes | None:
+    def _blob(self, root: int, key: str) -> bytes | None:
         """Return the blob of an entry; None if it is damaged or expired, and then deleted."""
         try:
             with folder.open_shard(root, key) as shard, safe_files.open_file(folder.id_of(key), shard) as file:
                 info = os.fstat(file)
                 if info.st_size > HEADER_BYTES + self.max_entry:
-                    self._monitor.beyond(key, self.max_entry)
+                    self._beyond(key, self.max_entry)
                     return None
                 header = os.read(file, HEADER_BYTES)
                 payload = safe_files.read_exactly(file, info.st_size - len(header))
                 # While it is open, no other file can have its inode: a good entry that replaced it stays.
                 delete = partial(folder.remove_entry, root, key, (info.st_ino, info.st_mtime_ns))
-                blob = self._monitor.verified(key, header, payload, self.ttl, delete)
+                blob = self._verified(key, header, payload, delete)
                 if blob is not None and abs(time.time() - info.st_mtime) >= _TOUCH_SECONDS:
                     self._touch(file)
                 return blob
@@ -238,7 +181,7 @@ class DiskStore(Store):
                 return None
             if error.errno not in _DAMAGED:
                 raise
-            self._monitor.bad(key, error)
+            self._bad(key, error)
             folder.remove_entry(root, key)
             return None
 
@@ -248,7 +191,7 @@ class DiskStore(Store):
             os.utime(file)
         except OSError as error:
             text = "cannot note the use of entries; they will be evicted as if unused: %s"
-            self._monitor.warn("not touched", text, error)
+            self._warn("not touched", text, error)
 
     def _name(self, root: int, temporary: str, key: str, size: int) -> bool:
         """Give an entry its name; False if there is no room."""
@@ -266,8 +209,8 @@ class DiskStore(Store):
             due = self._is_due(figures)
         if not fits:
             self._wanted = max(self._wanted, size)
-            self._monitor.count(dropped=1)
-            self._monitor.warn("full", "is full, and old entries are not deleted as fast as new ones arrive")
+            self._count(dropped=1)
+            self._warn("full", "is full, and old entries are not deleted as fast as new ones arrive")
         if due or not fits:
             self._start_scan()
         return fits
@@ -302,7 +245,7 @@ class DiskStore(Store):
                 os.utime(file)  # the clock of all times of files here: with NFS, that of the server
                 self._scan(root, os.fstat(file).st_mtime)
         except OSError as error:
-            self._monitor.warn("scan", "cannot look for old entries: %s", error)
+            self._warn("scan", "cannot look for old entries: %s", error)
         finally:
             self._scanned_at = time.monotonic()
 
@@ -326,7 +269,7 @@ class DiskStore(Store):
                 # An entry is never used before it is written, so this one was also written that long ago.
                 old = self.ttl is not None and info.st_mtime < now - self.ttl
                 if old and folder.remove_entry(root, key, (info.st_ino, info.st_mtime_ns)):
-                    self._monitor.count(expired=1)
+                    self._count(expired=1)
                 else:
                     found.append((info.st_mtime_ns, info.st_ino, info.st_size, key))
             folder.remove_empty_folders(root, tenant)
@@ -341,7 +284,7 @@ class DiskStore(Store):
                 if held <= min(_KEEP * self.max_bytes, room):
                     break
                 if folder.remove_entry(root, key, (inode, used)):
-                    self._monitor.count(evictions=1)
+                    self._count(evictions=1)
                     held -= size
 
     @contextmanager
@@ -349,4 +292,4 @@ class DiskStore(Store):
         try:
             yield
         except OSError as error:
-            raise self._monitor.failure(error, with_type=False) from error
+            raise self._failure(error, with_type=False) from error

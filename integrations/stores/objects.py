@@ -12,7 +12,6 @@ read. Listings are read page by page. Retries and timeouts are obstore's; on S3 
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import threading
@@ -22,18 +21,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores.base import (
-    MAX_ENTRY_BYTES,
-    Store,
-    StoreError,
-    TierCounters,
-    check_bytes,
-    check_key,
-    check_tenant,
-    check_ttl,
-)
+from cuvee.integrations.stores.base import StoreError
+from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
-from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.threads import ThreadPool
 
@@ -42,8 +32,6 @@ try:
     from obstore.store import from_url
 except ImportError as missing:
     raise ImportError("object stores need obstore: pip install cuvee[objects]") from missing
-
-_log = logging.getLogger(__name__)
 
 SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")
 _THREADS = 16  # simultaneous requests; each mostly waits for the network
@@ -54,7 +42,7 @@ _RETRY: dict[str, Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=1
 _DEBUG = "\n\nDebug source"  # begins what obstore's errors add for its developers
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
-_PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/\2[0-9a-f]*")  # of an entry, below our prefix
+_PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/(\2[0-9a-f]*)")  # of an entry, below our prefix
 
 _T = TypeVar("_T")
 
@@ -65,7 +53,7 @@ class _Runtime:
     process: int | None = None
 
 
-class ObjectStore(Store):
+class ObjectStore(CountedStore):
     """Sealed entries as objects. The store connects when it is first used.
 
         >>> store = ObjectStore("s3://bucket/kv", ttl=7 * 86400)
@@ -82,7 +70,6 @@ class ObjectStore(Store):
             AWS_ALLOW_HTTP=true.
         ttl: seconds an entry lives after it was written; None means forever. An expired entry is deleted when it is
             requested; a lifecycle rule of the bucket deletes the others.
-        max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
 
     Raises:
         InputError: an argument is out of range, or obstore does not accept the URL.
@@ -91,64 +78,23 @@ class ObjectStore(Store):
     name = "object"
     shared = True
 
-    def __init__(self, url: str, ttl: float | None = None, *, max_entry: int = MAX_ENTRY_BYTES) -> None:
-        check_ttl(ttl)
-        check_bytes("max_entry", max_entry)
-        where, secrets = redacted(url), secrets_of(url)
+    def __init__(self, url: str, ttl: float | None = None) -> None:
+        super().__init__(f"object store {redacted(url)}", ttl, secrets_of(url))
         self._place = connect(url)
-        self._label, self._ttl = f"object store {where}", ttl
-        self._most = HEADER_BYTES + max_entry
-        self._monitor = StoreMonitor(_log, self._label, secrets)
         self._lock = threading.Lock()
         self._threads: ThreadPool | None = None
-
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the blob of each key, with 16 requests at a time."""
-        blobs = self._map(self._get, keys)
-        self._monitor.answered(blobs)
-        return blobs
-
-    def put(self, key: str, blob: bytes) -> bool:
-        """Store `blob` under `key`, replacing an earlier entry; False if it exceeds `max_entry`."""
-        path = _path(key)
-        if HEADER_BYTES + len(blob) > self._most:
-            self._monitor.too_large(len(blob), self._most - HEADER_BYTES)
-            return False
-        self.write_object(path, seal(key, blob, time.time()))
-        self._monitor.stored(blob)
-        return True
-
-    def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there now, with 16 requests at a time. Expired entries count until read."""
-        return self._map(self._there, [_path(key) for key in keys])
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
         # The deletion alone would not tell: object storage deletes missing objects without an error.
-        path = _path(key)
-        there = self._there(path)
-        if there:
-            self._remove(path)
-        return there
-
-    def delete_tenant(self, tenant: str) -> int:
-        """Delete every object of a tenant; return how many there were."""
-        count = 0
-        for page in self._paths(check_tenant(tenant)):
-            self._remove(page)
-            count += len(page)
-        return count
-
-    def counters(self) -> dict[str, TierCounters]:
-        """Return a snapshot."""
-        return {self.name: self._monitor.snapshot()}
+        return self.contains([key])[0] and super().delete(key)
 
     def close(self) -> None:
         """Stop the threads, waiting at most 10 s for requests that hang. May be called again."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None and not threads.dismiss(_CLOSE_SECONDS):
-            _log.warning("%s: closed while requests hang", self._label)
+            self._warn("hang", "closed while requests hang")
 
     def size_of(self, path: str) -> int | None:
         """Return the bytes of an object below the prefix; None if there is none. Errors are those of `get`."""
@@ -164,7 +110,7 @@ class ObjectStore(Store):
             found = obstore.get(self._place, path)
             if found.meta["size"] <= most:
                 return bytes(found.bytes())
-            self._monitor.beyond(path, most - HEADER_BYTES)
+            self._beyond(path, most - HEADER_BYTES)
             raise FileNotFoundError
 
         return self._call(read)
@@ -172,31 +118,35 @@ class ObjectStore(Store):
     def write_object(self, path: str, data: bytes) -> None:
         """Write an object below the prefix, all or nothing. Errors are those of `put`."""
         if self._call(lambda: obstore.put(self._place, path, data, use_multipart=False)) is None:
-            raise self._failure(FileNotFoundError("there is no such bucket"))
+            raise self._error(FileNotFoundError("there is no such bucket"))
 
-    def _get(self, key: str) -> bytes | None:
-        path = _path(key)
-        entry = self.read_object(path, self._most)
-        return None if entry is None else self._monitor.opened(key, entry, self._ttl, lambda: self._remove(path))
+    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._map(self._blob, keys)
 
-    def _there(self, path: str) -> bool:
-        # An object that is too large to be read counts as absent, so that a smaller one can replace it.
-        size = self.size_of(path)
-        return size is not None and size <= self._most
+    def _blob(self, key: str) -> bytes | None:
+        entry = self.read_object(_path(key), HEADER_BYTES + self.max_entry)
+        return None if entry is None else self._opened(key, entry)
 
-    def keys(self, tenant: str) -> Iterator[str]:
-        """Yield the keys of a tenant's entries."""
-        for page in self._paths(check_tenant(tenant)):
-            yield from (f"{tenant}/{path.rpartition('/')[2]}" for path in page)
+    def _write(self, key: str, blob: bytes) -> bool:
+        self.write_object(_path(key), seal(key, blob, time.time()))
+        return True
 
-    def _paths(self, tenant: str) -> Iterator[list[str]]:
-        """Yield the paths of a tenant's entries, page by page."""
+    def _there(self, keys: Sequence[str]) -> list[bool]:
+        sizes = self._map(self.size_of, list(map(_path, keys)))
+        return [size is not None and size <= HEADER_BYTES + self.max_entry for size in sizes]
+
+    def _remove(self, keys: Sequence[str]) -> int:
+        paths = list(map(_path, keys))
+        self._call(lambda: obstore.delete(self._place, paths if len(paths) > 1 else paths[0]))
+        return len(keys)
+
+    def _pages(self, tenant: str) -> Iterator[list[str]]:
         pages: Any = self._call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
         while page := self._call(lambda: next(pages, None)):
             # A server may list anything, so what has not the name of an entry of this tenant is passed over.
             names = [_PATH.fullmatch(each["path"]) for each in page]
-            if paths := [name[0] for name in names if name is not None and name[1] == tenant]:
-                yield paths
+            if keys := [f"{tenant}/{name[3]}" for name in names if name is not None and name[1] == tenant]:
+                yield keys
 
     def _call(self, request: Callable[[], _T]) -> _T | None:
         """Return `request()`; None if there is no such object.
@@ -212,15 +162,12 @@ class ObjectStore(Store):
         except FileNotFoundError:
             return None
         except Exception as error:
-            failure = self._failure(error)
+            failure = self._error(error)
         raise failure  # outside, because the cause may hold a password that the server sent back
 
-    def _remove(self, paths: str | list[str]) -> None:
-        self._call(lambda: obstore.delete(self._place, paths))
-
-    def _failure(self, error: Exception) -> StoreError:
+    def _error(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""
-        return self._monitor.failure(RuntimeError(str(error).partition(_DEBUG)[0]), with_type=False)
+        return self._failure(RuntimeError(str(error).partition(_DEBUG)[0]), with_type=False)
 
     def _map(self, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
         """Apply `function` to each item, in threads if there are several; return the results in order."""
@@ -235,7 +182,7 @@ class ObjectStore(Store):
 
 def _path(key: str) -> str:
     """Return the path of an entry below our prefix."""
-    tenant, entry = check_key(key)
+    tenant, _, entry = key.partition("/")
     return f"{tenant}/{entry[:2]}/{entry}"
 
 

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 _LEAST_SECRET = 4  # characters; a shorter string is no secret, and hiding it would garble messages
 # Options that a message may show. Any other option may be a secret.
-_HARMLESS = {"max_gb", "max_entry_mb", "ttl", "timeout", "db", "id"}
+_HARMLESS = {"max_gb", "ttl", "timeout", "db", "id"}
 
 
 def redacted(url: str) -> str:

@@ -12,27 +12,16 @@ that far, but not with what a model reads: envelopes are verified, and blobs may
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores.base import (
-    MAX_ENTRY_BYTES,
-    Store,
-    StoreError,
-    TierCounters,
-    check_bytes,
-    check_key,
-    check_tenant,
-    check_ttl,
-)
+from cuvee.integrations.stores.base import StoreError
+from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
-from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.redaction import redacted, secrets_of
 
 try:
@@ -44,9 +33,6 @@ try:
 except ImportError as missing:
     raise ImportError("redis stores need redis-py: pip install cuvee[redis]") from missing
 
-_log = logging.getLogger(__name__)
-
-_MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len: the server's default limit for one value
 _CONNECTIONS = 64
 _READ_BYTES = 1 << 20  # redis-py reads 32 or 64 KiB at a time by default, which is half as fast from 1 MB up
 _GET_BATCH = 32  # payloads in one round trip; the server holds its replies in memory until they are read
@@ -58,7 +44,7 @@ _ENTRY = re.compile(rb"cuvee:([0-9a-f]{1,64}/[0-9a-f]{1,128})")
 _T = TypeVar("_T")
 
 
-class RedisStore(Store):
+class RedisStore(CountedStore):
     """Sealed entries in a Redis or Valkey server (5 or newer) or cluster. It connects when it is first used.
 
     An operation fails if the server does not reply for `timeout`, and is not tried again then. Connections that break
@@ -77,7 +63,6 @@ class RedisStore(Store):
         ttl: seconds an entry lives after it was written; None means forever.
         timeout: seconds to wait for a connection, and for the next bytes of a reply.
         cluster: whether the URL names a node of a Redis Cluster.
-        max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
 
     Raises:
         InputError: an argument is out of range, or redis-py cannot parse the URL.
@@ -86,17 +71,8 @@ class RedisStore(Store):
     name = "redis"
     shared = True
 
-    def __init__(
-        self,
-        url: str,
-        ttl: float | None = None,
-        timeout: float = 1.0,
-        cluster: bool = False,
-        *,
-        max_entry: int = MAX_ENTRY_BYTES,
-    ) -> None:
-        check_ttl(ttl)
-        check_bytes("max_entry", max_entry)
+    def __init__(self, url: str, ttl: float | None = None, timeout: float = 1.0, cluster: bool = False) -> None:
+        super().__init__(f"redis store {redacted(url)}", ttl, secrets_of(url))
         if not timeout > 0:
             raise InputError(f"timeout: must be above 0 seconds, got {timeout}")
         try:
@@ -107,63 +83,9 @@ class RedisStore(Store):
             raise InputError(
                 f"url: must be a URL of redis-py, got {redacted(url)}; percent-encode a password's special characters"
             ) from None
-        self._url, self._ttl, self._timeout, self._cluster = url, ttl, timeout, cluster
-        self._most = min(HEADER_BYTES + max_entry, _MAX_VALUE_BYTES)
-        self._monitor = StoreMonitor(_log, f"redis store {redacted(url)}", secrets_of(url))
+        self._url, self._timeout, self._cluster = url, timeout, cluster
         self._lock = threading.Lock()
         self._client: Any = None
-
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the blob of each key, with 32 keys per round trip to each node."""
-        for key in keys:
-            check_key(key)
-        blobs: list[bytes | None] = []
-        for start in range(0, len(keys), _GET_BATCH):
-            batch = keys[start : start + _GET_BATCH]
-            replies = self._pipelined([("GETRANGE", _PREFIX + key, 0, self._most) for key in batch], bytes)
-            blobs += [self._open(key, reply) for key, reply in zip(batch, replies, strict=True)]
-        self._monitor.answered(blobs)
-        return blobs
-
-    def put(self, key: str, blob: bytes) -> bool:
-        """Store `blob` under `key`; False if it exceeds `max_entry` or Redis's 512 MiB."""
-        check_key(key)
-        data = seal(key, blob, time.time())
-        if len(data) > self._most:
-            self._monitor.too_large(len(blob), self._most - HEADER_BYTES)
-            return False
-        expiry = () if self._ttl is None else ("PX", max(1, round(1000 * self._ttl)))
-        (reply,) = self._pipelined([("SET", _PREFIX + key, data, *expiry)], bool | bytes)
-        if reply not in (True, b"OK"):
-            raise self._failure(InvalidResponse("SET: must be answered by OK"))
-        self._monitor.stored(blob)
-        return True
-
-    def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there now, with one round trip to each node."""
-        for key in keys:
-            check_key(key)
-        replies = self._pipelined([("STRLEN", _PREFIX + key) for key in keys], int)
-        # An entry that is too large to be read counts as absent, so that a smaller one can replace it.
-        return [0 < reply <= self._most for reply in replies]
-
-    def delete(self, key: str) -> bool:
-        """Delete an entry; return whether it was there."""
-        check_key(key)
-        return self._delete([key]) == 1
-
-    def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant, found by SCAN; return how many there were."""
-        return sum(map(self._delete, self._scan(f"{check_tenant(tenant)}/*")))
-
-    def keys(self, tenant: str) -> Iterator[str]:
-        """Yield the keys of a tenant's entries, found by SCAN, which may find one twice."""
-        pages = list(self._scan(f"{check_tenant(tenant)}/*"))  # now, because a scan has to end in time
-        yield from chain.from_iterable(pages)
-
-    def counters(self) -> dict[str, TierCounters]:
-        """Return a snapshot."""
-        return {self.name: self._monitor.snapshot()}
 
     def close(self) -> None:
         """Close the connections. May be called again; a later operation opens new ones."""
@@ -172,31 +94,50 @@ class RedisStore(Store):
         if client is not None:
             client.close()
 
-    def _open(self, key: str, reply: bytes) -> bytes | None:
-        """Return the blob in a reply to GETRANGE. A bad or expired entry is deleted and counted, and is a miss."""
-        if len(reply) > self._most:
-            self._monitor.beyond(key, self._most - HEADER_BYTES)
-        elif reply:  # of a missing key it is empty
-            return self._monitor.opened(key, reply, self._ttl, lambda: self._delete([key]))
-        return None
+    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
+        blobs: list[bytes | None] = []
+        for start in range(0, len(keys), _GET_BATCH):
+            batch = keys[start : start + _GET_BATCH]
+            last = HEADER_BYTES + self.max_entry
+            replies = self._pipelined([("GETRANGE", _PREFIX + key, 0, last) for key in batch], bytes)
+            blobs += [self._blob(key, reply) for key, reply in zip(batch, replies, strict=True)]
+        return blobs
 
-    def _delete(self, keys: Sequence[str]) -> int:
+    def _blob(self, key: str, reply: bytes) -> bytes | None:
+        """Return the blob in a reply to GETRANGE, which is empty if there is none."""
+        if len(reply) > HEADER_BYTES + self.max_entry:
+            self._beyond(key, self.max_entry)
+            return None
+        return self._opened(key, reply) if reply else None
+
+    def _write(self, key: str, blob: bytes) -> bool:
+        expiry = () if self.ttl is None else ("PX", max(1, round(1000 * self.ttl)))
+        (reply,) = self._pipelined([("SET", _PREFIX + key, seal(key, blob, time.time()), *expiry)], bool | bytes)
+        if reply not in (True, b"OK"):
+            raise self._error(InvalidResponse("SET: must be answered by OK"))
+        return True
+
+    def _there(self, keys: Sequence[str]) -> list[bool]:
+        replies = self._pipelined([("STRLEN", _PREFIX + key) for key in keys], int)
+        return [0 < reply <= HEADER_BYTES + self.max_entry for reply in replies]
+
+    def _remove(self, keys: Sequence[str]) -> int:
         return sum(self._pipelined([("UNLINK", _PREFIX + key) for key in keys], int))
 
-    def _scan(self, pattern: str) -> Iterator[list[str]]:
-        """Yield the keys of matching entries of all nodes, one page at a time."""
-        end = time.monotonic() + _SCAN_SECONDS
+    def _pages(self, tenant: str) -> Iterator[list[str]]:
+        """Yield the keys of a tenant's entries in all nodes, found by SCAN, which may find one twice."""
+        pattern, spent = f"{_PREFIX}{tenant}/*", 0.0
         for server in self._tried(self._servers):
             cursor = 0
             while True:
-                cursor, names = self._tried(
-                    lambda _, cursor=cursor, server=server: _page(server.scan(cursor, _PREFIX + pattern, _SCAN_PAGE))  # type: ignore[misc]
-                )
-                yield names
+                begun = time.monotonic()
+                cursor, keys = self._tried(lambda _, at=cursor, on=server: _page(on, at, pattern))  # type: ignore[misc]
+                spent += time.monotonic() - begun
+                yield keys
                 if not cursor:
                     break
-                if time.monotonic() > end:
-                    raise self._failure(InvalidResponse(f"SCAN: must end within {_SCAN_SECONDS:g} s"))
+                if spent > _SCAN_SECONDS:
+                    raise self._error(InvalidResponse(f"SCAN: must end within {_SCAN_SECONDS:g} s"))
 
     def _servers(self, client: Any) -> list[Any]:
         return [client.get_redis_connection(node) for node in client.get_primaries()] if self._cluster else [client]
@@ -232,7 +173,7 @@ class RedisStore(Store):
                 client = self._client
             return work(client)
         except Exception as error:
-            failure = self._failure(error)
+            failure = self._error(error)
         raise failure  # outside, because the cause may hold a password that the server sent back
 
     def _connected(self) -> Any:
@@ -249,7 +190,7 @@ class RedisStore(Store):
         pool = redis.BlockingConnectionPool.from_url(self._url, timeout=self._timeout, retry=retry, **options)
         return redis.Redis.from_pool(pool)
 
-    def _failure(self, error: Exception) -> StoreError:
+    def _error(self, error: Exception) -> StoreError:
         """Count a failed operation; return the error to raise."""
         if isinstance(error, StoreError):
             return error
@@ -258,11 +199,11 @@ class RedisStore(Store):
             hint = f" (no answer within timeout={self._timeout:g} s)"
         elif isinstance(error, OutOfMemoryError):
             hint = " (the server is full and may not evict: raise its maxmemory or set allkeys-lru)"
-        return self._monitor.failure(error, hint)
+        return self._failure(error, hint)
 
 
-def _page(reply: Any) -> tuple[int, list[str]]:
-    """Return the cursor and the keys of entries in a reply to SCAN."""
-    cursor, names = reply
+def _page(server: Any, cursor: int, pattern: str) -> tuple[int, list[str]]:
+    """Return the next cursor of a scan, and the keys of entries that it finds from `cursor` on."""
+    following, names = server.scan(cursor, pattern, _SCAN_PAGE)
     found = [_ENTRY.fullmatch(name) for name in names]
-    return int(cursor), [match[1].decode() for match in found if match is not None]
+    return int(following), [match[1].decode() for match in found if match is not None]

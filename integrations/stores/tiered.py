@@ -12,15 +12,23 @@ waits for those that a thread is writing. An entry that was read before a deleti
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores.base import Store, TierCounters, check_tenant
-from cuvee.integrations.stores.write_behind import Tier
+from cuvee.integrations.guard import Once
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_tenant
+from cuvee.integrations.stores.threads import ThreadPool
 
+_log = logging.getLogger(__name__)
+
+WRITERS = 8  # puts in flight per tier, since each may wait for a network
+QUEUE_BYTES = 256 << 20  # that wait or are written, per tier; an entry that does not fit is dropped for that tier
 DRAIN_SECONDS = 10.0
 
 
@@ -54,7 +62,7 @@ class TieredStore(Store):
         if not stores:
             raise InputError("stores: must hold at least one store, got none")
         self.shared = any(store.shared for store in stores)
-        self._tiers = [Tier(store, level) for level, store in enumerate(stores)]
+        self._tiers = [_Tier(store, level) for level, store in enumerate(stores)]
         self._closed = False
         self._epoch = 0  # the number of deletions that have ended
         self._deleting = 0
@@ -69,18 +77,10 @@ class TieredStore(Store):
         """Return the blob of each key. Each tier is asked once, for the keys that the tiers before it lack."""
         epoch = self._epoch
         found: dict[str, bytes] = {}
-        missing = list(dict.fromkeys(keys))
-        for level, tier in enumerate(self._tiers):
-            if not missing:
-                break
-            here = tier.look(missing, count=True)
-            if ask := [key for key in missing if key not in here]:
-                blobs = tier.store.get_many(ask)
-                here |= {key: blob for key, blob in zip(ask, blobs, strict=True) if blob is not None}
+        for level, here in self._found(keys, self._tiers, lambda store, some: store.get_many(some), True):
             if level and here:
                 self._promote(here, level, epoch)
             found |= here
-            missing = [key for key in missing if key not in found]
         return [found.get(key) for key in keys]
 
     def put(self, key: str, blob: bytes) -> bool:
@@ -95,7 +95,7 @@ class TieredStore(Store):
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key is in any tier or queue."""
-        found = self._find(keys, self._tiers)
+        found = dict(self._levels(keys, self._tiers))
         return [key in found for key in keys]
 
     def locate(self, keys: Sequence[str]) -> list[str]:
@@ -103,22 +103,8 @@ class TieredStore(Store):
         names: list[str] = []
         for tier in self._tiers:
             names.append(_unique(tier.store.name, names))
-        found = self._find(keys, self._tiers[:-1])
+        found = dict(self._levels(keys, self._tiers[:-1]))
         return [names[found.get(key, -1)] for key in keys]
-
-    def _find(self, keys: Sequence[str], tiers: Sequence[Tier]) -> dict[str, int]:
-        """Return the number of the first of `tiers` that has each key; keys that none has are left out."""
-        found: dict[str, int] = {}
-        missing = list(dict.fromkeys(keys))
-        for level, tier in enumerate(tiers):
-            if not missing:
-                break
-            here = tier.look(missing, count=False)
-            ask = [key for key in missing if key not in here]
-            there = tier.store.contains(ask) if ask else []
-            found |= dict.fromkeys([*here, *(key for key, is_there in zip(ask, there, strict=True) if is_there)], level)
-            missing = [key for key in missing if key not in found]
-        return found
 
     def delete(self, key: str) -> bool:
         """Delete an entry from all tiers and queues; return whether any had it.
@@ -182,6 +168,26 @@ class TieredStore(Store):
                 stack.callback(tier.close)
             self.flush(timeout)
 
+    def _found(
+        self, keys: Sequence[str], tiers: Sequence[_Tier], ask: Callable[[Store, list[str]], list[Any]], count: bool
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Ask each tier for the keys that those before it lack; yield its number, and what its queue and store have."""
+        missing = list(dict.fromkeys(keys))
+        for level, tier in enumerate(tiers):
+            if not missing:
+                break
+            here: dict[str, Any] = {**tier.look(missing, count)}
+            if rest := [key for key in missing if key not in here]:
+                answers = zip(rest, ask(tier.store, rest), strict=True)
+                here |= {key: answer for key, answer in answers if answer is not None and answer is not False}
+            missing = [key for key in missing if key not in here]
+            yield level, here
+
+    def _levels(self, keys: Sequence[str], tiers: Sequence[_Tier]) -> Iterator[tuple[str, int]]:
+        """Yield each key that some tier has, and the number of the first of them."""
+        for level, here in self._found(keys, tiers, lambda store, some: store.contains(some), False):
+            yield from dict.fromkeys(here, level).items()
+
     def _promote(self, entries: dict[str, bytes], level: int, epoch: int) -> None:
         """Queue entries of tier `level` for the tiers above it, unless a deletion may concern them.
 
@@ -217,6 +223,127 @@ class TieredStore(Store):
         if failures:
             raise failures[0]
         return done
+
+
+class _Tier:
+    """A store, its write-behind queue, and the threads that empty the queue. They start as entries arrive.
+
+    No two threads write the same key, so the last put of a key wins. `_counts`: events that do not reach the store.
+    """
+
+    def __init__(self, store: Store, level: int) -> None:
+        self.store = store
+        self._label = f"tier {level} ({store.name})"
+        self._counts = TierCounters()
+        self._once = Once(_log)
+        self._threads = ThreadPool(WRITERS, f"cuvee {self._label}", math.inf)
+        self._closed = False
+        self._changed = threading.Condition()
+        self._waiting: dict[str, bytes] = {}
+        self._writing: dict[str, bytes] = {}
+        self._bytes = 0
+
+    def offer(self, key: str, blob: bytes) -> bool:
+        """Queue a put, which replaces a waiting put of the same key; False if it was dropped."""
+        with self._changed:
+            size = self._bytes + len(blob) - len(self._waiting.get(key, b""))
+            full = size > QUEUE_BYTES
+            if not self._closed and not full and self._has_thread(key):
+                self._waiting[key], self._bytes = blob, size
+                return True
+            self._counts.dropped += 1
+            if full and not self._closed:
+                text = "%s: the write-behind queue is full (%s bytes): entries arrive faster than the tier stores them,"
+                text += " and are dropped for this tier until it catches up"
+                self._once("full", text, self._label, f"{QUEUE_BYTES:,}")
+        return False
+
+    def look(self, keys: Sequence[str], count: bool) -> dict[str, bytes]:
+        """Return the entries of `keys` in the queue.
+
+        Ask the store for the others afterwards, never before, because an entry leaves the queue only once the store has
+        it.
+        """
+        with self._changed:
+            held = {**self._writing, **self._waiting}
+            found = {key: held[key] for key in keys if key in held}
+            if count:
+                self._counts.hits += len(found)
+                self._counts.hit_bytes += sum(map(len, found.values()))
+        return found
+
+    def withdraw(self, matches: Callable[[str], bool]) -> bool:
+        """Remove matching puts, and wait for those that threads are writing; return whether there was any.
+
+        What is put into the store, or deleted from it, afterwards replaces no newer put and is replaced by no older.
+        """
+        with self._changed:
+            gone = [key for key in self._waiting if matches(key)]
+            for key in gone:
+                self._bytes -= len(self._waiting.pop(key))
+            writing = any(map(matches, self._writing))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not any(map(matches, self._writing)))
+        return bool(gone) or writing
+
+    def drain(self, timeout: float | None) -> bool:
+        """Wait until the queue is empty and its last entry written; False if that takes more than `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._writing, timeout)
+
+    def close(self) -> None:
+        """Drop waiting entries, and close the store. Threads that still write end with the process, if they hang."""
+        with self._changed:
+            lost, size = len(self._waiting), sum(map(len, self._waiting.values()))
+            busy = [len(blob) for blob in self._writing.values()]
+            self._counts.dropped += lost
+            self._bytes -= size
+            self._waiting.clear()
+            self._closed = True
+        if lost or busy:
+            text = "%s was closed: %d entries (%d bytes) were not written and are lost; %d bytes are being written"
+            _log.warning(text, self._label, lost, size, sum(busy))
+        self._threads.dismiss(0 if busy else None, cancel=True)
+        self.store.close()
+
+    def counters(self) -> dict[str, TierCounters]:
+        """Return the counters of the store, with the events of the queue added."""
+        counters = self.store.counters()
+        counted = counters.setdefault(self.store.name, TierCounters())
+        with self._changed:
+            counted.hits += self._counts.hits
+            counted.hit_bytes += self._counts.hit_bytes
+            counted.errors += self._counts.errors
+            counted.dropped += self._counts.dropped
+            counted.queued += len(self._waiting) + len(self._writing)
+        return counters
+
+    def _has_thread(self, key: str) -> bool:
+        """Have a thread write a key, unless one will; False if the system prevents it."""
+        if key not in self._waiting and key not in self._writing:
+            try:
+                self._threads.submit(self._write, key)
+            except RuntimeError:
+                return False
+        return True
+
+    def _write(self, key: str) -> None:
+        """Write what waits under a key, until nothing does. A failure is counted: nobody waits for the copy."""
+        while True:
+            with self._changed:
+                if key not in self._waiting or key in self._writing:  # then who writes it goes on with what waits
+                    return
+                blob = self._writing[key] = self._waiting.pop(key)
+            try:
+                self.store.put(key, blob)
+            except Exception as error:
+                if not isinstance(error, StoreError):  # a store counts the StoreErrors that it raises
+                    with self._changed:
+                        self._counts.errors += 1
+                self._once("failed", "%s: a copy was not written: %s", self._label, error)
+            with self._changed:
+                self._bytes -= len(self._writing.pop(key))
+                self._changed.notify_all()
 
 
 def _unique(name: str, others: Collection[str]) -> str:

@@ -10,8 +10,7 @@
 
 Servers log URLs, so keep passwords out of them: `password_env=NAME` reads the password from an environment variable,
 and `password_file=/path` from a file. `max_gb` counts 10^9 bytes. `ttl` takes s, m, h or d; `timeout` is in seconds.
-Every store takes `max_entry_mb`, the largest blob that it stores and reads. Options of redis-py that begin with `ssl_`
-are passed on. `valkey` is another word for `redis`.
+Options of redis-py that begin with `ssl_` are passed on. `valkey` is another word for `redis`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from urllib.parse import quote, unquote, urlsplit
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.secret_sources import read_secret
-from cuvee.integrations.stores.base import MAX_ENTRY_BYTES, Store
+from cuvee.integrations.stores.base import Store
 from cuvee.integrations.stores.redaction import redacted
 
 _MEMORY_BYTES = 4 * 10**9
@@ -33,7 +32,6 @@ _REDIS_TIMEOUT = 1.0
 # Options that are amounts: how many bytes or seconds each unit is, and what a value must be.
 _AMOUNTS: dict[str, tuple[dict[str, int], str]] = {
     "max_gb": ({"": 10**9}, "a number of gigabytes (10^9 bytes) above 0"),
-    "max_entry_mb": ({"": 10**6}, "a number of megabytes above 0"),
     "timeout": ({"": 1}, "a number of seconds above 0"),
     "ttl": ({"s": 1, "m": 60, "h": 3600, "d": 86400}, "a number above 0 with s, m, h or d, such as 7d"),
 }
@@ -105,7 +103,7 @@ def _memory(url: str, scheme: str, location: str, given: dict[str, Any]) -> Stor
     from cuvee.integrations.stores.memory import MemoryStore
 
     _check(url, not location, "memory:// with options only, as in memory://?max_gb=8")
-    return MemoryStore(given.get("max_gb", _MEMORY_BYTES), max_entry=_largest(given))
+    return MemoryStore(given.get("max_gb", _MEMORY_BYTES))
 
 
 def _file(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
@@ -114,14 +112,14 @@ def _file(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
     path = unquote(location)
     good = path.startswith("/") and path.strip("/") and not set(location) & set("#\0") and "\0" not in path
     _check(url, good, "file:///absolute/path, with %23 for # and %3F for ?")
-    return DiskStore(path, given.get("max_gb"), given.get("ttl"), max_entry=_largest(given))
+    return DiskStore(path, given.get("max_gb"), given.get("ttl"))
 
 
 def _objects(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
     _check(url, location and not location.startswith("/"), f"{scheme}://bucket/prefix")
     from cuvee.integrations.stores.objects import ObjectStore
 
-    return ObjectStore(f"{scheme}://{location}", given.get("ttl"), max_entry=_largest(given))
+    return ObjectStore(f"{scheme}://{location}", given.get("ttl"))
 
 
 def _redis(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store:
@@ -140,18 +138,17 @@ def _redis(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store
     from cuvee.integrations.stores.redis import RedisStore
 
     timeout = given.get("timeout", _REDIS_TIMEOUT)
-    return RedisStore(server, given.get("ttl"), timeout, bool(cluster), max_entry=_largest(given))
+    return RedisStore(server, given.get("ttl"), timeout, bool(cluster))
 
 
-_STORED = ("max_entry_mb", "ttl")
-_SERVER = (*_STORED, "timeout", *_PASSWORD)
+_SERVER = ("ttl", "timeout", *_PASSWORD)
 # What makes the store of each scheme, and its options.
 _KINDS: dict[str, tuple[Callable[[str, str, str, dict[str, Any]], Store], tuple[str, ...]]] = {
-    "memory": (_memory, ("max_gb", "max_entry_mb")),
-    "file": (_file, ("max_gb", *_STORED)),
+    "memory": (_memory, ("max_gb",)),
+    "file": (_file, ("max_gb", "ttl")),
     **dict.fromkeys(("redis", "rediss", "redis+cluster", "rediss+cluster"), (_redis, _SERVER)),
     "unix": (_redis, (*_SERVER, "db")),
-    **dict.fromkeys(("s3", "gs", "az", "abfs", "http", "https"), (_objects, _STORED)),
+    **dict.fromkeys(("s3", "gs", "az", "abfs", "http", "https"), (_objects, ("ttl",))),
 }
 # Why some stores have no budget, and what to do instead.
 _NO_BUDGET = {
@@ -163,10 +160,6 @@ _NO_BUDGET = {
 def _check(url: str, good: object, form: str) -> None:
     if not good:
         raise InputError(f"url: must be {form}, got {redacted(url)}")
-
-
-def _largest(given: dict[str, Any]) -> int:
-    return int(given.get("max_entry_mb", MAX_ENTRY_BYTES))
 
 
 def _options(url: str, scheme: str, query: str) -> dict[str, Any]:

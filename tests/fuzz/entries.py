@@ -20,13 +20,13 @@ NOW = 1.7e9
 _FIELDS = struct.Struct("<4sB3sdQ16s16s")
 _TTL = (None, 60.0, 1e-9, 1e18)
 _URLS = (
-    "memory://?max_gb=0.008", "file:///nowhere/kv?max_gb=5&ttl=7d", "file:///dev/shm/kv?max_entry_mb=1&max_gb=2",
+    "memory://?max_gb=0.008", "file:///nowhere/kv?max_gb=5&ttl=7d", "file:///dev/shm/kv?ttl=1h&max_gb=2",
     "tiered:memory://?max_gb=8,file:///nowhere/kv", "redis://user:pass-word@localhost:6379/0?ttl=1d&timeout=0.5",
     "redis+cluster://localhost:6379?ttl=1h", "unix:///run/redis.sock?db=0&password_env=HOME", "s3://bucket/a?ttl=30d",
-    "https://user:pass-word@host/x?max_entry_mb=3", "rediss://:hush-hush@[::1]:1/2?ssl_cert_reqs=none",
+    "https://user:pass-word@host/x?ttl=3d", "rediss://:hush-hush@[::1]:1/2?ssl_cert_reqs=none",
 )  # fmt: skip
 _PIECES = (
-    "://", "?", "&", "=", "@", ":", "/", ",", "%2C", "%00", "%zz", "#", "[", "]", "..", "max_entry_mb=", "max_gb=1e9",
+    "://", "?", "&", "=", "@", ":", "/", ",", "%2C", "%00", "%zz", "#", "[", "]", "..", "ttl=", "max_gb=1e9",
     "ttl=-1", "ttl=nan", "max_gb=inf", "timeout=0", "db=-1", "1e400", "\0", "\n", "é", "tiered:", "redis://",
     "memory://", " ", "٣",
 )  # fmt: skip

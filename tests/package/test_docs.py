@@ -113,7 +113,7 @@ def recipe_store(recipe: dict[str, Any], tmp_path: Path) -> Iterator[Store]:
 def test_the_store_of_the_recipe_refuses_damage(recipe: dict[str, Any], tmp_path: Path) -> None:
     store = recipe["SqliteStore"](str(tmp_path / "blobs.sqlite"))
     store.put("ab/1", b"blob")
-    store._run("UPDATE blobs SET entry = substr(entry, 1, 66)", ())
+    store._run("UPDATE blobs SET entry = substr(entry, 1, 66)")
     assert store.get("ab/1") is None and store.contains(["ab/1"]) == [False]
     assert store.counters()["sqlite"].corrupt == 1
     store.close()

@@ -205,10 +205,11 @@ def profile_push(
         raise InputError(f"WHERE: must be without an id, got {location.shown}: the profile in FILE has one")
     collection = ProfileCollection(location)
     with _waiting(f"pushing {file} to {location.shown}"):
-        pushed = collection.push(Profile.load(file))
-    whose = "no model" if pushed.weights is None else f"weights {pushed.weights}"
-    found = "found by its id alone" if pushed.weights is None else "the newest of its model"
-    typer.echo(f"pushed {pushed.id} ({pushed.bytes:,} bytes, {whose}) to {location.shown}: {found}")
+        profile = Profile.load(file)
+        size = collection.push(profile)
+    whose = "no model" if profile.model is None else f"weights {profile.model}"
+    found = "found by its id alone" if profile.model is None else "the newest of its model"
+    typer.echo(f"pushed {profile.id.hex()} ({size:,} bytes, {whose}) to {location.shown}: {found}")
 
 
 @app.command("pull")

@@ -33,7 +33,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def push(number: int = 0, where: str = WHERE) -> str:
-    return ProfileCollection(where).push(small_profile(number)).id
+    profile = small_profile(number)
+    ProfileCollection(where).push(profile)
+    return profile.id.hex()
 
 
 def pull(where: str = WHERE, **named: Any) -> Profile:

@@ -460,7 +460,8 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
     for name in (weights, "0" * 32):
         fitted = fitted_to(layout())
         profile = Profile(fitted.layout, fitted.group, fitted.source, fitted.family, fitted.learned, model=name)
-        pushed = ProfileCollection(where).push(profile).id
+        pushed = profile.id.hex()
+        ProfileCollection(where).push(profile)
     caplog.set_level("INFO")
     made = rank({"profile": where, "quality": "balanced"})
     (line,) = [record.message for record in caplog.records if "took profile" in record.message]

@@ -1,4 +1,4 @@
-"""A real S3 server for tests: SeaweedFS, in one process, on free ports, in its own folder."""
+"""A real S3 server for tests: SeaweedFS, in one process, on free ports, in its own folder. It demands signatures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,91 +36,55 @@ def require_s3() -> str:
     pytest.skip(f"needs {missing}")
 
 
-class S3Server:
-    """A running server.
-
-    Attributes:
-        port: of S3, on 127.0.0.1.
-        signed: whether it answers signed requests only.
-    """
-
-    def __init__(self, port: int, signed: bool) -> None:
-        self.port, self.signed = port, signed
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment variables by which obstore finds the server."""
-        keys = {"AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET}
-        return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
-            **(keys if self.signed else {"AWS_SKIP_SIGNATURE": "true"}),
-        }  # fmt: skip
-
-
 @contextmanager
-def s3_server(*, signed: bool = False) -> Iterator[S3Server]:
-    """Yield a server with an empty bucket; kill and remove it afterwards. `signed`: it refuses other requests."""
+def s3_server() -> Iterator[dict[str, str]]:
+    """Run a server with an empty bucket; yield the environment variables by which obstore finds it."""
     weed = require_s3()
     with tempfile.TemporaryDirectory(prefix="s3-") as folder, (Path(folder) / "log").open("wb") as log:
-        config = []
-        if signed:
-            identity = {
-                "name": "tests", "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}],
-                "actions": ["Admin", "Read", "Write", "List"],
-            }  # fmt: skip
-            (Path(folder) / "s3.json").write_text(json.dumps({"identities": [identity]}))
-            config = [f"-s3.config={folder}/s3.json"]
+        identity = {
+            "name": "tests", "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}],
+            "actions": ["Admin", "Read", "Write", "List"],
+        }  # fmt: skip
+        (Path(folder) / "s3.json").write_text(json.dumps({"identities": [identity]}))
         s3, *ports = _free_ports(4)
         command = [weed, "server", f"-dir={folder}", "-s3", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.port={s3}"]
         command += [f"-{name}.port={port}" for name, port in zip(("master", "volume", "filer"), ports, strict=True)]
-        command += ["-master.volumeSizeLimitMB=64", "-s3.port.iceberg=0", "-s3.port.lance=0", *config]
+        command += ["-master.volumeSizeLimitMB=64", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        command += [f"-s3.config={folder}/s3.json"]
+        environment = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET,
+        }  # fmt: skip
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            server = S3Server(s3, signed)
-            _wait(server, process, Path(folder) / "log")
-            yield server
+            end = time.monotonic() + _PATIENCE
+            while not _answers(environment):
+                if process.poll() is not None or time.monotonic() > end:
+                    pytest.fail(f"the S3 server does not start:\n{(Path(folder) / 'log').read_text()[-2000:]}")
+                time.sleep(0.1)
+            yield environment
         finally:
             process.kill()
             process.wait()
 
 
-def _wait(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the bucket is there, which needs all parts of the server."""
-    end = time.monotonic() + _PATIENCE
-    while not _bucket(server):
-        if process.poll() is not None or time.monotonic() > end:
-            pytest.fail(f"the S3 server does not start:\n{log.read_text()[-2000:]}")
-        time.sleep(0.1)
+def _answers(environment: dict[str, str]) -> bool:
+    """Put objects into the bucket; return whether the server stores them.
 
-
-def _bucket(server: S3Server) -> bool:
-    """Make the bucket, and put objects into it; return whether the server does so.
-
-    Objects with bytes: for the first of them the server makes volumes, and may drop requests meanwhile.
+    It makes the bucket of the first object that an administrator puts, and volumes for the first objects with bytes,
+    and may drop requests meanwhile.
     """
-    if server.signed:
-        import obstore
-        from obstore.store import S3Store
+    import obstore
+    from obstore.store import S3Store
 
-        options: Any = {name.lower(): text for name, text in server.environment.items() if name != "AWS_ALLOW_HTTP"}
-        store = S3Store(BUCKET, config=options, client_options={"allow_http": True}, retry_config={"max_retries": 0})
-        try:
-            # SeaweedFS makes the bucket of the first object that an administrator puts.
-            for size in (1, 4096, 1 << 20):
-                obstore.put(store, "ready", bytes(size), use_multipart=False)
-            obstore.delete(store, "ready")
-        except Exception:
-            return False
-        return True
-    for path, data in [(f"/{BUCKET}", b""), *((f"/{BUCKET}/ready", bytes(size)) for size in (1, 4096, 1 << 20))]:
-        request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data=data, method="PUT")
-        try:
-            urllib.request.urlopen(request, timeout=20).close()
-        except urllib.error.HTTPError as error:
-            if error.code != 409:  # it is there
-                return False
-        except OSError:
-            return False
+    named = {name.lower(): text for name, text in environment.items() if name != "AWS_ALLOW_HTTP"}
+    store = S3Store(BUCKET, config=named, client_options={"allow_http": True}, retry_config={"max_retries": 0})  # type: ignore[arg-type]
+    try:
+        for size in (1, 4096, 1 << 20):
+            obstore.put(store, "ready", bytes(size), use_multipart=False)
+        obstore.delete(store, "ready")
+    except Exception:
+        return False
     return True
 
 

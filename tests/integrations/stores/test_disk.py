@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.integrations.stores import disk, folder, monitor, safe_files
+from cuvee.integrations.stores import counted, disk, folder, safe_files
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.disk import DiskStore
@@ -477,11 +477,11 @@ def test_a_good_entry_that_replaces_a_bad_one_meanwhile_stays(root: Path, monkey
 
     def slowly(*entry: Any) -> None:
         # The bad file is open; now it is replaced, and only then found to be bad.
-        monkeypatch.setattr(monitor, "verify", verify)
+        monkeypatch.setattr(counted, "verify", verify)
         other.put(KEY, b"good")
         verify(*entry)
 
-    monkeypatch.setattr(monitor, "verify", slowly)
+    monkeypatch.setattr(counted, "verify", slowly)
     assert store.get(KEY) is None, "what it read was bad"
     assert counters(store).corrupt == 1
     assert store.get(KEY) == b"good"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.stores.redis_server import RedisServer, redis_server
-from tests.integrations.stores.s3_server import BUCKET, S3Server, s3_server
+from tests.integrations.stores.s3_server import BUCKET, s3_server
 
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.integrations.stores.base import Store
@@ -44,9 +44,9 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
+def bucket() -> Iterator[dict[str, str]]:
+    with s3_server() as environment:
+        yield environment
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def on_redis(server: RedisServer) -> Iterator[Place]:
 
 
 @pytest.fixture
-def on_s3(bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> Place:
-    for name, text in bucket.environment.items():
+def on_s3(bucket: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Place:
+    for name, text in bucket.items():
         monkeypatch.setenv(name, text)
     import obstore
 
@@ -304,7 +304,8 @@ def test_entries_expire_by_the_time_of_writing(place: Place) -> None:
 
 def test_entries_have_a_largest_size(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     make, _ = place
-    large, store = make(), make(max_entry=1000)
+    large, store = make(), make()
+    store.max_entry = 1000
     assert large.put(KEY, bytes(1001)) and large.put(OTHER, bytes(1000))
     assert store.get_many([KEY, OTHER, KEY]) == [None, bytes(1000), None]
     assert store.contains([KEY, OTHER]) == [False, True], "so that a smaller one can replace it"
@@ -344,7 +345,8 @@ def test_a_missing_part_ends_the_usable_ones(store: Store, lost: int, left: int)
 
 
 def test_parts_after_one_that_was_given_up_are_not_stored(tmp_path: Path) -> None:
-    for store in (MemoryStore(10**6, max_entry=10), DiskStore(tmp_path / "small", max_entry=10)):
+    for store in (MemoryStore(10**6), DiskStore(tmp_path / "small")):
+        store.max_entry = 10
         for at, kept in ((0, 0), (1, 1)):
             parts = [b"part"] * 2
             parts[at] = bytes(11)
@@ -429,7 +431,6 @@ def test_memory_counts_keys_and_replacements() -> None:
 
 def test_memory_drops_what_is_larger_than_the_budget() -> None:
     store = MemoryStore(100)
-    assert not MemoryStore(100, max_entry=10).put("ab/1", bytes(11))
     assert store.put("ab/1", bytes(96)) is True
     assert store.put("ab/2", bytes(97)) is False
     assert store.put("ab/1", bytes(97)) is False

@@ -12,7 +12,7 @@ from tests.integrations.stores.dict_store import FakeStore
 from tests.integrations.stores.redis_server import wait_until
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores import write_behind
+from cuvee.integrations.stores import tiered
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.memory import MemoryStore
@@ -61,7 +61,7 @@ class Three:
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Three]:
     """One put in flight per tier, so that those behind it wait."""
     with monkeypatch.context() as patch:
-        patch.setattr(write_behind, "WRITERS", 1)
+        patch.setattr(tiered, "WRITERS", 1)
         tiers = Three()
     yield tiers
     for fake in (tiers.top, tiers.low, tiers.deep):
@@ -199,7 +199,7 @@ def test_what_is_queued_is_found(three: Three) -> None:
 
 
 def test_a_newer_put_replaces_the_one_that_waits(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "QUEUE_BYTES", 10)
+    monkeypatch.setattr(tiered, "QUEUE_BYTES", 10)
     gate = three.block(three.low)
     three.store.put(C, b"c" * 3)
     gate.wait()
@@ -217,7 +217,7 @@ def test_a_newer_put_replaces_the_one_that_waits(three: Three, monkeypatch: pyte
 def test_a_full_queue_drops_for_its_tier_only(
     three: Three, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_behind, "QUEUE_BYTES", 10)
+    monkeypatch.setattr(tiered, "QUEUE_BYTES", 10)
     gate = three.block(three.low)
     assert three.store.put(A, b"a" * 6)
     gate.wait()
@@ -390,7 +390,7 @@ def test_several_puts_of_a_tier_are_in_flight_but_one_of_a_key() -> None:
 
 def test_a_key_that_was_withdrawn_and_put_again_has_one_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs wait for a thread then; the second leaves the key to the thread that is writing it."""
-    monkeypatch.setattr(write_behind, "WRITERS", 2)
+    monkeypatch.setattr(tiered, "WRITERS", 2)
     tiers = Three()
     busy = []
     for key in (B, C):

@@ -74,7 +74,7 @@ def test_the_configurations_and_parameters_of_blending_are_accepted() -> None:
     [
         "memory://?max_gb=0.005", "redis://user:password@host:6379/0?ttl=1h&timeout=0.5", "rediss://host:6379/0",
         "valkey://host:6379/0", "valkeys://host:6379/0", "redis+cluster://host:6379?ttl=1d",
-        "unix:///run/redis.sock?db=0", "redis://host/0?max_entry_mb=3",
+        "unix:///run/redis.sock?db=0", "redis://host/0?timeout=3",
     ],
 )  # fmt: skip
 def test_urls_of_the_table_open(url: str) -> None:
