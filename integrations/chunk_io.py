@@ -229,7 +229,11 @@ class ChunkIO:
 
 
 def fetch_ahead(
-    pool: ThreadPool, ask: Callable[[Sequence[N]], T], names: Sequence[N], answer: Callable[[Future[T]], A]
+    pool: ThreadPool,
+    ask: Callable[[Sequence[N]], T],
+    names: Sequence[N],
+    answer: Callable[[Future[T]], A],
+    together: int = BATCH,
 ) -> Iterator[tuple[Sequence[N], A]]:
     """Yield names and what the store says of them, some at a time; the next ones are asked for meanwhile.
 
@@ -238,8 +242,9 @@ def fetch_ahead(
         ask: asks the store.
         names: what to ask for.
         answer: waits for an answer, as long as the caller likes; what it raises ends this.
+        together: names that are asked for at a time.
     """
-    batches = [names[first : first + BATCH] for first in range(0, len(names), BATCH)]
+    batches = [names[first : first + together] for first in range(0, len(names), together)]
     following = [pool.submit(ask, batch) for batch in batches[:1]]
     for number, batch in enumerate(batches):
         found = answer(following.pop())

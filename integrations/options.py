@@ -33,7 +33,6 @@ class CodingOptions:
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one, which then is the only quality.
         worst: with `kl`: the worst kind of text decides, as it does for presets.
-        chunk_tokens: tokens per blob.
         tenant: of requests without a `cache_salt`.
         model_id: identifies the weights; default: computed from the checkpoint's files.
         check_model: refuse a profile that was calibrated on other weights.
@@ -55,7 +54,6 @@ class CodingOptions:
     ratio: float | None = None
     step: float | None = None
     worst: bool = False
-    chunk_tokens: int = 256
     tenant: str = ""
     model_id: str | None = None
     check_model: bool = True
@@ -89,7 +87,7 @@ class CodingOptions:
         if not isinstance(self.tenant, str):
             raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
         self._check_switches("worst", "check_model")
-        self._check_counts("chunk_tokens", "threads")
+        self._check_counts("threads")
         self._check_positive("lookup_timeout", "load_timeout")
         given_qualities = self.codec_quality.keys() - {"worst"}
         if len(given_qualities) > 1:

@@ -34,6 +34,7 @@ class LMCacheOptions(CodingOptions):
 
     SOURCE: ClassVar[str] = "adapter_params"
 
+    chunk_tokens: int = 256
     model: str | None = None
     model_name: str | None = None
     dtype: str | None = None
@@ -43,6 +44,7 @@ class LMCacheOptions(CodingOptions):
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
         self._check_texts("model", "model_name", "dtype")
+        self._check_counts("chunk_tokens")
         self._check_positive("max_pending_gb")
         self._check_positive("max_gb", optional=True)
         if self.model is None:

@@ -1,14 +1,14 @@
 """Pages of engines that move their KV cache in pages of their own naming, in and out of a store.
 
-    engine's memory --PagedCache--> PageStore --runs of pages--> codec --blobs--> store
+    engine's memory --PagedCache--> PageStore --pages--> codec --blobs--> store
 
 An adapter describes the engine's memory as a `cuvee.codec.paged.PagedCache` and hands over the engine's names of pages.
 `PageStore` does the rest.
 """
 
 from cuvee.integrations.pages.counts import Counts, Tally
+from cuvee.integrations.pages.entries import Fetched
 from cuvee.integrations.pages.opening import PageStores
 from cuvee.integrations.pages.page_store import PageStore
-from cuvee.integrations.pages.runs import Fetched
 
 __all__ = ["Counts", "Fetched", "PageStore", "PageStores", "Tally"]

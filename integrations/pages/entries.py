@@ -1,96 +1,227 @@
-"""The entries of a store that hold pages.
+"""`Entries`: an engine's pages as entries of a store, each a blob of its own: found, read in order, and written.
 
-    page's digest ──> index entry: which run holds the page, and where
-    run's digest ───> run entry: digests of its pages, and the blob of their tokens
-
-Several pages share a blob, because the codec needs more tokens than small pages have. Numbers are little-endian.
-
-    index entry   bytes                      run entry   bytes
-        0    4    magic "cuvI"                   0    4    magic "cuvR"
-        4    1    version, 1                     4    1    version, 1
-        5    1    zero                           5    1    zero
-        6    2    position of the page           6    2    pages, n
-        8   32    digest of the run              8  32n    digest of each page, in order
-                                           8 + 32n    .    the blob
-
-An index entry proves nothing. The digest of a run commits to the digests of its pages, and the tag of the blob covers
-the run's store key. So with a key (`Codec(key=)`) no change of any entry can give a page the contents of another.
+Pages are read up to the first that fails: an engine has no use for pages behind one that is missing.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from cuvee.codec.errors import CorruptError, InputError
-from cuvee.naming.identity import DIGEST_BYTES
+import torch
 
-MAX_RUN_PAGES = 4096
+from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.open_blob import Expected
+from cuvee.codec.paged import PagedCache
+from cuvee.integrations.chunk_io import BATCH, Chunk, ChunkIO, Opened, Stored, fetch_ahead
+from cuvee.integrations.entry_keys import EntryKeys
+from cuvee.integrations.guard import Recorder
+from cuvee.integrations.pages.recognition import Recognized, Recognizer
+from cuvee.integrations.pages.store_calls import StoreCalls
+from cuvee.integrations.stores import StoreError
+from cuvee.naming.identity import PageNames
 
-_INDEX, _RUN = b"cuvI", b"cuvR"
-_VERSION = 1
-_HEAD = struct.Struct("<4sBBH")
+_BATCH_TOKENS = 256 * BATCH  # that are fetched, or encoded, at a time if pages are small
+_NO_POSITION = (
+    "start: must be known for a lossy quality, because keys are coded without their rotation, and was not recognized "
+    "from the keys: let the engine pass the pages' prefix, give a learned profile of this model, or set quality to "
+    "'lossless'"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a page is: the digest of its run, and its position there."""
+class Found:
+    """A page to restore: its number in the call, its digest, and its entry."""
 
-    run: bytes
-    position: int
-
-
-def make_index_entry(place: Place) -> bytes:
-    """Make the index entry of a page."""
-    return _HEAD.pack(_INDEX, _VERSION, 0, place.position) + place.run
+    number: int
+    page: bytes
+    entry: bytes
 
 
-def parse_index_entry(data: bytes) -> Place:
-    """Invert `make_index_entry`.
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A page whose entry is in memory, verified: its digest, and the open entry. No store is needed to restore it."""
 
-    Raises:
-        CorruptError: the bytes are no index entry of this version.
+    page: bytes
+    opened: Opened
+
+
+# Reads entries of a call, in order; returns how many up to the first that failed, and its error.
+Read = Callable[[Sequence[Found]], tuple[int, CuveeError | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The entries of one rank and tenant.
+
+    Attributes:
+        io: codes their blobs.
+        calls: of the store.
+        keys: of its entries.
+        names: gives the digests of pages.
+        recognizer: tells ids and positions of tokens; None: neither is needed.
+        counts: told what happens.
+        lookup_timeout: seconds that a lookup may take.
+        load_timeout: seconds that anything else may take: writing, for all pages of a call together.
     """
-    if len(data) != _HEAD.size + DIGEST_BYTES:
-        raise CorruptError(f"index entry: must have {_HEAD.size + DIGEST_BYTES} bytes, got {len(data)}")
-    position = _number(data, _INDEX, "index entry")
-    if position >= MAX_RUN_PAGES:
-        raise CorruptError(f"index entry: must give a position below {MAX_RUN_PAGES}, got {position}")
-    return Place(data[_HEAD.size :], position)
 
+    io: ChunkIO
+    calls: StoreCalls
+    keys: EntryKeys
+    names: PageNames
+    recognizer: Recognizer | None
+    counts: Recorder
+    lookup_timeout: float
+    load_timeout: float
 
-def make_run_entry(pages: Sequence[bytes], blob: bytes) -> bytes:
-    """Make the entry of a run, given the digests of its pages and the blob of their tokens.
+    @property
+    def together(self) -> int:
+        """The number of pages that are fetched, or encoded, at a time."""
+        return max(_BATCH_TOKENS // self.names.page_tokens, BATCH)
 
-    Raises:
-        InputError: no pages, or more than `MAX_RUN_PAGES`.
-    """
-    if not 1 <= len(pages) <= MAX_RUN_PAGES:
-        raise InputError(f"pages: must be 1 … {MAX_RUN_PAGES}, got {len(pages)}")
-    return b"".join((_HEAD.pack(_RUN, _VERSION, 0, len(pages)), *pages, blob))
+    def stored(self, pages: Sequence[bytes]) -> list[bool]:
+        """Return whether each page, by its digest, is there."""
+        keys = [self.keys.all(self.names.tenant, page) for page in pages]
+        every = list(dict.fromkeys(key for each in keys for key in each))
+        contains = partial(self.calls.store.contains, every)
+        known = self.calls.ask("contains", "lookup", contains, self.lookup_timeout) if every else None
+        there = {key for key, is_there in zip(every, known or [False] * len(every), strict=True) if is_there}
+        return [not there.isdisjoint(each) for each in keys]
 
+    # Reading --------------------------------------------------------------------------------------------------------
 
-def parse_run_entry(data: bytes) -> tuple[list[bytes], memoryview]:
-    """Return the digests of a run's pages, and the blob.
+    def in_order(self, pages: Sequence[bytes], read: Read, timeout: float, until: float | None = None) -> int:
+        """Fetch and read pages, up to the first that is missing or fails; return how many that are.
 
-    Raises:
-        CorruptError: the bytes are no run entry of this version, or end early.
-    """
-    if len(data) < _HEAD.size:
-        raise CorruptError(f"run entry: must have at least {_HEAD.size} bytes, got {len(data)}")
-    count = _number(data, _RUN, "run entry")
-    end = _HEAD.size + count * DIGEST_BYTES
-    if not 1 <= count <= MAX_RUN_PAGES or len(data) <= end:
-        raise CorruptError(
-            f"run entry: must hold 1 … {MAX_RUN_PAGES} pages and a blob, got {count} in {len(data)} bytes"
-        )
-    pages = [data[at : at + DIGEST_BYTES] for at in range(_HEAD.size, end, DIGEST_BYTES)]
-    return pages, memoryview(data)[end:]
+        Args:
+            pages: digests.
+            read: reads entries.
+            timeout: seconds that the store may take for anything.
+            until: the time at which it must be done with everything; default: any.
+        """
 
+        def ask(numbers: Sequence[int]) -> list[bytes | None]:
+            digests = [pages[number] for number in numbers]
+            found = self.keys.find(self.names.tenant, digests, lambda _, keys: self.calls.store.get_many(keys))
+            return [entry for _, entry in found]
 
-def _number(data: bytes, magic: bytes, name: str) -> int:
-    found, version, reserved, number = _HEAD.unpack_from(data)
-    if (found, version, reserved) != (magic, _VERSION, 0):
-        raise CorruptError(f"{name}: must begin with {magic!r}, version {_VERSION}, got {found!r}, {version}")
-    return int(number)
+        done = 0
+        answer = partial(self.calls.wait_for, "get_many", "fetch", timeout=timeout, until=until)
+        for numbers, entries in fetch_ahead(self.calls.waiters, ask, range(len(pages)), answer, self.together):
+            found: list[Found] = []
+            for number, entry in zip(numbers, entries or [None] * len(numbers), strict=True):
+                if entry is None:
+                    break
+                found.append(Found(number, pages[number], entry))
+            count, problem = read(found)
+            done += count
+            if problem is not None:
+                self.blame(problem, found[count].page)
+            if count < len(numbers):
+                break
+        return done
+
+    def open(self, found: Found, start: int | None, dtype: str) -> Opened:
+        """Open the entry of a page of a call, whose first token is at position `start`.
+
+        Raises:
+            CuveeError: it is damaged, or the blob of another page.
+        """
+        expected = Expected(self.names.page_tokens, self._position(start, found.number), dtype)
+        bound = self.keys.bound_to(self.names.tenant, found.page)
+        return self.io.open(Stored((found.entry,), bound, expected, "page"))
+
+    def blame(self, problem: CuveeError, page: bytes) -> None:
+        """Count a page that was not read. If it never will be, delete it, so that it can be stored again."""
+        self.calls.fail("decode", problem)
+        if problem.blames_blob:
+            self.delete(page, self.lookup_timeout)  # an engine may wait for the lookup
+
+    def delete(self, page: bytes, timeout: float) -> bool:
+        """Delete the entries of a page, under every secret; return whether the store did so."""
+
+        def work() -> bool:
+            failed = 0
+            for key in self.keys.all(self.names.tenant, page):
+                try:
+                    self.calls.store.delete(key)
+                except Exception as error:
+                    self.calls.fail("store", error)
+                    failed += 1
+            return not failed
+
+        return bool(self.calls.ask("delete", "store", work, timeout))
+
+    def _position(self, start: int | None, number: int) -> int | None:
+        """Return the position of a page's first token in its blob; None if it matters and is unknown.
+
+        Lossless coding uses no positions and always gets 0, so that pages are the same with and without them.
+        """
+        if self.io.codec.lossless:
+            return 0
+        return None if start is None else start + number * self.names.page_tokens
+
+    # Writing --------------------------------------------------------------------------------------------------------
+
+    def save(
+        self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None, following: int
+    ) -> list[bool]:
+        """Store the pages that are not stored yet; return whether each is stored now."""
+        done = self.stored(pages)
+        self.counts.count("kept_pages", sum(done))
+        missing = [number for number, there in enumerate(done) if not there]
+        of_page, size = slots.split(self.names.page_tokens), self.names.page_tokens
+        patience = self.load_timeout  # for all of them: an engine may wait for a call to end
+        for several in (missing[first : first + self.together] for first in range(0, len(missing), self.together)):
+            encoding = []
+            for number in several:
+                after = (len(pages) - number - 1) * size + following  # more may follow, which nobody knows yet
+                position = self._position(start, number)
+                encoding.append(partial(self._encode, cache, of_page[number], pages[number], position, after))
+            entries, _ = self.io.in_a_row(encoding)
+            writing = [
+                (number, self.calls.waiters.submit(self._write, pages[number], entry, cache))
+                for number, entry in zip(several, entries, strict=True)
+                if entry is not None
+            ]
+            until = time.monotonic() + patience
+            for number, written in writing:
+                done[number] = bool(self.calls.wait_for("put", "store", written, self.load_timeout, until))
+            patience = until - time.monotonic()
+            if patience <= 0:
+                break
+        return done
+
+    def _encode(
+        self, cache: PagedCache, slots: torch.Tensor, page: bytes, start: int | None, following: int
+    ) -> bytes | None:
+        """Return the entry of a page; None if it cannot be coded."""
+        began, tokens = time.monotonic(), Recognized(start, None)
+        try:
+            if self.recognizer is not None:
+                tokens = self.recognizer.recognize(cache, slots, start, self.names.page_tokens)
+            if tokens.start is None:
+                self.calls.fail("positions", InputError(_NO_POSITION))
+                return None
+            bound = self.keys.bound_to(self.names.tenant, page)
+            (encoded,) = self.io.encode(cache, [Chunk(slots, tokens.start, tokens.token_ids, following, bound)])
+            if isinstance(encoded, Exception):
+                raise encoded
+        except CuveeError as error:
+            self.calls.fail("encode", error)
+            return None
+        self.counts.count("encode_seconds", time.monotonic() - began)
+        self.counts.count("recognized_pages", 0 if tokens.token_ids is None else 1)
+        return encoded[0]
+
+    def _write(self, page: bytes, entry: bytes, cache: PagedCache) -> bool:
+        """Store the entry of a page; return whether the store took it."""
+        if not self.calls.store.put(self.keys.written(self.names.tenant, page), entry):
+            self.calls.fail("store", StoreError("the store did not take a page"))
+            return False
+        raw = self.names.page_tokens * cache.layout.bytes_per_token
+        for name, value in (("saved_pages", 1), ("raw_bytes", raw), ("blob_bytes", len(entry))):
+            self.counts.count(name, value)
+        return True

@@ -15,7 +15,6 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.checkpoint import refuse_other_weights
 from cuvee.integrations.guard import Recorder
 from cuvee.integrations.options import CodingOptions
-from cuvee.integrations.pages.entries import MAX_RUN_PAGES
 from cuvee.integrations.pages.page_store import PageStore
 from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profile_collection.collection import find_profile
@@ -24,6 +23,8 @@ from cuvee.integrations.stores import open_store
 from cuvee.naming.identity import Identity, PageNames, Scope
 
 logger = logging.getLogger(__name__)
+
+_FEW_TOKENS = 64  # per page, below which entries are notably larger and slower to code
 
 
 class PageStores:
@@ -65,10 +66,6 @@ class PageStores:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        if options.chunk_tokens % page_tokens and options.chunk_tokens > page_tokens:
-            raise InputError(
-                f"chunk_tokens: must be a multiple of the engine's page size {page_tokens}, got {options.chunk_tokens}"
-            )
         self._options, self._engine, self._page_tokens = options, engine, page_tokens
         path, revision = checkpoint
         if options.profile is None:
@@ -89,15 +86,16 @@ class PageStores:
                 "which this engine does not tell. A learned profile of a model with RoPE recognizes them: give one in "
                 "option 'profile'"
             )
-        run_pages = min(max(options.chunk_tokens // page_tokens, 1), MAX_RUN_PAGES)
         self._weights = weights()
-        logger.info(
-            "cuvee: pages of %d tokens are coded %d at a time, at quality %s",
-            page_tokens, run_pages, codec.quality_name,
-        )  # fmt: skip
+        logger.info("cuvee: pages of %d tokens are coded at quality %s", page_tokens, codec.quality_name)
+        if page_tokens < _FEW_TOKENS:
+            logger.warning(
+                "cuvee: each page of %d tokens has an entry of its own; pages of %d or more take less space and time",
+                page_tokens, _FEW_TOKENS,
+            )  # fmt: skip
         self._any = PageStore(
             codec, open_store(options.store), self._names(codec, ranks, options.tenant), counts=counts,
-            layout=layout.shard(rank, ranks), shard=rank, run_pages=run_pages, threads=options.threads,
+            layout=layout.shard(rank, ranks), shard=rank, threads=options.threads,
             lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
         )  # fmt: skip
 

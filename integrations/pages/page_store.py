@@ -1,9 +1,9 @@
-"""`PageStore`: an engine's pages into a store and back, several pages per blob.
+"""`PageStore`: an engine's pages into a store and back, each a blob of its own.
 
-    stored   names ──> digests ──> index entries ──> are their runs there?
-    save     missing pages ──> runs ──codec──> run entries, then index entries
-    load     index entries ──> run entries ──codec──> the engine's memory
-    fetch    index entries ──> run entries ──> verified, and kept by who asked
+    stored   names ──> digests ──> are their entries there?
+    save     missing pages ──codec──> entries
+    load     entries ──codec──> the engine's memory, up to the first that fails
+    fetch    entries ──> verified, and kept by who asked
     place    what was fetched ──codec──> the engine's memory, layer by layer
 
 Engines call this beside a prefix cache, so every failure is a page that is not there. It is counted, logged once per
@@ -29,9 +29,8 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.chunk_io import ChunkIO
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
-from cuvee.integrations.pages.entries import MAX_RUN_PAGES
+from cuvee.integrations.pages.entries import Entries, Fetched, Found
 from cuvee.integrations.pages.recognition import Recognizer
-from cuvee.integrations.pages.runs import Fetched, Run, Runs, Wanted
 from cuvee.integrations.pages.store_calls import EngineCalls, StoreCalls
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -52,7 +51,6 @@ class PageStore:
         layout: of the engine's caches; on one rank of several, of that rank's part. Default: the profile's, which may
             have been learned in another dtype than the engine's.
         shard: tensor-parallel rank.
-        run_pages: the most pages that share a blob. With 1, no index entries are written.
         threads: CPU threads that encode and decode.
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that the store may take for anything else; `save` waits no longer for all of its entries.
@@ -60,9 +58,6 @@ class PageStore:
 
     Attributes:
         layout: as given.
-
-    Raises:
-        InputError: `run_pages` is out of range.
 
     Example:
         >>> import torch
@@ -73,7 +68,7 @@ class PageStore:
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
         >>> codec = Codec.without_profile(layout)
         >>> names = PageNames(Identity("m", "", layout.fingerprint, b"", codec.quality_name), Scope(), "mine", 16)
-        >>> pages = PageStore(codec, open_store("memory://?max_gb=0.01"), names, counts=Counts(), run_pages=4)
+        >>> pages = PageStore(codec, open_store("memory://?max_gb=0.01"), names, counts=Counts())
         >>> memory = [torch.randn(100, 16, 2, 8) for _ in range(3)]  # 100 pages of 16 tokens
         >>> cache = PagedCache(layout, memory, [keys.clone() for keys in memory])
         >>> slots = torch.arange(32)  # the pages 0 and 1
@@ -95,15 +90,11 @@ class PageStore:
         counts: Recorder,
         layout: KVLayout | None = None,
         shard: int = 0,
-        run_pages: int = 1,
         threads: int = 2,
         lookup_timeout: float = 2.0,
         load_timeout: float = 30.0,
     ) -> None:
-        if not 1 <= run_pages <= MAX_RUN_PAGES:
-            raise InputError(f"run_pages: must be 1 … {MAX_RUN_PAGES}, got {run_pages}")
         self._store = store
-        self._run_pages = run_pages
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
         self._waiters = ThreadPool(_STORE_THREADS, "cuvee-pages", load_timeout)
         self._coders = ThreadPool(threads, "cuvee-coder", float("inf"))
@@ -116,10 +107,10 @@ class PageStore:
     def _serve(self, codec: Codec, names: PageNames, layout: KVLayout, shard: int, counts: Recorder) -> None:
         """Serve this rank and tenant."""
         self.layout, self._names, self._counts = layout, names, counts
-        self._runs = Runs(
+        self._entries = Entries(
             ChunkIO(codec, self._coders), StoreCalls(self._store, self._waiters, counts, self._once),
-            EntryKeys(codec.key_ids, shard), names, self._recognizer(codec), counts, self._run_pages,
-            self._lookup_timeout, self._load_timeout,
+            EntryKeys(codec.key_ids, shard), names, self._recognizer(codec), counts, self._lookup_timeout,
+            self._load_timeout,
         )  # fmt: skip
 
     def _recognizer(self, codec: Codec) -> Recognizer | None:
@@ -152,19 +143,19 @@ class PageStore:
         """Return whether each page can be loaded, by the engine's names."""
         pages = [self._names.page(name) for name in names]
         with self._engine_calls as admitted:
-            return self._runs.stored(pages) if admitted else [False] * len(pages)
+            return self._entries.stored(pages) if admitted else [False] * len(pages)
 
     def save(
         self, cache: PagedCache, slots: torch.Tensor, names: Sequence[bytes], start: int | None, *, following: int = 0
     ) -> list[bool]:
-        """Store adjacent pages that are not stored yet. Returns when the engine may overwrite them.
+        """Store pages that are not stored yet. Returns when the engine may overwrite them.
 
         Args:
             cache: the engine's memory, on the CPU.
             slots: int64 `[pages * page_tokens]`: the slots of the pages' tokens, in order.
             names: the engine's name of each page.
-            start: position of the first token; None if unknown. A lossless codec needs none, and one with a learned
-                profile recognizes it.
+            start: position of the first token of adjacent pages; None if unknown. A lossless codec needs none, and one
+                with a learned profile recognizes that of each page.
             following: number of tokens that are known to follow the last page's, as in `KVChunk`.
 
         Returns:
@@ -175,18 +166,18 @@ class PageStore:
         """
         pages = self._digests(slots, names)
         with self._engine_calls as admitted:
-            done = self._runs.save(cache, slots, pages, start, following) if admitted else [False] * len(pages)
+            done = self._entries.save(cache, slots, pages, start, following) if admitted else [False] * len(pages)
         self._counts.count("unsaved_pages", len(done) - sum(done))
         return done
 
     def load(self, cache: PagedCache, slots: torch.Tensor, names: Sequence[bytes], start: int | None) -> list[bool]:
-        """Restore adjacent pages into the engine's memory, up to the first that cannot be loaded.
+        """Restore pages into the engine's memory, up to the first that cannot be loaded.
 
         Args:
             cache: as in `save`.
             slots: as in `save`.
             names: as in `save`.
-            start: position of the first token; None: any.
+            start: position of the first token of adjacent pages; None: any.
 
         Returns:
             whether each page was restored. The contents of slots of other pages are undefined.
@@ -195,62 +186,69 @@ class PageStore:
             InputError: slots of another number than the names call for.
         """
         pages = self._digests(slots, names)
+        of_page = slots.split(self._names.page_tokens)
 
-        def restore(found: Sequence[tuple[bytes, bytes, list[Wanted]]]) -> tuple[int, CuveeError | None]:
+        def restore(found: Sequence[Found]) -> tuple[int, CuveeError | None]:
             began, dtype = time.monotonic(), cache.layout.dtype
-            runs, problem = self._runs.io.in_a_row(partial(self._runs.open, *each, start, dtype) for each in found)
-            at = [[self._runs.slots_of(run, slots)] for run in runs]
-            blobs, damage = self._runs.io.place(cache, [run.opened for run in runs], at)
+            opened, problem = self._entries.io.in_a_row(
+                partial(self._entries.open, each, start, dtype) for each in found
+            )
+            blobs, damage = self._entries.io.place(
+                cache, opened, [[of_page[each.number]] for each in found[: len(opened)]]
+            )
             self._counts.count("decode_seconds", time.monotonic() - began)
-            self._counts.count("loaded_blob_bytes", sum(run.entry_bytes for run in runs[: len(blobs)]))
+            self._counts.count("loaded_blob_bytes", sum(len(each.entry) for each in found[: len(blobs)]))
             return len(blobs), damage or problem
 
         with self._engine_calls as admitted:
-            loaded = self._runs.in_order(pages, restore, self._load_timeout) if admitted else 0
+            loaded = self._entries.in_order(pages, restore, self._load_timeout) if admitted else 0
         self._counts.count("loaded_pages", loaded)
         self._counts.count("missed_pages", len(pages) - loaded)
         self._counts.count("loaded_raw_bytes", loaded * self._names.page_tokens * cache.layout.bytes_per_token)
         return [number < loaded for number in range(len(pages))]
 
-    def fetch(self, names: Sequence[bytes], start: int | None) -> Fetched:
-        """Fetch and verify adjacent pages, up to the first that cannot be loaded, for an engine that admits no failure.
+    def fetch(self, names: Sequence[bytes], start: int | None) -> list[Fetched]:
+        """Fetch and verify pages, up to the first that cannot be loaded, for an engine that admits no failure.
 
-        Waits for the store no longer than `lookup_timeout`; a damaged run, which is deleted, may take as long again.
+        Waits for the store no longer than `lookup_timeout`; a damaged entry, which is deleted, may take as long again.
 
         Args:
             names: as in `save`.
             start: as in `load`.
 
         Returns:
-            the pages that `place` can restore whatever becomes of the store. With a key, nobody can have made their
-            blobs without it. Without one, somebody who writes to the store can have made streams that are damaged in
-            spite of right checksums; `place` reports these.
+            the first of these pages, which `place` can restore whatever becomes of the store. With a key, nobody can
+            have made their blobs without it. Without one, somebody who writes to the store can have made streams that
+            are damaged in spite of right checksums; `place` reports these.
         """
-        pages = [self._names.page(name) for name in names]
-        runs: list[Run] = []
+        pages, fetched = [self._names.page(name) for name in names], []
 
-        def verified(run: bytes, entry: bytes, wanted: Sequence[Wanted]) -> Run:
-            opened = self._runs.open(run, entry, wanted, start, self.layout.dtype)
-            self._runs.io.codec.verify(opened.opened.blob)
-            return opened
+        def verified(found: Found) -> Fetched:
+            opened = self._entries.open(found, start, self.layout.dtype)
+            self._entries.io.codec.verify(opened.blob)
+            return Fetched(found.page, opened)
 
-        def verify(found: Sequence[tuple[bytes, bytes, list[Wanted]]]) -> tuple[int, CuveeError | None]:
-            good, problem = self._runs.io.in_a_row(partial(verified, *each) for each in found)
-            runs.extend(good)
+        def verify(found: Sequence[Found]) -> tuple[int, CuveeError | None]:
+            good, problem = self._entries.io.in_a_row(partial(verified, each) for each in found)
+            fetched.extend(good)
             return len(good), problem
 
         until = time.monotonic() + self._lookup_timeout
         with self._engine_calls as admitted:
-            found = self._runs.in_order(pages, verify, self._lookup_timeout, until) if admitted else 0
-        self._counts.count("missed_pages", len(pages) - found)
-        return Fetched(len(pages), tuple(runs)).first(found)
+            if admitted:
+                self._entries.in_order(pages, verify, self._lookup_timeout, until)
+        self._counts.count("missed_pages", len(pages) - len(fetched))
+        return fetched
 
     def serves(self, device: torch.device) -> bool:
         """Return whether `place` can restore pages in the memory of a device."""
-        return device.type == "cpu" or self._runs.io.codec.on_device(device)
+        return device.type == "cpu" or self._entries.io.codec.on_device(device)
 
     def place(
-        self, cache: PagedCache, loads: Sequence[tuple[Fetched, torch.Tensor]], done: Callable[[range], None]
+        self,
+        cache: PagedCache,
+        loads: Sequence[tuple[Sequence[Fetched], torch.Tensor]],
+        done: Callable[[range], None],
     ) -> bool:
         """Restore fetched pages into the engine's memory, one run of layers after the other.
 
@@ -269,36 +267,32 @@ class PageStore:
         """
         size, began = self._names.page_tokens, time.monotonic()
         for fetched, slots in loads:
-            if len(slots) != fetched.pages * size:
-                raise InputError(f"slots: must be {size} for each of {fetched.pages} pages, got {len(slots)}")
+            if len(slots) != len(fetched) * size:
+                raise InputError(f"slots: must be {size} for each of {len(fetched)} pages, got {len(slots)}")
             cache.check_range(slots, range(cache.layout.num_layers), least=0)
-        runs = [run for fetched, _ in loads for run in fetched.runs]
-        at = [[self._runs.slots_of(run, slots).to(cache.device)] for fetched, slots in loads for run in fetched.runs]
+        pages = [page for fetched, _ in loads for page in fetched]
+        at = [[own] for fetched, slots in loads for own in slots.to(cache.device).split(size)[: len(fetched)]]
         with self._engine_calls as admitted:
             if not admitted:
                 return False
-            for layers in self._runs.io.codec.settings.layer_runs:
-                blobs, problem = self._runs.io.place(cache, [run.opened for run in runs], at, layers=layers)
+            for layers in self._entries.io.codec.settings.layer_runs:
+                opened = [page.opened for page in pages]
+                blobs, problem = self._entries.io.place(cache, opened, at, layers=layers)
                 if problem is not None:
-                    failed = runs[len(blobs)]
-                    self._runs.blame(problem, failed.digest, failed.wanted)
+                    self._entries.blame(problem, pages[len(blobs)].page)
                     return False
                 done(layers)
-        pages = sum(fetched.pages for fetched, _ in loads)
         self._counts.count("decode_seconds", time.monotonic() - began)
-        self._counts.count("loaded_pages", pages)
-        self._counts.count("loaded_raw_bytes", pages * size * cache.layout.bytes_per_token)
-        self._counts.count("loaded_blob_bytes", sum(run.entry_bytes for run in runs))
+        self._counts.count("loaded_pages", len(pages))
+        self._counts.count("loaded_raw_bytes", len(pages) * size * cache.layout.bytes_per_token)
+        self._counts.count("loaded_blob_bytes", sum(len(page.opened.entry.parts[0]) for page in pages))
         return True
 
     def delete(self, names: Sequence[bytes]) -> list[bool]:
-        """Delete pages; return whether each is known to be gone.
-
-        A blob that several pages share stays until the store evicts it: only what leads to the page is deleted.
-        """
+        """Delete pages; return whether each is known to be gone."""
         pages = [self._names.page(name) for name in names]
         with self._engine_calls as admitted:
-            return [admitted and self._delete(page) for page in pages]
+            return [admitted and self._entries.delete(page, self._load_timeout) for page in pages]
 
     def delete_all(self) -> int:
         """Delete all entries of this store's tenant; return how many there were.
@@ -317,12 +311,6 @@ class PageStore:
         self._coders.dismiss()
         self._waiters.dismiss(self._load_timeout)
         self._store.close()
-
-    def _delete(self, page: bytes) -> bool:
-        """Delete the entry by which a page is found; return whether the store did so, under every secret."""
-        keys = self._runs.keys_of(page if self._run_pages > 1 else self._names.run([page]))
-        calls, timeout = self._runs.calls, self._load_timeout
-        return calls.ask("delete", "store", lambda: [self._store.delete(key) for key in keys], timeout) is not None
 
     def _digests(self, slots: torch.Tensor, names: Sequence[bytes]) -> list[bytes]:
         if len(slots) != len(names) * self._names.page_tokens:

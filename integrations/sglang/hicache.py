@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _ENGINE = "sglang-hicache"
 _SGLANGS_OWN = ("backend_name", "module_path", "class_name", "interface_v1")
 _MOST_MOVED = 1000
-_FEW_TOKENS = 16  # per page, below which index entries are a large part of what is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +94,6 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         if self._config.is_mla_model:  # all ranks hold the same latents, and SGLang stores those of the first
             rank, ranks, adjacent_pairs = 0, 1, model.adjacent_pairs()
         cache = pool_cache(pool, layout.shard(rank, ranks), adjacent_pairs=adjacent_pairs)
-        if pool.page_size < _FEW_TOKENS:
-            logger.warning(
-                "cuvee: every page of %d tokens has an entry of its own in the store; --page-size 64 needs far fewer",
-                pool.page_size,
-            )
         stores = PageStores(
             options, layout, lambda: model.weights(options.model_id, layout), checkpoint=(model.path, model.revision),
             engine=_ENGINE, page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,

@@ -49,10 +49,7 @@ logger = logging.getLogger(__name__)
 _ENGINE = "sglang-linker"
 _FETCHES = 4  # lookups at a time
 _OFFLOADS = 2  # at a time; they mostly wait for the codec's threads and the store
-_COPIED_CHUNKS = 8  # of an offload, that are in host memory at a time
-
-
-_NOTHING = Fetched(0)
+_COPIED_TOKENS = 2048  # of an offload, that are in host memory at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +57,13 @@ class _Held:
     """A lookup: the names that it asked for, and the verified pages among them once they are there."""
 
     names: tuple[bytes, ...]
-    fetching: Future[Fetched]
+    fetching: Future[list[Fetched]]
 
     @property
-    def fetched(self) -> Fetched:
+    def fetched(self) -> list[Fetched]:
         """What was found so far."""
         done = self.fetching.done() and not self.fetching.cancelled()
-        return self.fetching.result() if done else _NOTHING
+        return self.fetching.result() if done else []
 
 
 class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checked without SGLang
@@ -139,7 +136,7 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
         self.pools = {PoolName.KV: pool}
         self._closed = False
         self._held: OrderedDict[str, _Held] = OrderedDict()  # by request, the last looked up last
-        self._queued: dict[str, tuple[Fetched, torch.Tensor]] = {}  # by request
+        self._queued: dict[str, tuple[list[Fetched], torch.Tensor]] = {}  # by request
         self._loads: list[Future[None]] = []
         self._offloads: deque[Future[bool]] = deque()  # in the order in which SGLang is told of them
         self._fetching = ThreadPool(_FETCHES, "cuvee-lookup", options.load_timeout)
@@ -178,12 +175,12 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
                 held = _Held(names, self._fetching.submit(self._fetch, names))
                 wait([held.fetching], self._options.lookup_timeout)
         self._held[rid] = held
-        return list(range(1, held.fetched.pages + 1))
+        return list(range(1, len(held.fetched) + 1))
 
-    def _fetch(self, names: Sequence[bytes]) -> Fetched:
+    def _fetch(self, names: Sequence[bytes]) -> list[Fetched]:
         with self._guard("lookup"):
             return self._pages.fetch(names, None)
-        return _NOTHING
+        return []
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queue a load of pages that a lookup found; return whether they are still held.
@@ -196,9 +193,9 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
         held = self._held.pop(rid, None)
         if held is None or slots is None or rid in self._queued or not names:
             return False
-        if names != held.names[: len(names)] or held.fetched.pages < len(names):
+        if names != held.names[: len(names)] or len(held.fetched) < len(names):
             return False
-        self._queued[rid] = held.fetched.first(len(names)), slots
+        self._queued[rid] = held.fetched[: len(names)], slots
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -226,7 +223,7 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
         """Wait until a load that was started writes no more; return whether all of it was restored."""
         return bool(self.layer_done_counter.finish(counter_index))
 
-    def _place(self, index: int, loads: Sequence[tuple[Fetched, torch.Tensor]], freed: Any) -> None:
+    def _place(self, index: int, loads: Sequence[tuple[list[Fetched], torch.Tensor]], freed: Any) -> None:
         """Restore pages of some requests, and let SGLang's counter know, layer by layer or of the failure."""
 
         def complete(layers: range) -> None:
@@ -283,7 +280,7 @@ class CuveeLinker(UnifiedCacheLinker):  # type: ignore[misc]  # types are checke
                 return False
             for event in ready:
                 event.synchronize()
-            several = max(_COPIED_CHUNKS * self._options.chunk_tokens // self._page_tokens, 1)
+            several = max(_COPIED_TOKENS // self._page_tokens, 1)
             for first in range(0, len(names), several):
                 part = names[first : first + several]
                 with self._on_stream():

@@ -13,7 +13,6 @@ class HiCacheOptions(CodingOptions):
     """Options of the storage backend, by the names of the JSON that sets them: those of `CodingOptions`, and its own.
 
     Attributes:
-        chunk_tokens: the most tokens per blob; a multiple of SGLang's page size, or below it.
         model: folder or hub id of the checkpoint; default: SGLang's `--model-path`.
     """
 

@@ -46,6 +46,7 @@ class Options(CodingOptions):
 
     SOURCE: ClassVar[str] = "kv_connector_extra_config"
 
+    chunk_tokens: int = 256
     min_tokens: int | None = None
     decide: str = "measured"
     store_generated: bool = True
@@ -59,6 +60,7 @@ class Options(CodingOptions):
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
         self._check_switches("store_generated")
+        self._check_counts("chunk_tokens")
         if self.min_tokens is not None:
             self._check_counts("min_tokens")
         if type(self.store_niceness) is not int or not 0 <= self.store_niceness <= LOWEST_PRIORITY:

@@ -1,9 +1,10 @@
 """`CuveeTier`: a secondary tier of vLLM's offloading that keeps chunks compressed.
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
-      "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 20000000000, "canonical_layout": true,
-      "secondary_tiers": [{"type": "CuveeTier", "module_path": "cuvee.integrations.vllm_tier",
-        "store": "file:///var/cache/kv?max_gb=200", "profile": "qwen3-8b.safetensors"}]}}'
+      "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 20000000000, "block_size": 256,
+      "canonical_layout": true, "secondary_tiers": [{"type": "CuveeTier",
+        "module_path": "cuvee.integrations.vllm_tier", "store": "file:///var/cache/kv?max_gb=200",
+        "profile": "qwen3-8b.safetensors"}]}}'
 
 vLLM copies chunks between the GPU and its primary tier, which is host memory that all of its processes share. Its
 scheduler calls the tier, which returns at once and works on threads of its own:
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINE = "vllm-tier"
 _THREADS = 4  # for each kind of job; they mostly wait for the store and for the codec's threads
-_TOGETHER = 8  # runs of a job that are stored between two looks at the clock
+_TOGETHER = 32  # chunks of a job that are stored between two looks at the clock
 
 
 class _Lookups(AsyncLookupManager):
@@ -118,7 +119,6 @@ class CuveeTier(SecondaryTierManager):
             checkpoint=(path, None), engine=_ENGINE, page_tokens=shape.tokens, counts=self._counts, positions=False,
         )  # fmt: skip
         self._pages = stores.of(0, 1, given.tenant)
-        self._run_chunks = max(given.chunk_tokens // shape.tokens, 1)
         # Released at the end, because vLLM cannot release its memory while others refer to it.
         self._rows: ChunkRows | None = ChunkRows(row_memory(primary_kv_view, layout), layout, shape)
         self._storing, self._loading = (
@@ -219,32 +219,15 @@ class CuveeTier(SecondaryTierManager):
 
     def _store(self, job: _Job, rows: ChunkRows) -> list[bool]:
         done: list[bool] = []
-        for part in self._parts(job):
-            if self._late(job):
-                break
-            keys = job.keys[part.start : part.stop]
-            slots = rows.slots(job.metadata.chunk_ids[part.start : part.stop])
-            following = (len(job.keys) - part.stop) * (len(slots) // len(keys))  # all of one request, in order
+        while len(done) < len(job.keys) and not self._late(job):
+            part = slice(len(done), len(done) + _TOGETHER)
+            keys, slots = job.keys[part], rows.slots(job.metadata.chunk_ids[part])
+            following = (len(job.keys) - len(done) - len(keys)) * self._tokens  # all of one request, in order
             done += self._pages.save(rows.cache, slots, keys, None, following=following)
         return done
 
     def _load(self, job: _Job, rows: ChunkRows) -> list[bool]:
         return self._pages.load(rows.cache, rows.slots(job.metadata.chunk_ids), job.keys, None)
-
-    def _parts(self, job: _Job) -> Iterator[range]:
-        """Divide the chunks of a job into parts of adjacent ones, as far as vLLM tells.
-
-        Chunks that share an entry must be adjacent, because the position of the first is recognized, and those of the
-        others follow from it. A job lacks the chunks that the primary tier had already.
-        """
-        ends = [job.metadata.req_context.get_offload_key_position(key) for key in job.keys]
-        begin = 0
-        for number in range(1, len(ends) + 1):
-            full = number - begin == _TOGETHER * self._run_chunks
-            last, following = ends[number - 1], ends[number] if number < len(ends) else None
-            if full or last is None or following != last + self._tokens:
-                yield range(begin, number)
-                begin = number
 
     def _end_of(self, job: _Job, future: Future[list[bool]]) -> None:
         self._end(job, [] if future.cancelled() or future.exception() else future.result())
@@ -316,14 +299,14 @@ class CuveeTier(SecondaryTierManager):
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of what `config_info` tells."""
-        return ("chunk_tokens", "profile", "quality")
+        return ("profile", "quality")
 
     def config_info(self) -> dict[str, str]:
         """Return the labels of this tier in vLLM 0.33's metric `kv_offload_config_info`."""
         given = self._options
         asked = given.codec_quality or {"quality": "lossless" if given.profile is None else "balanced"}
         quality = " ".join(f"{name}={value}" for name, value in asked.items())
-        told = str(given.chunk_tokens), str(given.profile), quality.removeprefix("quality=")
+        told = str(given.profile), quality.removeprefix("quality=")
         return dict(zip(self.config_info_keys({}), told, strict=True))
 
     def counters(self) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from functools import cached_property
 
 import torch
@@ -14,17 +13,15 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.pages import Counts, PageStore
-from cuvee.integrations.pages.entries import Place, make_index_entry, make_run_entry, parse_run_entry
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
 
-PAGE, PAGES, RUN = 4, 8, 4  # tokens, pages, pages per run
+PAGE, PAGES = 4, 8  # tokens, pages
 NAMES = [b"page %d" % number for number in range(PAGES)]
 LAYOUT = KVLayout("fuzz", (LayerLayout(1, 8, 8, None),) * 2, "bfloat16", None)
-_HEAD = struct.Struct("<4sBBH")
 
 
 class PagesTarget:
-    """One entry of eight signed pages in two runs is replaced. Pages must come back exactly, or not at all."""
+    """One entry of eight signed pages is replaced. Pages must come back exactly, or not at all."""
 
     name = "pages"
     weight = 1.0
@@ -54,13 +51,11 @@ class PagesTarget:
 
     @cached_property
     def _keys(self) -> list[str]:
-        """The keys of the index entries, page by page, then those of the runs."""
-        pages = [self._names.page(name) for name in NAMES]
-        runs = [self._names.run(pages[first : first + RUN]) for first in range(0, PAGES, RUN)]
-        return [store_key("", digest, 0, self._codec.key_ids[0]) for digest in (*pages, *runs)]
+        """The keys of the entries, page by page."""
+        return [store_key("", self._names.page(name), 0, self._codec.key_ids[0]) for name in NAMES]
 
     def _open(self, store: DictStore) -> PageStore:
-        return PageStore(self._codec, store, self._names, counts=Counts(), run_pages=RUN, threads=1)
+        return PageStore(self._codec, store, self._names, counts=Counts(), threads=1)
 
     def warm_up(self) -> None:
         """Check that good entries are read."""
@@ -68,31 +63,14 @@ class PagesTarget:
             raise Finding("good entries are not read")
 
     def memory(self, data: bytes) -> int:
-        """Allow copies of the given bytes, and of tokens as many as there are pages in the longest run."""
+        """Allow copies of the given bytes."""
         return (16 << 20) + 64 * len(data)
 
     def make(self, dice: Dice) -> bytes:
         """Make a byte that selects what is replaced, and an entry in its place."""
         which = dice.number(0, len(self._keys) - 1)
         good = self._whole[self._keys[which]]
-        pages = [self._names.page(name) for name in NAMES]
-        runs = [parse_run_entry(self._whole[key]) for key in self._keys[PAGES:]]
-        kind = dice.number(0, 5)
-        if kind == 0:
-            entry = dice.damaged(good)
-        elif kind == 1:
-            entry = self._whole[dice.pick(self._keys)]
-        elif kind == 2:
-            run = dice.pick((self._names.run(pages[:RUN]), self._names.run(pages[RUN:]), dice.junk(32)))
-            entry = make_index_entry(Place(run, dice.pick((*range(RUN), dice.odd(2, RUN) & 0xFFFF))))
-        elif kind == 3:
-            listed = [dice.pick(pages) for _ in range(dice.pick((1, RUN, dice.small(40))))]
-            entry = make_run_entry(listed, bytes(dice.pick(runs)[1]))
-        elif kind == 4:
-            entry = make_run_entry(dice.pick(runs)[0], dice.damaged(bytes(dice.pick(runs)[1])))
-        else:
-            magic = dice.pick((b"cuvI", b"cuvR", b"cuvS"))
-            entry = _HEAD.pack(magic, dice.pick((1, 1, 2)), dice.pick((0, 0, 1)), dice.odd(2, RUN) & 0xFFFF) + good[8:]
+        entry = dice.damaged(good) if dice.number(0, 3) else self._whole[dice.pick(self._keys)]
         return bytes([which]) + entry
 
     def check(self, data: bytes) -> str:

@@ -116,7 +116,7 @@ DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
     ),
     "places": (
         PagesTarget, 300, "other contents",
-        [("cuvee.integrations.pages.runs._is_listed", lambda pages, wanted: wanted.position < len(pages))],
+        [("cuvee.codec.format.keys.hmac.compare_digest", lambda tag, other: True)],
     ),
 }  # fmt: skip
 

@@ -257,8 +257,7 @@ class PageNames:
     Example:
         >>> identity = Identity("model", "", b"layout", b"", "lossless")
         >>> names = PageNames(identity, Scope(), "mine", page_tokens=64)
-        >>> pages = [names.page(b"first"), names.page(b"second")]
-        >>> len(names.run(pages)), names.run(pages) == names.run(pages[::-1])
+        >>> len(names.page(b"first")), names.page(b"first") == names.page(b"second")
         (32, False)
     """
 
@@ -286,10 +285,6 @@ class PageNames:
         if not name:
             raise InputError("name: must be the engine's name of a page, got no bytes")
         return _blake2b(b"cuvee-page", self._root, name)
-
-    def run(self, pages: Sequence[bytes]) -> bytes:
-        """Return 32 bytes that identify adjacent pages, given the digest of each, in order."""
-        return _blake2b(b"cuvee-run", self._root, *pages)
 
 
 def tenant_id(tenant: str) -> str:

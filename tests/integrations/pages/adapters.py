@@ -53,7 +53,7 @@ class Adapter:
         chunk: KVChunk | None = None,
     ) -> None:
         self.store, self.chunk = store, chunk
-        given = {"model": MODEL, "load_timeout": 10.0, "lookup_timeout": 10.0, "chunk_tokens": 4 * self.page, **options}
+        given = {"model": MODEL, "load_timeout": 10.0, "lookup_timeout": 10.0, **options}
         self.layout = read_layout(given["model"], dtype)
         self.open(given, dtype)
 

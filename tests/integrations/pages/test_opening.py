@@ -20,11 +20,13 @@ from cuvee.integrations.pages import Counts, PageStores
 LAYOUT = KVLayout("test", (LayerLayout(4, 8, 8, None),) * 2, "float32", None)
 
 
-def opened(layout: KVLayout = LAYOUT, *, positions: bool = True, **options: object) -> PageStores:
-    given = CodingOptions.from_dict({"store": "memory://?max_gb=0.011", "chunk_tokens": 16, **options})
+def opened(
+    layout: KVLayout = LAYOUT, *, positions: bool = True, page_tokens: int = 16, **options: object
+) -> PageStores:
+    given = CodingOptions.from_dict({"store": "memory://?max_gb=0.011", **options})
     return PageStores(
-        given, layout, lambda: "weights", checkpoint=("nowhere", None), engine="test", page_tokens=16, counts=Counts(),
-        positions=positions,
+        given, layout, lambda: "weights", checkpoint=("nowhere", None), engine="test", page_tokens=page_tokens,
+        counts=Counts(), positions=positions,
     )  # fmt: skip
 
 
@@ -104,3 +106,10 @@ def test_without_positions_a_lossy_quality_wants_a_profile_that_recognizes_them(
     opened(without.layout, check_model=False, step=1.0, profile=paths[1]).close()
     opened(profile.layout, positions=False, check_model=False, step=1.0, profile=paths[0]).close()
     opened(positions=False).close()
+
+
+def test_small_pages_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    opened(page_tokens=64).close()
+    assert not caplog.records
+    opened(page_tokens=32).close()
+    assert "each page of 32 tokens has an entry of its own; pages of 64 or more" in caplog.text

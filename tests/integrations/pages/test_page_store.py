@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,26 +12,18 @@ import pytest
 import torch
 from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore, hold
-from tests.recognizing import cached, ids_of, learned_profile, small_model
+from tests.recognizing import cached, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.arrays import I64
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.pages import Counts, PageStore
-from cuvee.integrations.pages.entries import (
-    MAX_RUN_PAGES,
-    Place,
-    make_index_entry,
-    make_run_entry,
-    parse_index_entry,
-    parse_run_entry,
-)
-from cuvee.integrations.pages.runs import divided
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
@@ -69,7 +60,7 @@ class Desk:
             Identity("m", "", LAYOUT.fingerprint, b"" if self.codec.lossless else b"profile", self.codec.quality_name),
             Scope("tenant"), "test", PAGE,
         )  # fmt: skip
-        options = {"run_pages": 4, "lookup_timeout": 10.0, **options}
+        options = {"lookup_timeout": 10.0, **options}
         self.pages = PageStore(self.codec, store, self.names, counts=self.counts, **options)
 
     def at(self, pages: range) -> torch.Tensor:
@@ -91,14 +82,9 @@ class Desk:
         begin = None if start is None else start + pages.start * PAGE
         return self.pages.load(self.cache, self.at(into), named(pages), begin)
 
-    def key(self, digest: bytes, key_id: bytes | None = None) -> str:
-        return store_key("tenant", digest, 0, (self.codec.key_ids or (b"",))[0] if key_id is None else key_id)
-
-    def index_key(self, page: int) -> str:
-        return self.key(self.names.page(b"page %d" % page))
-
-    def run_key(self, pages: range) -> str:
-        return self.key(self.names.run([self.names.page(name) for name in named(pages)]))
+    def key(self, page: int) -> str:
+        digest = self.names.page(b"page %d" % page)
+        return store_key("tenant", digest, 0, (self.codec.key_ids or (b"",))[0])
 
 
 def named(pages: range) -> list[bytes]:
@@ -131,15 +117,14 @@ def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 # There and back -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run_pages", [1, 3, 4, 100])
 @pytest.mark.parametrize("secrets", [(), SECRETS[:1]])
 def test_pages_come_back_exactly_and_nothing_else_is_written(
-    desk: Callable[..., Desk], run_pages: int, secrets: Sequence[bytes]
+    desk: Callable[..., Desk], secrets: Sequence[bytes]
 ) -> None:
-    writer = desk(secrets=secrets, run_pages=run_pages)
+    writer = desk(secrets=secrets)
     wanted = writer.tokens(range(11))
     assert writer.save(range(11)) == [True] * 11
-    for reader in (writer, desk(secrets=secrets, run_pages=run_pages)):
+    for reader in (writer, desk(secrets=secrets)):
         for tensor in reader.keys + reader.values:
             tensor.fill_(torch.nan)
         assert reader.pages.stored(named(range(12))) == [True] * 11 + [False]
@@ -150,18 +135,7 @@ def test_pages_come_back_exactly_and_nothing_else_is_written(
         counts = reader.counts.snapshot()
         assert counts["loaded_pages"] == 11 and "missed_pages" not in counts
         assert counts["loaded_raw_bytes"] == 11 * PAGE * LAYOUT.bytes_per_token
-    sizes = [len(entry) for entry in writer.store.entries.values()]
-    assert len(sizes) == (11 if run_pages == 1 else -(-11 // run_pages) + 11)
-
-
-@pytest.mark.parametrize("part", [range(1), range(2, 3), range(3, 9), range(5, 11), range(10, 11)])
-def test_a_part_of_a_run_can_be_loaded(desk: Callable[..., Desk], part: range) -> None:
-    d = desk()
-    wanted = d.tokens(part)
-    d.save(range(11))
-    into = range(20, 20 + len(part))
-    assert d.load(part, into) == [True] * len(part)
-    assert equal(d.tokens(into), wanted)
+    assert set(writer.store.entries) == {writer.key(page) for page in range(11)}
 
 
 def test_pages_at_another_position_are_not_those_that_were_stored(
@@ -179,7 +153,7 @@ def test_positions_must_be_known_unless_nothing_is_lost(
     lossy, lossless = desk("balanced"), desk()
     assert lossy.save(range(4), start=None) == [False] * 4
     counts = lossy.counts.snapshot()
-    assert counts == {"failures{positions}": 1, "unsaved_pages": 4} and "start: must be known" in caplog.text
+    assert counts == {"failures{positions}": 4, "unsaved_pages": 4} and "start: must be known" in caplog.text
     wanted = lossless.tokens(range(8))
     assert lossless.save(range(4), start=None) == lossless.save(range(4, 8), start=96) == [True] * 4
     for start in (None, 96, 5):
@@ -195,7 +169,7 @@ class Told:
         self.chunk, self.counts = chunk, Counts()
         identity = Identity("m", "", chunk.layout.fingerprint, self.codec.profile.id, self.codec.quality_name)
         names = PageNames(identity, Scope(), "test", PAGE)
-        self.pages = PageStore(self.codec, DictStore(), names, counts=self.counts, run_pages=4)
+        self.pages = PageStore(self.codec, DictStore(), names, counts=self.counts)
 
     def save(self, start: int | None) -> list[bool]:
         """Save the first four pages."""
@@ -210,39 +184,31 @@ class Told:
         back = cache.chunk(None, 0)
         return [*back.keys, *back.values]
 
-
-def test_a_learned_profile_recognizes_what_the_engine_does_not_tell() -> None:
-    part = cached(small_model()).slice(8 * PAGE, 12 * PAGE)
-    told = Told(part)
-    assert told.save(start=None) == [True] * 4
-    counts = told.counts.snapshot()
-    assert counts["recognized_pages"] == counts["saved_pages"] == 4 and "failures{positions}" not in counts
-    codec = told.codec
-    blob = codec.encode(KVChunk(part.keys, part.values, part.layout, 8 * PAGE, ids_of(range(8 * PAGE, 12 * PAGE))))
-    back = codec.decode(blob)
-    for start in (None, 8 * PAGE):
-        loaded = told.load(start)
-        assert loaded is not None and equal(loaded, [*back.keys, *back.values])
-    assert told.load(7 * PAGE) is None
-    told.pages.close()
+    def coded(self, ids: I64 | None, found: list[torch.Tensor] | None) -> bool:
+        """Whether this is what the codec makes of the pages with these ids."""
+        parts = []
+        for at in range(0, 4 * PAGE, PAGE):
+            own, known = self.chunk.slice(at, at + PAGE), None if ids is None else ids[at : at + PAGE]
+            told = KVChunk(own.keys, own.values, own.layout, 8 * PAGE + at, known, 3 * PAGE - at)
+            parts.append(self.codec.decode(self.codec.encode(told)))
+        back = KVChunk.concat(parts)
+        return found is not None and equal(found, [*back.keys, *back.values])
 
 
 def test_pages_whose_ids_are_not_recognized_are_stored_without() -> None:
     part = cached(small_model()).slice(8 * PAGE, 12 * PAGE)
-    part.values[0][5] += 3
+    for page in range(4):
+        part.values[0][page * PAGE + 5] += 3
     told = Told(part)
     assert told.save(start=8 * PAGE) == [True] * 4
-    assert "recognized_pages" not in told.counts.snapshot()
-    plain = told.codec.encode(KVChunk(part.keys, part.values, part.layout, 8 * PAGE))
-    back, loaded = told.codec.decode(plain), told.load(None)
-    assert loaded is not None and equal(loaded, [*back.keys, *back.values])
+    assert "recognized_pages" not in told.counts.snapshot() and told.coded(None, told.load(None))
     told.pages.close()
 
 
 def test_pages_begin_at_multiples_of_their_size() -> None:
     told = Told(cached(small_model()).slice(8 * PAGE + PAGE // 2, 12 * PAGE + PAGE // 2))
     assert told.save(start=None) == [False] * 4
-    assert told.counts.snapshot()["failures{positions}"] == 1
+    assert told.counts.snapshot()["failures{positions}"] == 4
     told.pages.close()
 
 
@@ -250,7 +216,7 @@ def test_pages_whose_position_is_not_recognized_are_not_stored(caplog: pytest.Lo
     part = cached(small_model(1)).slice(8 * PAGE, 12 * PAGE)  # of another model
     told = Told(part)
     assert told.save(start=None) == [False] * 4
-    assert told.counts.snapshot() == {"failures{positions}": 1, "unsaved_pages": 4}
+    assert told.counts.snapshot() == {"failures{positions}": 4, "unsaved_pages": 4}
     assert "was not recognized from the keys" in caplog.text
     told.pages.close()
 
@@ -266,18 +232,7 @@ def test_what_is_encoded_knows_what_follows(desk: Callable[..., Desk], monkeypat
 
     monkeypatch.setattr(Codec, "encode_parts", noting)
     d.save(range(10))
-    assert sorted(following) == [0, 4 * PAGE, 7 * PAGE]
-
-
-def test_missing_pages_are_divided_evenly() -> None:
-    assert list(divided([0, 1, 2, 3, 4], 4)) == [range(2), range(2, 5)]
-    assert list(divided([1, 2, 4, 9, 10, 11], 2)) == [range(1, 3), range(4, 5), range(9, 10), range(10, 12)]
-    for seed in range(50):
-        generator = random.Random(seed)
-        missing, most = sorted(generator.sample(range(60), generator.randrange(1, 60))), generator.randrange(1, 12)
-        runs = list(divided(missing, most))
-        assert [number for run in runs for number in run] == missing
-        assert max(map(len, runs)) <= most
+    assert sorted(following) == list(range(0, 10 * PAGE, PAGE))
 
 
 # Fetched first, placed later ------------------------------------------------------------------------------------------
@@ -298,7 +253,7 @@ def test_what_was_fetched_is_placed_layer_by_layer_without_the_store(
     d.save(range(11))
     wanted = d.tokens(range(11))
     whole, part = d.pages.fetch(named(range(13)), 0), d.pages.fetch(named(range(2, 7)), None)
-    assert (whole.pages, part.pages) == (11, 5) and d.counts.snapshot()["missed_pages"] == 2
+    assert (len(whole), len(part)) == (11, 5) and d.counts.snapshot()["missed_pages"] == 2
     store.entries.clear()
     begun: list[range] = []
 
@@ -309,17 +264,17 @@ def test_what_was_fetched_is_placed_layer_by_layer_without_the_store(
             there = layer < layers.stop
             assert torch.equal(now[layer], wanted[layer]) == torch.equal(now[3 + layer], wanted[3 + layer]) == there
 
-    assert d.pages.place(d.cache, [(whole, d.at(range(20, 31))), (part.first(3), d.at(range(31, 34)))], done)
+    assert d.pages.place(d.cache, [(whole, d.at(range(20, 31))), (part[:3], d.at(range(31, 34)))], done)
     assert begun == [range(1), range(1, 2), range(2, 3)]
     assert equal(d.tokens(range(31, 34)), [each[2 * PAGE : 5 * PAGE] for each in wanted])
     assert d.counts.snapshot()["loaded_pages"] == 14
     with pytest.raises(InputError, match="slots: must be 8 for each of 5 pages, got 24"):
         d.pages.place(d.cache, [(part, d.at(range(3)))], done)
     with pytest.raises(InputError, match="slots: must be 0"):
-        d.pages.place(d.cache, [(part.first(1), torch.full((PAGE,), PAGES * PAGE))], done)
+        d.pages.place(d.cache, [(part[:1], torch.full((PAGE,), PAGES * PAGE))], done)
     d.pages.close()
-    assert not d.pages.place(d.cache, [(part.first(1), d.at(range(1)))], done)
-    assert d.pages.fetch(named(range(2)), 0).pages == 0
+    assert not d.pages.place(d.cache, [(part[:1], d.at(range(1)))], done)
+    assert d.pages.fetch(named(range(2)), 0) == []
 
 
 def test_layers_that_were_coded_together_are_placed_together() -> None:
@@ -336,27 +291,27 @@ def test_layers_that_were_coded_together_are_placed_together() -> None:
 
 
 def test_damage_is_found_when_it_is_fetched(desk: Callable[..., Desk], store: DictStore) -> None:
-    """In any section, because a load may not fail halfway. The run can be stored again."""
+    """In any section, because a load may not fail halfway. The page can be stored again."""
     d = desk()
     d.save(range(8))
-    key = d.run_key(range(4, 8))
+    key = d.key(4)
     whole = store.entries[key]
     for at in range(len(whole) - 1, 200, -(len(whole) // 9)):
         data = bytearray(whole)
         data[at] ^= 4
         store.entries[key] = bytes(data)
-        assert d.pages.fetch(named(range(8)), 0).pages == 4
+        assert len(d.pages.fetch(named(range(8)), 0)) == 4
         assert key not in store.entries and d.save(range(8)) == [True] * 8
 
 
 def test_damage_that_cannot_be_deleted_does_not_hold_a_lookup(desk: Callable[..., Desk], store: DictStore) -> None:
     d = desk(lookup_timeout=0.3)
     d.save(range(4))
-    key = d.run_key(range(4))
+    key = d.key(0)
     store.entries[key] = store.entries[key][:-1]
     go = hold(store, "delete")
     try:
-        assert d.pages.fetch(named(range(4)), 0).pages == 0
+        assert d.pages.fetch(named(range(4)), 0) == []
     finally:
         go.set()
     counts = d.counts.snapshot()
@@ -369,24 +324,25 @@ def test_damage_behind_right_checksums_is_found_when_it_is_placed(
 ) -> None:
     d = desk()
     d.save(range(12))
-    key = d.run_key(range(4, 8))
+    key = d.key(4)
     data = bytearray(store.entries[key])
     data[-9] ^= 4
     store.entries[key] = bytes(data)
     monkeypatch.setattr(Codec, "verify", lambda self, opened: None)
     fetched = d.pages.fetch(named(range(12)), 0)
     done: list[range] = []
-    assert fetched.pages == 12 and not d.pages.place(d.cache, [(fetched, d.at(range(20, 32)))], done.append)
+    assert len(fetched) == 12 and not d.pages.place(d.cache, [(fetched, d.at(range(20, 32)))], done.append)
     assert done == [range(1), range(1, 2)], "the last layer is damaged"
-    assert key not in store.entries and d.run_key(range(8, 12)) in store.entries, "only that run is discarded"
+    assert key not in store.entries and len(store.entries) == 11, "only that page is discarded"
     assert d.counts.snapshot()["failures{decode}"] == 1 and "loaded_pages" not in d.counts.snapshot()
 
 
 def test_fetching_takes_no_longer_than_a_lookup(
     desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it together: the index entries, and every slice of runs."""
-    d = desk(run_pages=2, lookup_timeout=0.5)
+    """All of it together: every slice of pages."""
+    monkeypatch.setattr("cuvee.integrations.pages.entries._BATCH_TOKENS", 8 * PAGE)
+    d = desk(lookup_timeout=0.5)
     d.save(range(40))
     waited: list[float] = []
     result = Future.result
@@ -399,13 +355,13 @@ def test_fetching_takes_no_longer_than_a_lookup(
     asked = iter(range(1000))
 
     def slowly(operation: str) -> None:
-        if operation == "get" and next(asked) > 48:  # behind the index entries and some runs
+        if operation == "get" and next(asked) > 8:  # behind some pages
             go.wait(30)
 
     go = threading.Event()
     store.before = slowly
     try:
-        assert d.pages.fetch(named(range(40)), 0).pages < 40
+        assert len(d.pages.fetch(named(range(40)), 0)) < 40
     finally:
         go.set()
     assert len(waited) >= 2 and waited == sorted(waited, reverse=True) and waited[0] <= 0.5
@@ -417,38 +373,21 @@ def test_fetching_takes_no_longer_than_a_lookup(
 def test_pages_behind_a_missing_one_are_not_loaded(desk: Callable[..., Desk], store: DictStore) -> None:
     d = desk()
     d.save(range(8))
-    del store.entries[d.run_key(range(4))]
-    assert d.load(range(8), range(20, 28)) == [False] * 8
-    d = desk()
-    d.save(range(8))
-    del store.entries[d.index_key(2)]
+    del store.entries[d.key(2)]
+    assert d.pages.stored(named(range(4))) == [True, True, False, True]
     assert desk().load(range(8), range(20, 28)) == [True] * 2 + [False] * 6
 
 
-def test_a_page_is_found_in_the_run_that_replaced_its_first(desk: Callable[..., Desk], store: DictStore) -> None:
-    reader, writer = desk(), desk()
-    writer.save(range(4))
-    del store.entries[reader.run_key(range(4))]
-    desk().save(range(2))
-    desk().save(range(2, 6))
-    wanted = reader.tokens(range(6))
-    assert reader.pages.stored(named(range(6))) == [True] * 6 == reader.load(range(6), range(20, 26))
-    assert equal(reader.tokens(range(20, 26)), wanted)
-
-
-@pytest.mark.parametrize("run_pages", [1, 4])
 @pytest.mark.parametrize("secrets", [(), SECRETS])
-def test_single_pages_are_deleted(
-    desk: Callable[..., Desk], store: DictStore, run_pages: int, secrets: Sequence[bytes]
-) -> None:
-    d = desk(run_pages=run_pages, secrets=secrets)
+def test_single_pages_are_deleted(desk: Callable[..., Desk], store: DictStore, secrets: Sequence[bytes]) -> None:
+    d = desk(secrets=secrets)
     d.save(range(4))
     before = len(store.entries)
     assert d.pages.delete(named(range(1, 3))) == [True, True]
     assert len(store.entries) == before - 2
     assert d.pages.stored(named(range(4))) == [True, False, False, True]
     assert d.pages.delete([b"never stored"]) == [True]
-    (desk(run_pages=run_pages, secrets=secrets[1:]) if secrets else d).save(range(4, 6))
+    (desk(secrets=secrets[1:]) if secrets else d).save(range(4, 6))
     assert d.pages.stored(named(range(4, 6))) == [True, True]
     d.pages.delete(named(range(4, 6)))
     assert d.pages.stored(named(range(4, 6))) == [False, False], "also if signed with an earlier secret"
@@ -457,7 +396,7 @@ def test_single_pages_are_deleted(
 
 
 def test_pages_that_may_still_be_there_are_not_deleted(desk: Callable[..., Desk], store: DictStore) -> None:
-    d = desk(run_pages=1)
+    d = desk()
     d.save(range(2))
 
     def fail(operation: str) -> None:
@@ -494,7 +433,7 @@ def test_a_store_that_hangs_is_given_up_and_told_so(desk: Callable[..., Desk], s
         assert d.save(range(20, 24)) == [False] * 4 and late[-1] == "put"
     finally:
         go.set()
-    assert d.counts.snapshot()["failures{store}"] == 1
+    assert d.counts.snapshot()["failures{store}"] == 4
 
 
 def test_a_save_waits_once_for_a_store_that_hangs(
@@ -502,7 +441,8 @@ def test_a_save_waits_once_for_a_store_that_hangs(
 ) -> None:
     """Not once per entry: its engine may wait for it."""
     waited: list[float] = []
-    d, result = desk(run_pages=1, load_timeout=0.2), Future.result
+    monkeypatch.setattr("cuvee.integrations.pages.entries._BATCH_TOKENS", 8 * PAGE)
+    d, result = desk(load_timeout=0.2), Future.result
 
     def noting(self: Future[Any], timeout: float | None = None) -> Any:
         if timeout is not None and timeout < 10:  # which is the time of the lookup
@@ -520,28 +460,27 @@ def test_a_save_waits_once_for_a_store_that_hangs(
     assert d.counts.snapshot()["unsaved_pages"] == 20
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3])
-def test_a_store_that_takes_no_more_leaves_no_page_that_is_not_there(
-    desk: Callable[..., Desk], store: DictStore, kept: int, monkeypatch: pytest.MonkeyPatch
+def test_a_store_that_takes_no_more_costs_the_pages_that_it_refuses(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    d, put, left = desk(threads=1), DictStore.put, [kept]
+    d, put, left = desk(), DictStore.put, [3]
 
     def full(self: DictStore, key: str, blob: bytes) -> bool:
         left[0] -= 1
         return left[0] >= 0 and put(self, key, blob)
 
     monkeypatch.setattr(DictStore, "put", full)
-    assert d.save(range(4)) == [False] * 4 and d.counts.snapshot()["failures{store}"] == 1
+    done = d.save(range(4))
+    assert sum(done) == 3 and done == desk().pages.stored(named(range(4)))
+    assert d.counts.snapshot()["failures{store}"] == 1
     monkeypatch.setattr(DictStore, "put", put)
-    there = desk().pages.stored(named(range(4)))
-    assert there == [True] * max(kept - 1, 0) + [False] * (5 - max(kept, 1))
     assert d.save(range(4)) == [True] * 4 == desk().load(range(4), range(20, 24))
 
 
-def test_a_page_that_cannot_be_coded_costs_its_run(desk: Callable[..., Desk]) -> None:
+def test_a_page_that_cannot_be_coded_costs_no_other(desk: Callable[..., Desk]) -> None:
     d = desk("balanced")
     d.keys[1].view(-1, 2, 16)[d.at(range(5, 6))[3]] = torch.nan
-    assert d.save(range(12)) == [True] * 4 + [False] * 4 + [True] * 4
+    assert d.save(range(12)) == [page != 5 for page in range(12)]
     failures = {name: count for name, count in d.counts.snapshot().items() if name.startswith("failures")}
     assert failures == {"failures{encode}": 1}
 
@@ -588,96 +527,9 @@ def test_slots_of_another_number_are_refused(desk: Callable[..., Desk]) -> None:
             method(d.cache, d.at(range(3)), named(range(2)), 0)
     with pytest.raises(InputError, match="name: must be"):
         d.pages.stored([b""])
-    with pytest.raises(InputError, match="run_pages: must be 1"):
-        desk(run_pages=0)
-    with pytest.raises(InputError, match="run_pages: must be 1"):
-        desk(run_pages=MAX_RUN_PAGES + 1)
 
 
 # Stores that lie ------------------------------------------------------------------------------------------------------
-
-
-def test_entries_are_parsed_as_they_were_made() -> None:
-    place, pages = Place(bytes(range(32)), 4095), [bytes([number]) * 32 for number in range(3)]
-    assert parse_index_entry(make_index_entry(place)) == place
-    back, blob = parse_run_entry(make_run_entry(pages, b"blob"))
-    assert back == pages and bytes(blob) == b"blob"
-    for many in ([], [bytes(32)] * (MAX_RUN_PAGES + 1)):
-        with pytest.raises(InputError, match="pages: must be"):
-            make_run_entry(many, b"blob")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"", b"cuvI", make_index_entry(Place(bytes(32), 1))[:-1], make_index_entry(Place(bytes(32), 1)) + b"x",
-        b"cuvR" + make_index_entry(Place(bytes(32), 1))[4:], b"cuvI\x02" + make_index_entry(Place(bytes(32), 1))[5:],
-        b"cuvI\x01\x01" + make_index_entry(Place(bytes(32), 1))[6:], make_index_entry(Place(bytes(32), MAX_RUN_PAGES)),
-    ],
-)  # fmt: skip
-def test_a_damaged_index_entry_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptError, match="index entry: must"):
-        parse_index_entry(data)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"", b"cuvR\x01\x00", b"cuvR\x01\x00\x00\x00blob", b"cuvR\x01\x00\x01\x00" + bytes(32),
-        b"cuvR\x01\x00\x02\x00" + bytes(63), b"cuvI\x01\x00\x01\x00" + bytes(40), b"cuvR\x02\x00\x01\x00" + bytes(40),
-        b"cuvR\x01\x00\xff\xff" + bytes(32 * 65535 + 1),
-    ],
-)  # fmt: skip
-def test_a_damaged_run_entry_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptError, match="run entry: must"):
-        parse_run_entry(data)
-
-
-def test_an_index_entry_cannot_lead_to_another_page(desk: Callable[..., Desk], store: DictStore) -> None:
-    """Checked without a key, where only digests stand between a page and another."""
-    d = desk()
-    d.save(range(8))
-    page_2 = d.index_key(2)
-    for lie in (store.entries[d.index_key(1)], store.entries[d.index_key(6)]):
-        store.entries[page_2] = lie
-        assert desk().load(range(2, 4), range(20, 22)) == [False] * 2
-        d.save(range(8))
-        desk().save(range(8))  # whatever was deleted as false
-
-
-def test_a_run_entry_must_list_its_own_pages(desk: Callable[..., Desk], store: DictStore) -> None:
-    d = desk()
-    d.save(range(8))
-    first, second = d.run_key(range(4)), d.run_key(range(4, 8))
-    pages, _ = parse_run_entry(store.entries[first])
-    _, blob = parse_run_entry(store.entries[second])
-    swapped = [*pages[:2], pages[3], pages[2]]
-    store.entries[first] = make_run_entry(swapped, bytes(parse_run_entry(store.entries[first])[1]))
-    assert desk().load(range(2), range(20, 22)) == [False] * 2, "of a run of another order"
-    d.save(range(4))
-    store.entries[first] = store.entries[second]
-    assert desk().load(range(4), range(20, 24)) == [False] * 4
-    assert first not in store.entries and d.index_key(0) not in store.entries, "what never decodes is deleted"
-    assert d.save(range(4)) == [True] * 4
-    assert d.load(range(4), range(20, 24)) == [True] * 4
-    store.entries[first] = make_run_entry(pages, bytes(blob))  # needs a key to be noticed
-    assert desk().load(range(4), range(20, 24)) == [True] * 4
-
-
-def test_with_a_key_a_run_cannot_get_the_blob_of_another(desk: Callable[..., Desk], store: DictStore) -> None:
-    d = desk(secrets=SECRETS[:1])
-    d.save(range(8))
-    first, second = d.run_key(range(4)), d.run_key(range(4, 8))
-    pages, blob = parse_run_entry(store.entries[first])
-    _, other = parse_run_entry(store.entries[second])
-    store.entries[first] = make_run_entry(pages, bytes(other))
-    assert desk(secrets=SECRETS[:1]).load(range(4), range(20, 24)) == [False] * 4
-    # Nor can a run of other pages carry it, whatever its index entries say.
-    forged = d.names.run([pages[1], pages[0]])
-    store.entries[d.key(forged)] = make_run_entry([pages[1], pages[0]], bytes(blob))
-    for position, number in enumerate((1, 0)):
-        store.entries[d.index_key(number)] = make_index_entry(Place(forged, position))
-    assert desk(secrets=SECRETS[:1]).load(range(2), range(20, 22)) == [False] * 2
 
 
 def test_tags_are_bound_to_tenant_digest_and_rank() -> None:
