@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from cuvee.codec.decoding import check_tokens
-from cuvee.codec.errors import InputError, ProfileMismatchError
+from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import read_header
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN
 
@@ -28,7 +27,6 @@ class CacheRows:
     """Places the blobs of a list, in order, and refuses a list that does not make whole rows.
 
     Args:
-        layout: the layout that every blob must have.
         width: columns per row, if there is no mask.
         attention_mask: `[B, T]` of a left-padded batch, or None.
         max_tokens: limit of the columns of all rows.
@@ -41,14 +39,12 @@ class CacheRows:
 
     def __init__(
         self,
-        layout: KVLayout,
         width: int,
         attention_mask: torch.Tensor | None,
         max_tokens: int | None,
         late: bool = False,
     ) -> None:
         self._late = late
-        self._fingerprint = layout.fingerprint
         self._max_tokens = max_tokens
         self._masked: list[int] | None = None
         self.width = width
@@ -65,12 +61,8 @@ class CacheRows:
         """The number of rows begun so far."""
         return len(self.paddings)
 
-    def take(self, index: int, fingerprint: bytes, start: int, tokens: int) -> tuple[int, int]:
-        """Return row and first column of the next blob, number `index`, whose layout has this `fingerprint`."""
-        if fingerprint != self._fingerprint:
-            raise ProfileMismatchError(
-                f"blobs[{index}]: must have the layout of the codec's profile and the dtype of the last blob"
-            )
+    def take(self, index: int, start: int, tokens: int) -> tuple[int, int]:
+        """Return row and first column of the next blob, number `index`."""
         if (start == 0 or self._late) and not self._missing:
             if self._masked is not None and self.count == len(self._masked):
                 raise InputError(

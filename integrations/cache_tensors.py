@@ -16,7 +16,6 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
@@ -124,20 +123,6 @@ def row_ids(input_ids: torch.Tensor | None, paddings: Sequence[int], width: int)
     padded = torch.arange(width) < torch.tensor(paddings)[:, None]
     ids = rows.detach().cpu().masked_fill(padded, NO_TOKEN)
     return as_token_ids(ids.flatten(), ids.numel(), "input_ids").reshape(ids.shape)
-
-
-def whole_row(tensors: list[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout, row: int, padding: int) -> KVChunk:
-    """Return a row as one chunk of views, without its padding."""
-    rows, _, width, _ = tensors[0][0].shape
-    if type(row) is not int or not 0 <= row < rows:
-        raise InputError(f"row: must be an int from 0 to {rows - 1}, got {row!r}")
-    if type(padding) is not int or not 0 <= padding < width:
-        raise InputError(f"padding: must be an int from 0 to {width - 1}, got {padding!r}")
-    return KVChunk(
-        [keys[row, :, padding:].transpose(0, 1) for keys, _ in tensors],
-        [values[row, :, padding:].transpose(0, 1) for _, values in tensors],
-        layout,
-    )
 
 
 def chunk_spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:

@@ -30,6 +30,7 @@ from cuvee.codec.models.forward import append_units
 from cuvee.codec.models.measured import decoder_config, measured_layers
 from cuvee.codec.models.probe import MeasuredLayer
 from cuvee.codec.states import States
+from cuvee.integrations.cache_chunks import decode_rows, encode_rows
 from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.integrations.cache_rows import (
     bound_blobs,
@@ -50,11 +51,8 @@ from cuvee.integrations.cache_tensors import (
     row_ids,
     shape_of_tokens,
     tokens_seen,
-    whole_row,
     with_dtype,
 )
-from cuvee.integrations.past_windows import decode_past_windows, encode_past_windows, lacks_windows
-from cuvee.integrations.whole_rows import decode_rows, encode_rows
 
 
 def encode_cache(
@@ -139,11 +137,8 @@ def encode_cache(
         tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
     if not tensors:
         encoded: list[list[bytes]] = [[] for _ in range(rows)]
-    elif any(keys.shape[2] < width for keys, _ in tensors):
-        spans = [chunk_spans(width - padding, chunk_tokens) for padding in paddings]
-        encoded = encode_past_windows(codec, tensors, width, layout, spans, paddings, bound, ids)
     else:
-        encoded = encode_rows(codec, tensors, layout, chunk_tokens, paddings, bound, ids)
+        encoded = encode_rows(codec, tensors, width, layout, chunk_tokens, paddings, bound, ids)
     if layout.states:
         for row, beside in enumerate(take_states(cache, layout, rows)):
             states = States(width - paddings[row], beside, layout.dtype)
@@ -220,8 +215,6 @@ def decode_cache(
             blobs, bound, states = split_states(codec, blobs, bound, _measured_layers(model))
         if not blobs:
             layers: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(())
-        elif lacks_windows(blobs, codec.profile.layout):
-            layers = decode_past_windows(codec, blobs, bound, attention_mask, max_tokens)
         else:
             layers = decode_rows(codec, blobs, bound, where, attention_mask, max_tokens)
         if states:
@@ -350,7 +343,12 @@ def chunks_from_cache(
     """
     tensors = plain_tensors(cache, layout)
     rows, _, width, _ = tensors[0][0].shape
-    whole = whole_row(tensors, layout, row, padding)
+    if type(row) is not int or not 0 <= row < rows:
+        raise InputError(f"row: must be an int from 0 to {rows - 1}, got {row!r}")
+    if type(padding) is not int or not 0 <= padding < width:
+        raise InputError(f"padding: must be an int from 0 to {width - 1}, got {padding!r}")
+    keys, values = ([unit[row, :, padding:].transpose(0, 1) for unit in units] for units in zip(*tensors, strict=True))
+    whole = KVChunk(keys, values, layout)
     ids = row_ids(input_ids, [padding] * rows, width)
     if ids is not None:
         whole = KVChunk.unchecked(whole.keys, whole.values, layout, 0, ids[row, padding:])
