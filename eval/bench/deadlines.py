@@ -207,10 +207,9 @@ def _asked(engine: Engine, store: SlowStore, prompt: Sequence[int], params: Any 
 def _aimed(engine: Engine, store: SlowStore, prompt: Sequence[int], deadline: float) -> dict[str, Any]:
     """Ask for a prompt by a deadline in seconds; returns what came of it."""
     answer = _asked(engine, store, prompt, {"cuvee": {"deadline_ms": 1e3 * deadline}})
-    told = (answer.told[0] or {}).get("cuvee") or {}
-    if "parts" not in told:
-        raise CuveeError(f"an answer to a deadline must tell its parts, it told {told}")
-    base, both = told["parts"]
+    computed, base, both = map(round, answer.loaded_at)
+    if not computed + base + both:
+        raise CuveeError(f"an engine must count the parts that it loads, it counted {answer.loaded_at}")
     tokens = {"both": both, "base": base, "computed": len(prompt) - QUESTION - base - both}
     return {"deadline": deadline, "seconds": answer.seconds, "met": answer.seconds <= deadline, **tokens}
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,7 +46,7 @@ class EngineAnswer:
         tokens: ids generated for each.
         logprobs: for every position of each, token -> logprob; empty if not asked for.
         cached: how many prompt tokens of each the engine did not compute.
-        told: `kv_transfer_params` that came with each answer.
+        loaded_at: how many tokens were loaded from no, one and two parts meanwhile (the metric of this name).
     """
 
     seconds: float
@@ -54,7 +54,7 @@ class EngineAnswer:
     tokens: list[list[int]]
     logprobs: list[list[dict[str, float]]]
     cached: list[int]
-    told: list[dict[str, Any] | None] = field(default_factory=list)
+    loaded_at: list[float] = field(default_factory=lambda: [0.0] * 3)
 
 
 class Engine:

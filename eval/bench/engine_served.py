@@ -58,7 +58,7 @@ class _Served:
         )  # fmt: skip
         if forget and not self._llm.reset_prefix_cache():
             raise CuveeError("the engine did not empty its prefix cache")
-        engine, waiting = self._llm.llm_engine, set[str]()
+        loaded, engine, waiting = _loaded_at(), self._llm.llm_engine, set[str]()
         done: dict[str, Any] = {}
         began = time.perf_counter()
         for prompt in prompts:
@@ -85,7 +85,7 @@ class _Served:
                 for output in outputs
             ],
             "cached": [output.num_cached_tokens for output in outputs],
-            "told": [output.kv_transfer_params for output in outputs],
+            "loaded_at": [now - then for now, then in zip(_loaded_at(), loaded, strict=True)],
         }
 
     def reach(self, kind: str, least: float) -> None:
@@ -106,11 +106,20 @@ class _Served:
 
 def _told(figure: str, kind: str | None = None) -> float:
     """Return what the connector told last, of a kind or of all, added up over engines."""
+    return float(sum(sample.value for sample in _samples(figure) if kind is None or kind in sample.labels.values()))
+
+
+def _loaded_at() -> list[float]:
+    """Return how many tokens the connector has loaded from no, one and two parts of their chunks."""
+    samples = _samples("loaded_at_total")
+    return [float(sum(each.value for each in samples if each.labels["parts"] == parts)) for parts in "012"]
+
+
+def _samples(figure: str) -> list[Any]:
     from prometheus_client import REGISTRY
 
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
-    of = [sample for sample in samples if kind is None or kind in sample.labels.values()]
-    return float(sum(sample.value for sample in of if sample.name == f"vllm:cuvee_{figure}"))
+    return [sample for sample in samples if sample.name == f"vllm:cuvee_{figure}"]
 
 
 def _serve(commands: Iterator[str], reply: Callable[[str], None]) -> None:

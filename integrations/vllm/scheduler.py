@@ -156,12 +156,11 @@ class SchedulerSide:
             self._loads.allocate(tracked, tables, tokens, self._deadlines.loading(tracked))
 
     def outcome(self, request: Any) -> dict[str, Any] | None:
-        """Return what the client of a request learns of its blend, or of its planned load; None: there was neither."""
+        """Return what the client of a request learns of its blend; None: nothing could be blended."""
         with self._guard("finished"):
             tracked = self._requests.tracked.get(request.request_id)
-            if tracked is not None:
-                said = self._deadlines.outcome(tracked)
-                return said if tracked.segmented is None else {**(said or {}), **tracked.segmented.outcome}
+            if tracked is not None and tracked.segmented is not None:
+                return tracked.segmented.outcome
         return None
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:

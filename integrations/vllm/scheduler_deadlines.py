@@ -1,4 +1,4 @@
-"""Requests with a deadline: by when their loads have to be done, what became of them, and what was loaded coarsely.
+"""Requests with a deadline: by when their loads have to be done, and what was loaded coarsely because of that.
 
 **What is worse than stored keeps no exact name.** A load may restore an entry from fewer parts than a chunk has,
 because the deadline or the store left out the others. From the first such block on, the request's blocks are renamed
@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.costs import LinearCost
@@ -21,7 +20,7 @@ from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.messages import Aim, Delivery
 from cuvee.integrations.vllm.request_params import deadline_of
-from cuvee.integrations.vllm.scheduler_state import Due, SchedulerState, Tracked
+from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 from cuvee.naming.identity import canonical
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class SchedulerDeadlines:
         self._state, self._possible, self._prefill = state, possible, prefill
         self._engine = state.options.deadline
         self._loading: dict[str, Tracked] = {}  # who loads, also if it is not cached any more
-        self._computing: list[Due] = []  # whose first token a step computes that is not over
+        self._computing: list[tuple[int, float]] = []  # steps that compute a first token, and when that is due
         self._once = Once(logger)
 
     def begin(self, tracked: Tracked) -> None:
@@ -57,29 +56,29 @@ class SchedulerDeadlines:
             self._refuse(tracked, "engine", "windows and recurrent layers load a prefix as a whole or not at all")
         else:
             waited = max(time.time() - request.arrival_time, 0.0)
-            tracked.due = Due(deadline, self._state.clock() - waited)
+            tracked.due = self._state.clock() - waited + deadline
 
     def loading(self, tracked: Tracked) -> Aim | None:
         """Return what a load aims at that is about to begin; None: it restores everything."""
-        self._loading[tracked.request.request_id], tracked.delivered = tracked, []
-        due = tracked.due
-        if due is None or due.first_token is not None:  # preempted after its first token: there is no hurry
+        self._loading[tracked.request.request_id] = tracked
+        if tracked.due is None:
             return None
-        left = due.arrived + due.deadline - self._state.clock()
+        left = tracked.due - self._state.clock()
         return Aim(left, tracked.request.num_tokens - tracked.end, self._prefill.learned)
 
     def note_step(self, tracked: Tracked, before: int, after: int, step: int) -> None:
         """Note that a step computes a request's tokens `before … after`."""
         if tracked.due is not None and before < tracked.request.num_prompt_tokens <= after:
-            tracked.due.step = step
-            self._computing.append(tracked.due)
+            self._computing.append((step, tracked.due))
+            tracked.due = None  # there is no hurry if it is preempted from here on
 
     def note_executed(self, steps: Sequence[int]) -> None:
         """Note that steps were executed."""
-        for due in self._computing:
-            if due.step in steps:
-                self._settle(due)
-        self._computing = [due for due in self._computing if due.first_token is None]
+        now = self._state.clock()
+        for step, due in self._computing:
+            if step in steps:
+                self._state.recorder.count("deadlines", label="met" if now <= due else "missed")
+        self._computing = [(step, due) for step, due in self._computing if step not in steps]
 
     def note_delivery(self, delivery: Delivery) -> None:
         """Note what a rank restored, before the engine hears that the load is over. What its deadline leaves out is
@@ -89,7 +88,6 @@ class SchedulerDeadlines:
         tracked = self._loading.get(delivery.request)
         if tracked is None:  # the request has ended
             return
-        tracked.delivered.append(delivery)
         ends = list(accumulate(delivery.tokens, initial=delivery.start))
         if not delivery.complete:
             tracked.refused = True
@@ -106,35 +104,9 @@ class SchedulerDeadlines:
         """Forget a request that has ended."""
         self._loading.pop(request_id, None)
 
-    def outcome(self, tracked: Tracked) -> dict[str, Any] | None:
-        """Return what the client learns; None: it asked for nothing."""
-        if tracked.due_refused:
-            return {"refused": tracked.due_refused}
-        due = tracked.due
-        if due is None:
-            return None
-        if due.step:  # the step is over, although its report is still to come
-            self._settle(due)
-        parts, delivered = [0] * self._state.parts, tracked.delivered
-        restored = min((len(each.tokens) for each in delivered), default=0)  # on all ranks, as far as is known
-        for at in range(restored):
-            parts[min(each.parts[at] for each in delivered) - 1] += delivered[0].tokens[at]
-        said: dict[str, Any] = {"loaded_tokens": sum(parts), "parts": parts}
-        if due.first_token is not None:
-            said["first_token_ms"] = float(f"{1e3 * due.first_token:.3g}")
-            said["deadline_met"] = due.first_token <= due.deadline
-        return said
-
-    def _settle(self, due: Due) -> None:
-        """Note that a first token is there."""
-        if due.first_token is None:
-            due.first_token = self._state.clock() - due.arrived
-            self._state.recorder.count("deadlines", label="met" if due.first_token <= due.deadline else "missed")
-
     def _refuse(self, tracked: Tracked, reason: str, why: str) -> None:
         """Load a request as if it had no deadline; count why, and log each reason once, so that clients cannot fill the
         log.
         """
-        tracked.due_refused = reason
         self._state.recorder.count("deadlines", label="refused")
         self._once(reason, "cuvee: request %s has no deadline: %s", tracked.request.request_id, why)

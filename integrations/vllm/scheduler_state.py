@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cuvee.integrations.adapters import AdapterFiles
@@ -17,7 +17,7 @@ from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.lookups import Lookup
-from cuvee.integrations.vllm.messages import Blend, Delivery, Entry
+from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.naming.identity import PrefixChain, Scope, beside_digest
@@ -68,23 +68,6 @@ NOTHING = Found()
 
 
 @dataclass(slots=True)
-class Due:
-    """A request's deadline, and what became of it.
-
-    Attributes:
-        deadline: seconds from its arrival to its first token.
-        arrived: when it arrived, on the clock of the scheduler's side.
-        step: the step of the engine that computes its first token; 0: it is to come.
-        first_token: seconds from its arrival to its first token; None: it is to come.
-    """
-
-    deadline: float
-    arrived: float
-    step: int = 0
-    first_token: float | None = None
-
-
-@dataclass(slots=True)
 class Tracked:
     """What is known of a request.
 
@@ -104,9 +87,8 @@ class Tracked:
         stated: tokens before the last state that need not be stored (again).
         segmented: the segments of it that may be blended.
         blend: the blend offered to the engine last, and the position where that ends.
-        due: by when its first token has to come; None: whenever it comes.
-        due_refused: why its deadline is not aimed at; empty if it is.
-        delivered: what ranks have restored of its last load.
+        due: by when its first token has to come, on the clock of the scheduler's side; None: whenever it comes, or a
+            step computes it.
         adapter: the files of its adapter; None: it has none.
     """
 
@@ -126,9 +108,7 @@ class Tracked:
     segmented: Segmented | None = None
     blend: Blend | None = None
     blend_end: int = 0
-    due: Due | None = None
-    due_refused: str = ""
-    delivered: list[Delivery] = field(default_factory=list)
+    due: float | None = None
     adapter: AdapterFiles | None = None
 
     @property

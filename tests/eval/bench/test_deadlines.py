@@ -102,15 +102,16 @@ class Scripted:
             self._stored.add(sum(prompt))
             for key in [] if self.stores_nothing else keys:
                 self._store.put(key, b"x" * 1000)
-            return self._answer(COMPUTED, None)
+            return self._answer(COMPUTED)
         if params is None:
-            return self._answer(LOADED if all(self._store.get_many(keys)) else BASES, None)
+            return self._answer(LOADED if all(self._store.get_many(keys)) else BASES)
         tight = params["cuvee"]["deadline_ms"] < 1e3 * LOADED
-        parts = [TOKENS // 2, 0] if tight else [0, TOKENS]
-        return self._answer(LATE if tight else LOADED, {"cuvee": {"parts": parts}})
+        half = TOKENS / 2
+        return self._answer(LATE, [half, half, 0]) if tight else self._answer(LOADED, [0, 0, TOKENS])
 
-    def _answer(self, seconds: float, told: Any) -> EngineAnswer:
-        return EngineAnswer(seconds, seconds, [[0]], [], [0], [None if self.says_nothing else told])
+    def _answer(self, seconds: float, loaded_at: list[float] | None = None) -> EngineAnswer:
+        loaded_at = [0, 0, 0] if loaded_at is None or self.says_nothing else loaded_at
+        return EngineAnswer(seconds, seconds, [[0]], [], [0], loaded_at)
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_what_nothing_would_meet_is_not_feasible(scripted: type[Scripted], monke
 
 def test_an_engine_of_another_version_is_an_error(scripted: type[Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripted, "says_nothing", True)
-    with pytest.raises(CuveeError, match="an answer to a deadline must tell its parts"):
+    with pytest.raises(CuveeError, match="an engine must count the parts that it loads"):
         run()
     monkeypatch.setattr(scripted, "stores_nothing", True)
     with pytest.raises(CuveeError, match="the store lacks 4 parts of a prompt"):
