@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from typing import TYPE_CHECKING, Generic, TypeVar
-
-from cuvee.integrations.stores.threads import ThreadPool
 
 if TYPE_CHECKING:  # it imports this module
     from cuvee.integrations.vllm.scheduler_state import SchedulerState
@@ -20,32 +18,57 @@ if TYPE_CHECKING:  # it imports this module
 T = TypeVar("T")
 
 CALL_KEYS = 64  # keys per call of the store; most prefixes end early, and an object store takes 16 at once
-THREADS = 6
 
 
 class Lookup(Generic[T]):
-    """A lookup under way.
+    """A lookup, under way as soon as it is made.
+
+    Args:
+        state: of the scheduler's side.
+        tenant: whose entries are asked for.
+        find: returns the answer, and asks by `contains`. Runs in a thread.
+        nothing: the answer while nothing is known.
+        tokens: of the prompt that it asks about.
 
     Attributes:
         answer: to come; cancel it to ask nothing more.
         asked: when it began.
-        tokens: of the prompt that it asks about.
+        tokens: as given.
+        late: whether the answer was settled before everything was known.
+
+    Raises:
+        RuntimeError: the threads were dismissed, or none can be started.
     """
 
-    def __init__(self, lookups: Lookups, tenant: str, nothing: T, tokens: int) -> None:
+    def __init__(
+        self, state: SchedulerState, tenant: str, find: Callable[[Lookup[T]], T], nothing: T, tokens: int
+    ) -> None:
         self.answer: Future[T] = Future()
-        self.asked, self.tokens = lookups.state.clock(), tokens
-        self._lookups, self._tenant, self._known = lookups, tenant, nothing
+        self.asked, self.tokens, self.late = state.clock(), tokens, False
+        self._state, self._tenant, self._known = state, tenant, nothing
         self._lock = threading.Lock()  # of the answer, which the asking and the waiting thread may both set
+        state.lookup_threads.submit(self._run, find)
 
-    def settle(self) -> T:
-        """Take what is known now as the answer, so that nothing more is asked, and return it.
+    def in_time(self) -> T | None:
+        """Return the answer, or after `lookup_timeout` what is known by then; None: ask again in another step.
 
         Raises:
             Exception: the error of the lookup, or CancelledError if the answer was cancelled.
         """
+        with self._state.waiting() as patience:
+            late = not wait([self.answer], patience).done
+        if late and self._state.clock() - self.asked <= self._state.options.lookup_timeout:
+            return None
+        if late:
+            self._state.overdue()
+            self.late = True
         self._answer(lambda: self.answer.set_result(self._known))
         return self.answer.result()
+
+    @property
+    def batch(self) -> int:
+        """Most digests per call of the store, at least 1. Each call asks for all ranks' parts."""
+        return max(CALL_KEYS // self._state.shards, 1)
 
     def contains(self, digests: Sequence[bytes], known: T) -> list[bool]:
         """Return whether the store has every rank's part of each entry, with a tag of any accepted secret; `known` is
@@ -57,7 +80,7 @@ class Lookup(Generic[T]):
         """
         self._known = known
         there: list[bool] = []
-        state, size = self._lookups.state, self._lookups.batch
+        state, size = self._state, self.batch
         ranks = list(range(state.shards))
         for first in range(0, len(digests), size):
             if self.answer.done():
@@ -69,8 +92,7 @@ class Lookup(Generic[T]):
             there += [all(held[at : at + state.shards]) for at in range(0, len(held), state.shards)]
         return there
 
-    def run(self, find: Callable[[Lookup[T]], T]) -> None:
-        """Set the answer to what `find` returns, which asks by `contains`."""
+    def _run(self, find: Callable[[Lookup[T]], T]) -> None:
         try:
             answer = find(self)
         except CancelledError:
@@ -85,30 +107,3 @@ class Lookup(Generic[T]):
         with self._lock:
             if not self.answer.done():
                 give()
-
-
-class Lookups:
-    """Asks the store for all requests of an engine. Thread-safe.
-
-    Args:
-        pool: threads that wait for the store, one per lookup.
-        state: of the scheduler's side.
-    """
-
-    def __init__(self, pool: ThreadPool, state: SchedulerState) -> None:
-        self._pool, self.state = pool, state
-
-    @property
-    def batch(self) -> int:
-        """Most digests per call of the store, at least 1. Each call asks for all ranks' parts."""
-        return max(CALL_KEYS // self.state.shards, 1)
-
-    def begin(self, tenant: str, find: Callable[[Lookup[T]], T], nothing: T, tokens: int) -> Lookup[T]:
-        """Ask in the background about a prompt of so many tokens; `nothing` is the answer while nothing is known.
-
-        Raises:
-            RuntimeError: the threads were dismissed, or none can be started.
-        """
-        lookup = Lookup(self, tenant, nothing, tokens)
-        self._pool.submit(lookup.run, find)
-        return lookup

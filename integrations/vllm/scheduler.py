@@ -4,8 +4,8 @@
     each step   -> chunks that became complete -> to be stored
     prompt done, request done -> the blocks after the last whole chunk, its tail -> to be stored
 
-`SchedulerSide` has one method per call of the engine and hands each on: to `scheduler_lookup` (what the store has),
-`scheduler_load` (what is loaded), `blending.planning` (segments behind the prefix), `scheduler_save` (what is stored),
+`SchedulerSide` has one method per call of the engine and hands each on: to `scheduler_load` (what the store has, and
+what is loaded), `blending.planning` (segments behind the prefix), `scheduler_save` (what is stored),
 `decision` (what pays) and `scheduler_deadlines` (deadlines, and what was loaded coarsely). They share
 `scheduler_state`; `scheduler_requests` knows the requests.
 
@@ -27,17 +27,14 @@ from cuvee.integrations.adapters import Adapters
 from cuvee.integrations.costs import prefill_quantities
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
-from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.blending.planning import BlendPlanner
 from cuvee.integrations.vllm.decision import Pays
-from cuvee.integrations.vllm.lookups import THREADS, Lookups
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler_blend import SchedulerBlends
 from cuvee.integrations.vllm.scheduler_deadlines import SchedulerDeadlines
 from cuvee.integrations.vllm.scheduler_events import EventPair, SchedulerEvents
 from cuvee.integrations.vllm.scheduler_load import SchedulerLoads
-from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
 from cuvee.integrations.vllm.scheduler_requests import Requests
 from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
@@ -85,16 +82,13 @@ class SchedulerSide:
         self._saving = 0  # the last step of which something is stored
         self._alone = setup.alone
         self._guard = Guard(recorder)
-        self._pool = ThreadPool(THREADS, "cuvee-lookup", options.lookup_timeout)
         self._state = state = SchedulerState(setup, store, recorder, clock)
-        self._lookups = Lookups(self._pool, state)
         self._pays = Pays(state.chunk)
-        self._planner = BlendPlanner(state, options.blend, identity, self._lookups, self._pays, breaks, setup.beside)
+        self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.beside)
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._events = SchedulerEvents(setup.ranks, make_events)
-        self._prefixes = PrefixLookups(state, self._lookups, known, self._events)
-        self._loads = SchedulerLoads(state, self._prefixes, self._pays, setup.prefix_caching)
+        self._loads = SchedulerLoads(state, known, self._events, self._pays, setup.prefix_caching)
         self._blends = SchedulerBlends(state.shards, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
         self._deadlines = SchedulerDeadlines(state, setup.loads_in_part, self._pays.prefill)
@@ -109,8 +103,8 @@ class SchedulerSide:
                 return
             self._deadlines.begin(tracked)
             self._planner.segment(tracked)
-            if self._prefixes.worth_asking(request, 0):
-                self._prefixes.ask(tracked)
+            if self._loads.worth_asking(request, 0):
+                self._loads.ask(tracked)
                 self._planner.ask(tracked)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -123,7 +117,7 @@ class SchedulerSide:
                 return 0, False
             if self._requests.waits(self._step):
                 return None, False
-            tokens = self._loads.match(tracked, computed) if self._prefixes.worth_asking(request, computed) else 0
+            tokens = self._loads.match(tracked, computed) if self._loads.worth_asking(request, computed) else 0
             if tokens is not None:
                 tokens = self._planner.match(tracked, computed, tokens)
             if tokens:
@@ -270,7 +264,7 @@ class SchedulerSide:
             self._events.reported(report)
         with self._guard("take"):
             if report.failed:
-                self._prefixes.distrust()
+                self._loads.distrust()
         with self._guard("take"):
             if report.metrics is not None:
                 self._recorder.absorb(report.metrics)
@@ -313,7 +307,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop asking the store, and log what was done. Waits for nothing."""
         with self._guard("close"):
-            self._pool.dismiss(0, cancel=True)
+            self._state.lookup_threads.dismiss(0, cancel=True)
         with self._guard("close"):
             logger.info("cuvee: %s", self._recorder.summary())
 

@@ -1,14 +1,19 @@
-"""Loads of prefixes: how much of a request is loaded, from which entries, and which loads are under way."""
+"""Loads of prefixes: what the store is asked for, how much of a request is loaded, and which loads are under way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from cuvee.integrations.vllm.decision import Pays
+from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Aim, Entry, Load
-from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
-from cuvee.integrations.vllm.scheduler_state import Found, SchedulerState, Tracked
+from cuvee.integrations.vllm.scheduler_events import SchedulerEvents
+from cuvee.integrations.vllm.scheduler_lookup import PrefixSearch
+from cuvee.integrations.vllm.scheduler_state import NOTHING, Found, KnownEntries, SchedulerState, Tracked
+
+_LOOKUP_AGE = 10.0  # seconds after which the store is asked again: entries may have been evicted
 
 
 class SchedulerLoads:
@@ -16,27 +21,62 @@ class SchedulerLoads:
 
     Args:
         state: of the scheduler's side.
-        lookups: asks the store.
+        known: learns what is there and what is not.
+        events: learns what is gone.
         pays: decides whether a load does.
         share: whether one request finds in the engine what another one loaded.
     """
 
-    def __init__(self, state: SchedulerState, lookups: PrefixLookups, pays: Pays, share: bool) -> None:
+    def __init__(
+        self, state: SchedulerState, known: KnownEntries, events: SchedulerEvents, pays: Pays, share: bool
+    ) -> None:
         self._state = state
-        self._lookups = lookups
+        self._search = PrefixSearch(state)
+        self._known = known
+        self._events = events
         self._pays = pays
         self._share = share
+        self._distrusted = -1.0  # lookups from before this time are not believed
         self._promised: dict[str, int] = {}  # tokens before those that a request was told it can load
         self._loads: dict[str, Load] = {}  # to be started by the next step
         self._under_way: dict[str, list[bytes]] = {}  # digests of the prefix in a request's load
         self._loading: dict[bytes, str] = {}  # the request in whose load each digest is
 
+    def distrust(self) -> None:
+        """Believe no lookup from before now, because a load failed."""
+        self._distrusted = self._state.clock()
+
+    def worth_asking(self, request: Any, computed: int) -> bool:
+        """Return whether enough tokens after the first `computed` could be found."""
+        state = self._state
+        could = state.usable(request.num_tokens) - computed
+        return state.loads and not request.skip_reading_prefix_cache and could >= state.options.least_tokens
+
+    def ask(self, tracked: Tracked) -> Lookup[Found]:
+        """Ask in the background what the store has of a request's tokens."""
+        tokens, ids = tracked.request.num_tokens, tracked.request.all_token_ids
+        digests = tracked.chain.digests(ids, self._state.whole(tokens))
+        find = partial(self._search.find, tracked.chain, ids, tokens, digests)
+        tracked.lookup = lookup = Lookup(self._state, tracked.tenant, find, NOTHING, tokens)
+        tracked.settled = False
+        return lookup
+
     def match(self, tracked: Tracked, computed: int) -> int | None:
         """Return how many tokens after the first `computed` can be loaded from a prefix; None: ask again."""
-        request, options = tracked.request, self._state.options
-        found = self._lookups.look_up(tracked)
+        request, options, lookup = tracked.request, self._state.options, tracked.lookup
+        if lookup is None or (lookup.answer.done() and self._is_stale(lookup, request)):
+            lookup = self.ask(tracked)
+        found = lookup.in_time()
         if found is None:
             return None
+        if lookup.late and not found.chunks and not found.tail:
+            tracked.refused = tracked.settled = True
+            self._state.recorder.count("lookups", label="timeout")
+            found = NOTHING
+        elif lookup.tokens != request.num_tokens:  # this question has no answer yet; ask again once it has
+            return None
+        else:
+            self._learn(tracked, found)
         usable = self._state.usable(request.num_tokens)
         coded = found.stated if self._state.recurrent else found.chunks * self._state.chunk + found.tail
         tracked.found, tracked.end = found, min(coded, usable)
@@ -130,6 +170,20 @@ class SchedulerLoads:
         for digest in self._under_way.pop(request_id, ()):
             if self._loading.get(digest) == request_id:
                 del self._loading[digest]
+
+    def _is_stale(self, lookup: Lookup[Found], request: Any) -> bool:
+        old = self._state.clock() - lookup.asked > _LOOKUP_AGE or lookup.asked <= self._distrusted
+        return old or lookup.tokens != request.num_tokens
+
+    def _learn(self, tracked: Tracked, found: Found) -> None:
+        """Note which entries are there and which are not."""
+        tokens = tracked.request.num_tokens
+        whole = tracked.chain.digests(tracked.request.all_token_ids, self._state.whole(tokens))
+        self._events.gone(found.missing)
+        for digest in (*whole[found.chunks :], *found.absent):
+            self._known.forget(digest)  # it is absent, or not known to be there
+        for digest in whole[: found.chunks] + [found.digest] * bool(found.tail) + [found.state] * bool(found.stated):
+            self._known.check(digest)
 
     def _have_state_kept(self, request: Any, found: Found) -> None:
         """Have a step of the engine end with the chunks that were found, if the store has no state after them: others

@@ -14,6 +14,7 @@ from cuvee.integrations.adapters import AdapterFiles
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once
 from cuvee.integrations.stores import Store
+from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.lookups import Lookup
@@ -37,6 +38,7 @@ UNSTORED = {
 PATIENCE = 1e-3  # seconds that a step of the engine waits for lookups in total, before it goes on and asks again
 # Share of `lookup_timeout` after which a call hangs. Each call asks for few keys, however many a lookup needs.
 _HANGS = 0.5
+_THREADS = 6
 _KNOWN = 1 << 20  # digests remembered as stored
 _KNOWN_AGE = 60.0  # seconds they are believed; then the worker asks the store again
 
@@ -142,6 +144,7 @@ class SchedulerState:
         shards: number of ranks.
         keys: of entries, for a rank that is named.
         store: looked into, never read from.
+        lookup_threads: wait for the store, one for each lookup.
         recorder: takes the figures.
         clock: seconds, monotonic.
         patience: seconds that the current step still waits for lookups.
@@ -162,6 +165,7 @@ class SchedulerState:
         self.shards = setup.ranks
         self.keys = EntryKeys(setup.options.key_ids())
         self.store = store
+        self.lookup_threads = ThreadPool(_THREADS, "cuvee-lookup", setup.options.lookup_timeout)
         self.recorder = recorder
         self.clock = clock
         self.patience = PATIENCE
@@ -191,6 +195,10 @@ class SchedulerState:
     def addressed(self, tokens: int) -> int:
         """Return how many of the first tokens have positions in the model: others are neither stored nor decoded."""
         return tokens if self.positions is None else min(tokens, self.positions)
+
+    def whole(self, tokens: int) -> int:
+        """Return how many whole chunks of a prompt of this length are of use; of the last one, perhaps only a part."""
+        return min(self.addressed(tokens) // self.chunk, -(-self.usable(tokens) // self.chunk))
 
     def usable(self, tokens: int) -> int:
         """Return how many tokens of a prompt of this length can be loaded: whole blocks without the last token, which

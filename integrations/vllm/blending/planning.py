@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.decision import Pays
-from cuvee.integrations.vllm.lookups import Lookup, Lookups
+from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.naming.identity import Identity, Scope, canonical, content_digest
 
@@ -108,7 +107,6 @@ class BlendPlanner:
         state: of the scheduler's side.
         options: of blending; None: the engine does not blend.
         identity: of its blobs.
-        lookups: asks the store in the background.
         pays: whether a blend pays; the caller measures.
         breaks: line breaks of the vocabulary, if they are known.
         beside: whether other connectors see the engine's requests. Then blocks are renamed only once the engine has
@@ -120,7 +118,6 @@ class BlendPlanner:
         state: SchedulerState,
         options: BlendOptions | None,
         identity: Identity,
-        lookups: Lookups,
         pays: Pays,
         breaks: LineBreaks | None,
         beside: bool,
@@ -129,7 +126,6 @@ class BlendPlanner:
         self._options = options
         self._beside = beside
         self.identity = identity
-        self._lookups = lookups
         self._chunker = (options or BlendOptions()).chunker(breaks)
         self._pays = pays
         self._once = Once(logger)
@@ -153,7 +149,7 @@ class BlendPlanner:
         if segmented is not None and segmented.blends and segmented.lookup is None and segmented.digests:
             find = partial(self._find, list(segmented.digests), list(segmented.spans))
             nothing: list[bool | None] = [None] * len(segmented.digests)
-            segmented.lookup = self._lookups.begin(tracked.tenant, find, nothing, segmented.spans[-1][1])
+            segmented.lookup = Lookup(self._state, tracked.tenant, find, nothing, segmented.spans[-1][1])
 
     def match(self, tracked: Tracked, computed: int, tokens: int) -> int | None:
         """Return how many tokens after the first `computed` can be loaded and blended; None: ask again.
@@ -255,20 +251,14 @@ class BlendPlanner:
 
     def _answer(self, segmented: Segmented, lookup: Lookup[list[bool | None]]) -> Sequence[bool | None] | None:
         """Return which segments are there, of a request that is refused if this is not known; None: not known yet."""
-        with self._state.waiting() as patience:
-            late = not wait([lookup.answer], patience).done
-        if late and self._state.clock() - lookup.asked <= self._state.options.lookup_timeout:
-            return None
         try:
-            there = lookup.settle()
+            there = lookup.in_time()
         except Exception:
             logger.exception("cuvee: a lookup of segments failed; its request is computed")
             self._refuse(segmented, "failed")
             return [None] * len(segmented.spans)
-        if late:
-            self._state.overdue()
-            if not any(there):
-                self._refuse(segmented, "timeout")
+        if there is not None and lookup.late and not any(there):
+            self._refuse(segmented, "timeout")
         return there
 
     def _take(self, request: Any, segmented: Segmented, blend: Blend, end: int) -> None:
@@ -294,8 +284,8 @@ class BlendPlanner:
         longest = sorted(range(len(digests)), key=lambda at: spans[at][0] - spans[at][1])
         wanted = list(dict.fromkeys(digests[at] for at in longest))
         there: dict[bytes, bool] = {}
-        for first in range(0, len(wanted), self._lookups.batch):
-            batch = wanted[first : first + self._lookups.batch]
+        for first in range(0, len(wanted), lookup.batch):
+            batch = wanted[first : first + lookup.batch]
             found = lookup.contains(batch, [there.get(digest) for digest in digests])
             there.update(zip(batch, found, strict=True))
         return [there[digest] for digest in digests]

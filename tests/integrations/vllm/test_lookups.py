@@ -15,7 +15,7 @@ from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm import lookups
-from cuvee.integrations.vllm.lookups import CALL_KEYS, Lookup, Lookups
+from cuvee.integrations.vllm.lookups import CALL_KEYS, Lookup
 from cuvee.naming.identity import store_key
 
 SEGMENTS = {"segment_tokens": 12}
@@ -35,13 +35,14 @@ def test_a_question_of_any_length_is_asked_in_bounded_calls(shards: int) -> None
 
     pool = ThreadPool(1, "test", 60.0)
     state: Any = SimpleNamespace(
-        shards=shards, keys=EntryKeys([]), store=SimpleNamespace(contains=contains), clock=time.monotonic
-    )
-    looking = Lookups(pool, state)
+        shards=shards, keys=EntryKeys([]), store=SimpleNamespace(contains=contains), clock=time.monotonic,
+        lookup_threads=pool,
+    )  # fmt: skip
     nothing: list[int] = []
-    assert looking.begin("a", find, nothing, 1).answer.result(20) == [65, 0, 1]
+    lookup = Lookup(state, "a", find, nothing, 1)
+    assert lookup.answer.result(20) == [65, 0, 1]
     most = max(CALL_KEYS // shards, 1)
-    assert looking.batch == most and all(count <= most for count in asked)
+    assert lookup.batch == most and all(count <= most for count in asked)
     assert len(asked) == -(-130 // most) + -(-2 // most)
     assert pool.dismiss(20)
 
@@ -101,7 +102,7 @@ def test_a_big_prompt_is_no_outage(desk: Callable[..., Desk]) -> None:
     go.set()
     assert victims > calls and store.counters()["memory"].skipped == 0 == store.counters()["memory"].errors
     d.side.close()
-    assert d.side._pool.dismiss(20) and len(counted) == victims, "and no more is asked for"
+    assert d.side._state.lookup_threads.dismiss(20) and len(counted) == victims, "and no more is asked for"
 
 
 def test_a_prefix_that_is_known_in_part_is_loaded_in_part(
@@ -125,7 +126,7 @@ def test_a_prefix_that_is_known_in_part_is_loaded_in_part(
     go.set()
     assert d.matched(request) == (4 * CHUNK, True)
     d.side.close()
-    assert d.side._pool.dismiss(20) and len(counted) == 3
+    assert d.side._state.lookup_threads.dismiss(20) and len(counted) == 3
 
 
 def test_the_longest_segments_are_asked_for_first_and_each_once(
@@ -173,5 +174,5 @@ def test_the_rest_is_not_asked_for_once_the_request_has_ended(desk: Callable[...
         d.side._planner.refuse(tracked, "failed")
     go.set()
     d.side.close()
-    assert d.side._pool.dismiss(20)
+    assert d.side._state.lookup_threads.dismiss(20)
     assert 1 <= counted.count(CALL_KEYS) <= 2, "of the prefix, of the segments: seven more of these were left"

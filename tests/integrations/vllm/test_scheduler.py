@@ -182,7 +182,7 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     deadline = time.monotonic() + 10
     while d.matched(make_request(f"again {time.monotonic()}")) != (96, True):
         assert time.monotonic() < deadline
-    assert d.side._pool.dismiss(10)
+    assert d.side._state.lookup_threads.dismiss(10)
 
 
 def test_close_waits_for_no_lookup(desk: Callable[..., Desk]) -> None:
@@ -194,7 +194,7 @@ def test_close_waits_for_no_lookup(desk: Callable[..., Desk]) -> None:
     d.side.close()
     assert time.monotonic() - begun < 5
     go.set()
-    assert d.side._pool.dismiss(10)
+    assert d.side._state.lookup_threads.dismiss(10)
 
 
 def test_a_failing_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
