@@ -13,21 +13,18 @@ break-even: loads from here on pay
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cuvee.integrations.costs import LinearCost, prefill_quantities
 
-if TYPE_CHECKING:  # they import this module
+if TYPE_CHECKING:  # it imports this module
     from cuvee.integrations.vllm.messages import Report, StepPlan
-    from cuvee.integrations.vllm.metrics import Recorder
 
 MIN_SAMPLES = 5  # of each side, before a load or a blend is declined
 # One in this many that look too slow is tried anyway: only a sample shows that restoring has become faster.
 TRIAL_EVERY = 32
-_LONGEST = 1e7  # tokens; a break-even length beyond is none
 _LEAST_PREFILL = 16  # prompt tokens of a step that tells anything about the speed of prefill
 _REMEMBERED = 64  # steps whose time no worker has reported yet
 # Share of a chunk's decoding time that does not depend on its length: headers, tables, calls. On a CPU, 256 tokens of
@@ -90,18 +87,14 @@ class Pays:
             if len(self._timed_steps) > _REMEMBERED:
                 del self._timed_steps[next(iter(self._timed_steps))]
 
-    def take(self, report: Report, recorder: Recorder) -> None:
-        """Learn from the steps, loads and blends that have ended, and record what loads and computing cost."""
-        timed = [(self._timed_steps.pop(step), seconds) for step, seconds in report.step_seconds.items()
-                 if step in self._timed_steps]  # fmt: skip
-        for (tokens, looked_at), seconds in timed:
-            self.prefill.observe(tokens, looked_at, max(seconds, 1e-6))
+    def take(self, report: Report) -> None:
+        """Learn from the steps, loads and blends that have ended."""
+        for step, seconds in report.step_seconds.items():
+            if step in self._timed_steps:
+                tokens, looked_at = self._timed_steps.pop(step)
+                self.prefill.observe(tokens, looked_at, max(seconds, 1e-6))
         for done in report.restored:
             self.observe(done)
-        if (timed or report.restored) and self.knows("load"):
-            recorder.gauge("break_even_tokens", self.break_even)
-            for work, speed in self.speeds.items():
-                recorder.gauge("tokens_per_second", speed, work)
 
     def observe(self, done: Restored) -> None:
         """Note what a load or a blend took."""
@@ -124,23 +117,3 @@ class Pays:
     def knows(self, kind: Kind) -> bool:
         """Return whether both sides were measured often enough."""
         return min(self.prefill.samples, self._costs[kind].samples) >= MIN_SAMPLES
-
-    @property
-    def break_even(self) -> float:
-        """Tokens from which loads pay: at least 1; `math.inf` if they never do."""
-        load = self._costs["load"]
-        # The positive solution of overhead + t / rate = a * t + b * t ** 2.
-        saved, square, overhead = self.prefill.first - load.first, self.prefill.second, load.constant
-        root = math.hypot(saved, 2 * math.sqrt(square * overhead))
-        if saved > 0:
-            length = 2 * overhead / (root + saved)
-        else:
-            length = (root - saved) / (2 * square) if square > 0 else math.inf
-        return max(1.0, math.ceil(length)) if length < _LONGEST else math.inf
-
-    @property
-    def speeds(self) -> dict[str, float]:
-        """Tokens per second: computed, of a prompt of 1,024; and loaded, without the fixed cost of a load."""
-        load = self._costs["load"].first
-        prefill = 1024 / max(self.prefill(*prefill_quantities(0, 1024)), 1e-9)
-        return {"prefill": prefill, "load": 1 / load if load > 0 else math.inf}

@@ -102,9 +102,5 @@ METRICS: dict[str, Metric] = {
         Metric("pending_bytes", "gauge", "Bytes that wait to be stored: copies of KV, then their blobs."),
         Metric("store_queue_depth", "gauge", "Chunks that wait to be written to a tier behind the first.", "tier"),
         Metric("store_bytes", "gauge", "Bytes in a tier, if the tier knows.", "tier", ranks="first"),
-        Metric("break_even_tokens", "gauge", "Length in tokens from which loading is faster than computing; +Inf: "
-               "at no length. Absent until measured.", ranks="first"),
-        Metric("tokens_per_second", "gauge", "Measured speed of computing tokens, and of loading them without the "
-               "fixed cost of a load.", "work", ("prefill", "load"), ranks="first"),
     )
 }  # fmt: skip

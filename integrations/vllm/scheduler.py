@@ -272,7 +272,7 @@ class SchedulerSide:
             if self._own_store is not None:  # what it reads is that of the workers' stores, too
                 self._recorder.record_store(self._own_store.counters(), ("errors", "skipped"))
         with self._guard("take"):
-            self._pays.take(report, self._recorder)
+            self._pays.take(report)
         with self._guard("take", self._stop):
             if self._requests.settle(report):
                 logger.info("cuvee: the engine has slept and has the same weights: what was stored before is found")

@@ -88,8 +88,8 @@ def test_a_gauge_travels_when_it_changes() -> None:
     assert recorder.drain() == {"pending_bytes||0": 5}
     recorder.gauge("pending_bytes", 0)
     assert recorder.drain() == {"pending_bytes||0": 0}
-    recorder.gauge("break_even_tokens", math.inf)
-    assert recorder.drain() == {"break_even_tokens||": math.inf}
+    recorder.gauge("store_bytes", 7, "disk")
+    assert recorder.drain() == {"store_bytes|disk|": 7}
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,7 @@ def worker(rank: int) -> Recorder:
     recorder.count("raw_bytes", 1000)
     recorder.count("stored_bytes", 100 + 100 * rank)
     recorder.gauge("pending_bytes", 3 + rank)
-    recorder.gauge("store_bytes", 1e6, "disk")
-    recorder.gauge("break_even_tokens", 100 + rank)
+    recorder.gauge("store_bytes", 1e6 + rank, "disk")
     return recorder
 
 
@@ -208,7 +207,6 @@ def test_ranks_add_up_or_the_first_speaks_for_all() -> None:
     assert figures["raw_bytes", ""] == 2000
     assert figures["pending_bytes", ""] == 7
     assert figures["store_bytes", "disk"] == 1e6
-    assert figures["break_even_tokens", ""] == 100
     assert worker(1).totals()["loaded_tokens", ""] == 512  # for the summary of its own process
 
 

@@ -25,12 +25,12 @@ import pytest
 LABELS = ["model_name", "engine"]
 
 
-def recorded(rank: int = 0, **gauges: float) -> dict[str, float]:
+def recorded() -> dict[str, float]:
     """What a worker drained after a load, a store and a look at its tiers."""
     from cuvee.integrations.stores.base import TierCounters
     from cuvee.integrations.vllm.metrics import Recorder
 
-    recorder = Recorder(rank)
+    recorder = Recorder()
     recorder.count("raw_bytes", 1000)
     recorder.count("stored_bytes", 250)
     recorder.count("loaded_tokens", 512)
@@ -40,9 +40,7 @@ def recorded(rank: int = 0, **gauges: float) -> dict[str, float]:
     recorder.count("failures", 2, "load")
     recorder.record_store({"memory": TierCounters(hits=3, misses=1), "disk": TierCounters(hits=1)})
     recorder.gauge("pending_bytes", 4)
-    recorder.gauge("tokens_per_second", 9e4, "load")
-    for name, value in gauges.items():
-        recorder.gauge(name, value)
+    recorder.gauge("store_bytes", 9e4, "disk")
     data = recorder.drain()
     assert data is not None
     return data
@@ -100,7 +98,7 @@ def check_what_is_recorded_is_rendered() -> None:
     registry = CollectorRegistry()
     metrics = exporter(registry)
     for _ in range(2):
-        metrics.observe(recorded(break_even_tokens=float("inf")))
+        metrics.observe(recorded())
     rendered = samples(registry)
     for name, value in {
         sample("raw_bytes_total"): 2000,
@@ -112,8 +110,7 @@ def check_what_is_recorded_is_rendered() -> None:
         sample("store_operations_total", tier="disk", result="hit"): 2,
         sample("store_operations_total", tier="memory", result="miss"): 2,
         sample("pending_bytes"): 4,
-        sample("break_even_tokens"): float("inf"),
-        sample("tokens_per_second", work="load"): 9e4,
+        sample("store_bytes", tier="disk"): 9e4,
         sample("load_seconds_bucket", le="0.01"): 0,
         sample("load_seconds_bucket", le="0.02"): 4,
         sample("load_seconds_bucket", le="2.0"): 4,
@@ -234,7 +231,7 @@ def check_from_the_scheduler_to_the_text_and_the_log() -> None:
     prometheus = KVConnectorProm(engine_config, LABELS, {0: ["tiny", "0"]})
     logging = KVConnectorLogging(config)
 
-    steps: list[dict[str, float]] = [recorded(break_even_tokens=float("inf")), recorded(), {"pending_bytes||0": 0}]
+    steps: list[dict[str, float]] = [recorded(), recorded(), {"pending_bytes||0": 0}]
     for step in steps:
         sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=CuveeStats(dict(step)).to_dict()))
         stats = MsgpackDecoder(SchedulerStats).decode(sent)
@@ -246,7 +243,6 @@ def check_from_the_scheduler_to_the_text_and_the_log() -> None:
     assert rendered[sample("raw_bytes_total")] == 2000
     assert rendered[sample("load_seconds_count")] == 6
     assert rendered[sample("pending_bytes")] == 0
-    assert rendered[sample("break_even_tokens")] == float("inf")
 
     lines: list[str] = []
     logging.log(lambda text, figures: lines.append(text % figures))
