@@ -2,7 +2,7 @@
 
     pages ──encode──> blobs ──> entries           a batch at once; chunk by chunk if that fails
     names ──fetch_ahead──> entries                some at a time; the next ones while these are decoded
-    entries ──open_all──> ──place──> pages        in order, up to the first that fails
+    entries ──open──> ──place──> pages            in order, up to the first that fails
 
 An entry is a blob, or a base and its refinement. One whose refinement is damaged is restored without it.
 """
@@ -136,9 +136,19 @@ class ChunkIO:
                     raise
         raise ValueError("parts: must hold a base, got none")
 
-    def open_all(self, entries: Iterable[Stored]) -> tuple[list[Opened], CuveeError | None]:
-        """Return the entries up to the first that cannot be opened, and its error."""
-        return self.in_a_row(partial(self.open, entry) for entry in entries)
+    def restore(
+        self,
+        cache: PagedCache,
+        entries: Sequence[Stored],
+        slots: Sequence[Sequence[torch.Tensor]],
+        starts: Sequence[int] | None = None,
+        write: Writer | None = None,
+    ) -> tuple[list[OpenBlob], CuveeError | None]:
+        """Open entries and `place` them, up to the first that fails."""
+        opened, problem = self.in_a_row(partial(self.open, entry) for entry in entries)
+        starts = None if starts is None else starts[: len(opened)]
+        blobs, damage = self.place(cache, opened, slots[: len(opened)], starts, write=write)
+        return blobs, damage or problem
 
     def place(
         self,

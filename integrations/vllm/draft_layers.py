@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +23,11 @@ import torch
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.checkpoint import checkpoint_identity
-from cuvee.integrations.chunk_io import ChunkIO, Opened
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.vllm.copied_pages import CopiedPages, pairs_of_codes
+from cuvee.integrations.vllm.coded_pages import CodedPages, pairs_of_codes
 from cuvee.integrations.vllm.engine_pages import find_pages
 from cuvee.integrations.vllm.exact_pages import exact_layout, find_exact_pages
 from cuvee.integrations.vllm.layer_groups import CachedLayers, is_latent, read_layers
@@ -119,8 +116,8 @@ def _shape(spec: Any, last: LayerLayout) -> LayerLayout:
     return last
 
 
-class DraftPages:
-    """Codes the pages of a drafter's layers.
+class DraftPages(CodedPages):
+    """The pages of a drafter's layers.
 
     Args:
         drafts: their layers.
@@ -129,26 +126,9 @@ class DraftPages:
     """
 
     def __init__(self, drafts: Drafts, cache: PagedCache, coders: ThreadPool) -> None:
-        self._name, self._cache, self.codec = drafts.name, cache, drafts.codec
-        self.io = ChunkIO(drafts.codec, coders)
-        self._pages = CopiedPages(cache, drafts.layers.groups, self.layout)
-        self.bytes_per_token = cache.layout.values_per_token * cache.dtype.itemsize
-
-    @property
-    def layout(self) -> KVLayout:
-        """The layout of what is coded."""
-        return self.codec.profile.layout
+        super().__init__(cache, drafts.layers.groups, drafts.codec.profile.layout, drafts.codec, coders)
+        self._name = drafts.name
 
     def digest(self, entry: bytes) -> bytes:
         """Return the digest of what is stored beside the entry with this digest."""
         return beside_digest(entry, self._name)
-
-    def copy(self, slots: Sequence[torch.Tensor]) -> PagedCache:
-        """See `CopiedPages.copy`."""
-        return self._pages.copy(slots)
-
-    def place(
-        self, opened: Sequence[Opened], slots: Sequence[Sequence[torch.Tensor]]
-    ) -> tuple[list[OpenBlob], CuveeError | None]:
-        """See `ChunkIO.place`."""
-        return self.io.place(self._cache, opened, slots, write=partial(self._pages.restore, self.codec))

@@ -31,8 +31,8 @@ from cuvee.integrations.checkpoint import (
 from cuvee.integrations.engine_config import vllm_options
 from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
+from cuvee.integrations.vllm.coded_pages import pairs_of_codes
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.copied_pages import pairs_of_codes
 from cuvee.integrations.vllm.exact_pages import check_sparse, exact_layout
 from cuvee.integrations.vllm.layer_groups import (
     CachedLayers,
@@ -68,7 +68,7 @@ class Setup:
     Attributes:
         options: of the connector.
         layout: KV layout of what is coded of the whole model; its dtype is that of the engine's cache. Of an fp8 cache
-            these are values or, lossless, pairs of codes (`copied_pages`).
+            these are values or, lossless, pairs of codes (`coded_pages`).
         profile: of the whole model.
         quality: "lossless", or "step:" and the step's index.
         block_tokens: tokens per block of the engine's scheduler: whole blocks of every group of layers.

@@ -90,7 +90,8 @@ class WorkerSide:
 
         Codes a chunk of zeros, so that no request waits for compilers.
         """
-        self._state.attach(cache, None if drafts is None else DraftPages(*drafts, self._pools.coders), states)
+        coders = self._pools.coders
+        self._state.attach(cache, coders, None if drafts is None else DraftPages(*drafts, coders), states)
         self._pools.use_free_cores()
         if cache.device.type == "cpu":  # threads of the codec run on the cores of the thread that first needs them
             self._pools.coders.submit(self._warm_up, cache).result()
@@ -103,11 +104,11 @@ class WorkerSide:
         Loads under way end, and what they have not restored is computed. Copies of pages are complete on return; they
         are encoded and stored meanwhile. A second call does nothing.
         """
-        if self._state.cache is None:
+        if self._state.coded is None:
             return
         self._sleeps += 1
         self.loads.drop()
-        Mark(self._state.pages.device).wait()
+        Mark(self._state.device).wait()
         self._state.detach()
 
     @property
@@ -118,10 +119,10 @@ class WorkerSide:
     @property
     def attached(self) -> bool:
         """Whether there are pages."""
-        return self._state.cache is not None
+        return self._state.coded is not None
 
     def _warm_up(self, cache: PagedCache) -> None:
-        layout, tokens, codec = self._state.coded, self._state.chunk, self._state.codec
+        layout, tokens, codec = self._state.pages.layout, self._state.chunk, self._state.codec
         zeros = partial(torch.zeros, dtype=layout.torch_dtype, device=cache.device)
         chunk = PagedCache.dense(
             layout,
@@ -134,7 +135,7 @@ class WorkerSide:
             opened = codec.open(base, refinements=refinements)
         else:
             opened = codec.open(codec.encode(PagedChunks(chunk, [slots], [0]))[0])
-        if self._state.copied is not None:
+        if not self._state.pages.direct:
             codec.decode_paged([opened], chunk, [slots]).check()
             return
         nowhere = torch.full((tokens,), NOWHERE, device=cache.device)
@@ -145,15 +146,15 @@ class WorkerSide:
     def begin_step(self, step: int, confirmed: int) -> None:
         """See `WorkerSaves.begin_step`; the step is timed."""
         self.saves.begin_step(step, confirmed)
-        if self._state.cache is not None:
+        if self.attached:
             with self._guard("start_loads"):
-                self._times.begin(step, self._state.cache.device)
+                self._times.begin(step, self._state.device)
 
     def end_step(self) -> None:
         """See `WorkerSaves.end_step`; the step is timed."""
-        if self._state.cache is not None:
+        if self.attached:
             with self._guard("save"):
-                self._times.end(self._state.cache.device, self.saves.failing)
+                self._times.end(self._state.device, self.saves.failing)
         self.saves.end_step()
 
     def settle(self, step: int, resets: int) -> None:

@@ -50,7 +50,7 @@ class WorkerLoads:
             with self._state.lock:
                 self._jobs[load.request] = job
             with self._guard("start_loads", partial(self.abandon, job)):
-                ready = ready or Mark(self._state.pages.device)
+                ready = ready or Mark(self._state.device)
                 self._pools.loaders.submit(self._load, job, ready)
 
     def take_arrived(self, patience: float = 0.0) -> set[str]:

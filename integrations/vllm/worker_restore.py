@@ -8,19 +8,16 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-import torch
-
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.open_blob import Expected
-from cuvee.integrations.chunk_io import ChunkIO, Stored, Writer, fetch_ahead
+from cuvee.integrations.chunk_io import Stored, fetch_ahead
 from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
-from cuvee.kernels.devices import Mark, send
+from cuvee.kernels.devices import Mark
 from cuvee.naming.part_keys import part_key
 
 if TYPE_CHECKING:
@@ -81,7 +78,6 @@ class Restorer:
     def __init__(self, state: WorkerState, pools: WorkerPools) -> None:
         self._state = state
         self._pools = pools
-        self._io = ChunkIO(state.codec, pools.coders)
 
     def fetched(self, job: LoadJob) -> Iterator[list[tuple[Entry, Fetched]]]:
         """Yield a load's entries in order, some at a time, while the next ones are on their way."""
@@ -143,14 +139,11 @@ class Restorer:
         with self._pools.decoding:
             begun = time.monotonic()
             present = list(takewhile(lambda each: each[1].parts, batch))
-            opened, problem = self._io.open_all(self._stored(load.tenant, entry, got.parts) for entry, got in present)
-            if problem is None and len(opened) < len(batch):
-                problem = CuveeError(f"{self.name(batch[len(opened)][0])} is no longer in the store")
-            entries = [entry for entry, _ in present[: len(opened)]]
-            slots = self._sent([state.slots(entry, load.placed(entry)) for entry in entries])
-            starts = [entry.start for entry in entries]
-            blobs, damage = self._io.place(state.pages, opened, slots, starts, write=self._writer)
-            problem = damage or problem
+            entries = [self._stored(load.tenant, entry, fetched.parts) for entry, fetched in present]
+            slots = [state.slots(entry, load.placed(entry)) for entry, _ in present]
+            blobs, problem = state.pages.restore(entries, slots, [entry.start for entry, _ in present])
+            if problem is None and len(blobs) < len(batch):
+                problem = CuveeError(f"{self.name(batch[len(blobs)][0])} is no longer in the store")
             if state.drafts is not None:
                 self._restore_drafts(job, state.drafts, batch[: len(blobs)])
         for (entry, fetched), blob in zip(batch, blobs, strict=False):
@@ -191,22 +184,9 @@ class Restorer:
                 if error.blames_blob:
                     job.bad.append((fetched.key, 0))
                 raise
-            Mark(state.pages.device).wait()  # the engine reads it on another stream
+            Mark(state.device).wait()  # the engine reads it on another stream
         state.recorder.count("loaded", label=entry.kind)
         state.recorder.count("work_seconds", time.monotonic() - begun, "decode")
-
-    def _sent(self, slots: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Send each entry's slots of each group of layers to the device, in one transfer."""
-        flat = [at for each in slots for at in each]
-        if not flat:
-            return []
-        sent = iter(send(torch.cat(flat), self._state.pages.device).split([len(at) for at in flat]))
-        return [[next(sent) for _ in each] for each in slots]
-
-    @property
-    def _writer(self) -> Writer | None:
-        """Writes to pages that are copied; None: the codec writes them."""
-        return None if self._state.copied is None else partial(self._state.copied.restore, self._state.codec)
 
     def _restore_drafts(self, job: LoadJob, drafts: DraftPages, batch: Sequence[tuple[Entry, Fetched]]) -> None:
         """Decode what is there and sound of a drafter's layers."""
@@ -214,26 +194,25 @@ class Restorer:
         left = [(entry, each.drafts) for entry, each in batch if each.drafts is not None and each.drafts.parts]
         while left:
             bound = state.keys.bound_to
-            opened, problem = drafts.io.open_all(
+            entries = [
                 Stored(
                     found.parts, bound(load.tenant, drafts.digest(entry.digest)),
                     Expected(entry.tokens, entry.start, drafts.layout.dtype), f"drafts of {self.name(entry)}",
                 )
                 for entry, found in left
-            )  # fmt: skip
-            slots = self._sent([state.slots(entry, load.placed(entry)) for entry, _ in left[: len(opened)]])
-            placed, damage = drafts.place(opened, slots)
+            ]  # fmt: skip
+            placed, problem = drafts.restore(entries, [state.slots(entry, load.placed(entry)) for entry, _ in left])
             state.recorder.count("loaded", len(placed), "drafts")
-            if problem is None and damage is None:
+            if problem is None:
                 return
-            logger.warning("cuvee: request %s: drafts are worse: %s", load.request, damage or problem)
+            logger.warning("cuvee: request %s: drafts are worse: %s", load.request, problem)
             state.recorder.count("failures", label="drafts")
             job.bad.append((left[len(placed)][1].key, 0))
             left = left[len(placed) + 1 :]
 
     def _stored(self, tenant: str, entry: Entry, parts: Sequence[bytes]) -> Stored:
         start = None if entry.kind == "segment" else entry.start
-        expected = Expected(entry.tokens, start, self._state.coded.dtype)
+        expected = Expected(entry.tokens, start, self._state.pages.layout.dtype)
         return Stored(parts, self._state.keys.bound_to(tenant, entry.digest), expected, self.name(entry))
 
     def discard(self, job: LoadJob) -> None:

@@ -21,7 +21,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, islice
 
@@ -42,8 +42,8 @@ from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
 
-# Of the model's layers, or the states of recurrent ones; and of a drafter's layers.
-Copies = tuple[PagedCache | States, tuple[DraftPages, PagedCache] | None]
+# The states of recurrent layers; or tokens of the model's layers, and of a drafter's. No pages: the engine may sleep.
+Copies = States | tuple[tuple[ChunkIO, PagedCache], tuple[DraftPages, PagedCache] | None]
 Beside = tuple[str, tuple[bytes, ...]]  # key and blob of a drafter's layers
 
 
@@ -62,7 +62,6 @@ class WorkerSaves:
         self._pools = pools
         self._guard = guard
         self._budget = budget
-        self._io = ChunkIO(state.codec, pools.coders)
         self._once = Once(logger)
         self._ended = 0  # the last step that has ended well, as have all before it
         self._due = 0  # what that must be for the pages to hold what they should
@@ -121,7 +120,7 @@ class WorkerSaves:
         with self._guard("save"):
             for operation in ("contains", "put"):
                 self._state.store.report_overdue(operation, self._state.timeout)
-            on_device = self._state.codec.on_device(self._state.pages.device)
+            on_device = self._state.codec.on_device(self._state.device)
             batches = 1 if on_device else self._pools.encoders.threads
         admitted = self._admit(saves)
         states = [[save] for save in admitted if save.entry.kind == "state"]
@@ -133,7 +132,7 @@ class WorkerSaves:
                 except OutOfMemoryError as error:
                     self._fail(batch, "encode", error)
                 else:
-                    self._unconfirmed.append((self._ended, batch, copy, Mark(self._state.pages.device)))
+                    self._unconfirmed.append((self._ended, batch, copy, Mark(self._state.device)))
         self._submit_confirmed()
 
     def _refuse(self, saves: Sequence[Save]) -> None:
@@ -211,19 +210,18 @@ class WorkerSaves:
             InputError: the engine's stream is being captured into a CUDA graph.
         """
         pages, drafts = self._state.pages, self._state.drafts
-        refuse_capture(pages.device)
+        refuse_capture(self._state.device)
         if batch[0].entry.kind == "state":
             with allocations("copying a state"):
-                return self._state.state_pages.copy(batch[0].entry), None
+                return self._state.state_pages.copy(batch[0].entry)
         each = zip(*(self._state.slots(save.entry) for save in batch), strict=True)
-        slots = [send(torch.cat(parts), pages.device) for parts in each]
+        slots = [send(torch.cat(parts), self._state.device) for parts in each]
         with allocations(f"copying {len(slots[0])} tokens"):
-            copy = pages.copy(*slots) if self._state.copied is None else self._state.copied.copy(slots)
-            return copy, None if drafts is None else (drafts, drafts.copy(slots))
+            return (pages.io, pages.copy(slots)), None if drafts is None else (drafts, drafts.copy(slots))
 
     def _save(self, batch: Sequence[Save], copies: Copies, ready: Mark) -> None:
         """Encode the entries of a batch that the store does not have, and hand them to the writers."""
-        copy, drafts = copies
+        drafts = None if isinstance(copies, States) else copies[1]
         with self._guard("store", partial(self._release, batch)):
             try:
                 there = self._complete(batch, None if drafts is None else drafts[0])
@@ -234,10 +232,15 @@ class WorkerSaves:
             blobs: dict[int, tuple[bytes, ...]] = {}
             beside: dict[int, Beside] = {}
             if missing:
+                begun = time.monotonic()
                 with ready.followed():
-                    blobs = self._encode(batch, copy, missing)
+                    if isinstance(copies, States):
+                        blobs = self._encode_state(batch[0], copies)
+                    else:
+                        blobs = self._encode(batch, *copies[0], missing)
                     if drafts is not None:
                         beside = self._encode_drafts(batch, *drafts, [*blobs])
+                self._state.recorder.count("work_seconds", time.monotonic() - begun, "encode")
             for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
                 if there[at]:
                     self._saved(save, kept=True)
@@ -281,46 +284,33 @@ class WorkerSaves:
         there = iter(self._state.store.contains(keys))
         return [all(list(islice(there, count))) for count in counts]
 
+    def _encode_state(self, save: Save, states: States) -> dict[int, tuple[bytes, ...]]:
+        """Return the only part of a state that is alone in its batch; book it as not stored if it cannot be encoded."""
+        bound = self._state.keys.bound_to(save.tenant, save.entry.digest)
+        try:
+            return {0: (self._state.codec.encode_states(states, associated_data=bound),)}
+        except Exception as error:
+            self._fail([save], "encode", error)
+            return {}
+
     def _encode(
-        self, batch: Sequence[Save], copy: PagedCache | States, which: Sequence[int]
+        self, batch: Sequence[Save], io: ChunkIO, copy: PagedCache, which: Sequence[int]
     ) -> dict[int, tuple[bytes, ...]]:
         """Return the parts of those entries of a batch that can be encoded; book the others as not stored."""
-        begun, state = time.monotonic(), self._state
-        if isinstance(copy, States):
-            bound = state.keys.bound_to(batch[0].tenant, batch[0].entry.digest)
-            try:
-                blob = state.codec.encode_states(copy, associated_data=bound)
-            except Exception as error:
-                self._fail(batch, "encode", error)
-                return {}
-            state.recorder.count("work_seconds", time.monotonic() - begun, "encode")
-            return {0: (blob,)}
-        chunks = []
-        for at, slots in self._copied_slots(batch, copy, which):
-            save = batch[at]
-            ids = save.token_ids if state.predicts else None
-            bound = state.keys.bound_to(save.tenant, save.entry.digest)
-            chunks.append(Chunk(slots, save.entry.start, ids, save.following, bound))
         blobs: dict[int, tuple[bytes, ...]] = {}
-        for at, outcome in zip(which, self._io.encode(copy, chunks), strict=True):
+        for at, outcome in zip(which, self._coded(batch, io, copy, which), strict=True):
             if isinstance(outcome, Exception):
                 self._fail([batch[at]], "encode", outcome)
             else:
                 blobs[at] = outcome
-        state.recorder.count("work_seconds", time.monotonic() - begun, "encode")
         return blobs
 
     def _encode_drafts(
         self, batch: Sequence[Save], drafts: DraftPages, copy: PagedCache, which: Sequence[int]
     ) -> dict[int, Beside]:
         """Return what is to be stored of a drafter's layers beside those entries, as far as it can be encoded."""
-        chunks = []
-        for at, slots in self._copied_slots(batch, copy, which):
-            save = batch[at]
-            bound = self._state.keys.bound_to(save.tenant, drafts.digest(save.entry.digest))
-            chunks.append(Chunk(slots, save.entry.start, None, save.following, bound))
         beside: dict[int, Beside] = {}
-        for at, outcome in zip(which, drafts.io.encode(copy, chunks), strict=True):
+        for at, outcome in zip(which, self._coded(batch, drafts.io, copy, which, drafts), strict=True):
             if isinstance(outcome, Exception):
                 self._state.recorder.count("failures", label="drafts")
                 logger.warning("cuvee: a drafter's layers were not stored beside a chunk: %s", outcome)
@@ -328,14 +318,20 @@ class WorkerSaves:
                 beside[at] = self._draft_key(batch[at], drafts), outcome
         return beside
 
-    @staticmethod
-    def _copied_slots(
-        batch: Sequence[Save], copy: PagedCache, which: Sequence[int]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield these numbers of entries of a batch, and the entries' slots in the batch's copy."""
-        ends = list(accumulate(save.entry.tokens for save in batch))
+    def _coded(
+        self, batch: Sequence[Save], io: ChunkIO, copy: PagedCache, which: Sequence[int],
+        drafts: DraftPages | None = None,
+    ) -> list[tuple[bytes, ...] | Exception]:  # fmt: skip
+        """Encode those entries of a batch, whose copy holds one after the other."""
+        ends, chunks = list(accumulate(save.entry.tokens for save in batch)), []
         for at in which:
-            yield at, torch.arange(ends[at] - batch[at].entry.tokens, ends[at], device=copy.device)
+            save, digest, ids = batch[at], batch[at].entry.digest, batch[at].token_ids
+            if drafts is not None:
+                digest, ids = drafts.digest(digest), None
+            slots = torch.arange(ends[at] - save.entry.tokens, ends[at], device=copy.device)
+            bound = self._state.keys.bound_to(save.tenant, digest)
+            chunks.append(Chunk(slots, save.entry.start, ids, save.following, bound))
+        return io.encode(copy, chunks)
 
     def _write(self, save: Save, parts: tuple[bytes, ...], beside: Beside | None = None) -> None:
         with self._guard("store", partial(self._release, [save])):

@@ -9,13 +9,12 @@ from dataclasses import replace
 import torch
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.loading import RecentRates
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.vllm.copied_pages import CopiedPages
+from cuvee.integrations.vllm.coded_pages import CodedPages
 from cuvee.integrations.vllm.cores import compute_alone, free_cores, give_way, move_to
 from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
@@ -89,7 +88,6 @@ class WorkerState:
         store: read and written.
         recorder: figures, drained into the reports.
         tells: whether to report what is stored.
-        predicts: whether the codec predicts from token ids.
         parts: most parts that an entry has; 1: entries are whole blobs.
         sizes: bytes per token of parts, by their numbers.
         rates: bytes per second of tiers, and tokens per second of "decoding".
@@ -98,10 +96,9 @@ class WorkerState:
         report: what happened since the last report.
         blocks: tokens per block of each group of layers.
         windows: of each group of layers, how many tokens the engine keeps; None: all.
-        bytes_per_token: of the pages, uncompressed.
+        bytes_per_token: of the pages and a drafter's, uncompressed.
         bytes_per_state: of all recurrent layers, uncompressed.
-        copied: the pages where there are several groups, or pairs of fp8 codes are coded; None: the codec reads and
-            writes the pages.
+        coded: the engine's pages; None: there are none yet, or the engine sleeps.
         drafts: the pages of a drafter's layers; None: there are none.
         closed: nothing is admitted any more.
         states: what recurrent layers hold; None: there are none, or the engine sleeps.
@@ -118,7 +115,6 @@ class WorkerState:
         self.store = store
         self.recorder = recorder
         self.tells = setup.tells
-        self.predicts = setup.predicts
         self.parts = 1 + codec.refinements
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
         guess = values * (_LOSSLESS_BITS if codec.lossless else _BITS) / 8
@@ -129,8 +125,7 @@ class WorkerState:
         self.report = Report()
         self.closed = False
         self.blocks, self.windows = setup.blocks, setup.windows
-        self.cache: PagedCache | None = None
-        self.copied: CopiedPages | None = None
+        self.coded: CodedPages | None = None
         self.drafts: DraftPages | None = None
         self.states: StatePages | None = None
         self.bytes_per_token = 0
@@ -140,20 +135,17 @@ class WorkerState:
         # An fp8 cache is coded as something else than it holds.
         self._layout = None if setup.pages is None else replace(codec.profile.layout, dtype=setup.layout.dtype)
 
-    def attach(self, cache: PagedCache, drafts: DraftPages | None = None, states: StatePages | None = None) -> None:
+    def attach(
+        self, cache: PagedCache, coders: ThreadPool, drafts: DraftPages | None = None, states: StatePages | None = None
+    ) -> None:
         """Use these pages, and these states of recurrent layers."""
-        self.cache, self.states = cache, states
-        layout = cache.layout if self._layout is None else self._layout
-        copied = len(self._groups) > 1 or layout.layers != cache.layout.layers
-        self.copied = CopiedPages(cache, self._groups, layout) if copied else None
-        self.drafts = drafts
-        self.bytes_per_token = cache.layout.values_per_token * cache.dtype.itemsize
-        if drafts is not None:
-            self.bytes_per_token += drafts.bytes_per_token
+        self.drafts, self.states = drafts, states
+        self.coded = CodedPages(cache, self._groups, self._layout or cache.layout, self.codec, coders)
+        self.bytes_per_token = self.coded.bytes_per_token + (0 if drafts is None else drafts.bytes_per_token)
 
     def detach(self) -> None:
         """Forget the pages."""
-        self.cache = self.copied = self.drafts = self.states = None
+        self.coded = self.drafts = self.states = None
 
     @property
     def fails_whole(self) -> bool:
@@ -165,15 +157,20 @@ class WorkerState:
         return len(self.windows) > 1 or self.windows != (None,)
 
     @property
-    def pages(self) -> PagedCache:
+    def pages(self) -> CodedPages:
         """The engine's pages.
 
         Raises:
             RuntimeError: there are none: not yet, or the engine sleeps.
         """
-        if self.cache is None:
+        if self.coded is None:
             raise RuntimeError("no pages are attached")
-        return self.cache
+        return self.coded
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.pages.cache.device
 
     @property
     def state_pages(self) -> StatePages:
@@ -185,11 +182,6 @@ class WorkerState:
         if self.states is None:
             raise RuntimeError("no states are attached")
         return self.states
-
-    @property
-    def coded(self) -> KVLayout:
-        """The layout of what is coded of the pages."""
-        return self.pages.layout if self.copied is None else self.copied.layout
 
     def slots(self, entry: Entry, placed: range | None = None) -> list[torch.Tensor]:
         """Return the slot of each of an entry's tokens in every group of layers, int64 `[T]`; recurrent layers have

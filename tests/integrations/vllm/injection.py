@@ -41,8 +41,8 @@ SCHEDULER = (
 WORKER = (
     "loads._place", "blends._slice", "blends._blended", "loads._restorer.fetched",
     "loads._restorer.get", "_state.keys.bound_to", "loads._restorer.restore",
-    "loads._restorer._io.in_a_row", "loads._restorer._io.open_all", "loads._restorer._io.open",
-    "loads._restorer._io.place", "loads._restorer.discard", "loads._book", "_state.keys.find", "saves._io.encode",
+    "_state.pages.restore", "_state.pages.io.in_a_row", "_state.pages.io.open", "_state.pages.io.place",
+    "loads._restorer.discard", "loads._book", "_state.keys.find", "_state.pages.io.encode",
     "loads._count_load", "saves._copy", "saves._complete", "saves._encode",
     "loads._restorer._restore_drafts", "saves._encode_drafts",
     "saves._fail", "saves._bytes", "saves._key", "_state.keys.written", "_state.slots",

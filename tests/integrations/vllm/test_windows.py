@@ -12,7 +12,7 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, 
 
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.vllm.copied_pages import pairs_of_codes
+from cuvee.integrations.vllm.coded_pages import pairs_of_codes
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK, LayerGroup
 from cuvee.integrations.vllm.messages import Entry, Load, Save
 

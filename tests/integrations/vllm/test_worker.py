@@ -638,7 +638,7 @@ def test_no_more_loads_decode_at_a_time_than_threads_code(
 ) -> None:
     b = bench(threads=threads)
     b.store_all(chunks=1)
-    coding = b.worker.loads._restorer._io
+    coding = b.worker._state.pages.io
     place, lock, now, most = coding.place, threading.Lock(), 0, 0
 
     def counted(*given: Any, **more: Any) -> Any:
