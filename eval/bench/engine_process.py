@@ -54,7 +54,7 @@ class EngineAnswer:
     tokens: list[list[int]]
     logprobs: list[list[dict[str, float]]]
     cached: list[int]
-    loaded_at: list[float] = field(default_factory=lambda: [0.0] * 3)
+    loaded_at: Sequence[float] = (0.0, 0.0, 0.0)
 
 
 class Engine:
