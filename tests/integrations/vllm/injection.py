@@ -34,7 +34,7 @@ SCHEDULER = (
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_pays.take", "_pays.begin_step", "_rename", "_load_is_over",
     "_blends.drop", "_state.clock", "_events.planned", "_events.reported", "_events.gone",
-    "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
+    "_recorder.count", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
     "_state.store.contains", "_pays.observe", "_pays.worth",
     "_planner.segment", "_planner.ask", "_planner._answer", "_planner.harvest", "_planner.refuse", "_planner.rename",
 )  # fmt: skip
