@@ -110,22 +110,6 @@ def test_position_changes_no_coefficient(layouts: dict[str, KVLayout], make_chun
     assert bits[0] == pytest.approx(bits[1], rel=1e-2)
 
 
-def test_a_wider_group_finds_what_layers_share() -> None:
-    layout = KVLayout("synthetic", (LayerLayout(1, 8, 8, None),) * 2, "float32", None)
-
-    def twice(seed: int) -> KVChunk:
-        x, y = torch.randn(2, 400, 1, 8, generator=torch.Generator().manual_seed(seed))
-        return KVChunk([x, x], [y, y], layout)
-
-    def bits(group: str) -> float:
-        return PcaTransform.fit(layout, [twice(0)], group).method(0.5).encode(twice(1))[1] / 400 / 32
-
-    wide, narrow = bits("all"), [bits(group) for group in ("head", "unit", "layer")]
-    # One basis for two copies: half as many components, each of twice the variance.
-    assert max(narrow) - min(narrow) < 0.05
-    assert wide == pytest.approx((narrow[0] + 0.5) / 2, abs=0.06)
-
-
 def test_calibration_tokens_are_kept_evenly(
     layouts: dict[str, KVLayout], make_chunk: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,24 +223,6 @@ def test_narrow_caches_come_back_in_their_dtype(layouts: dict[str, KVLayout], ma
     back = method.decode(method.encode(chunk)[0])
     assert back.keys[0].dtype == layout.torch_dtype and back.values[0].dtype == layout.torch_dtype
     assert same(back, chunk, 0.25)
-
-
-def test_one_token_and_channels_that_never_vary() -> None:
-    layout = KVLayout("synthetic", (LayerLayout(1, 6, 6, None),) * 2, "float32", None)
-
-    def draw(tokens: int, seed: int, dead: float) -> KVChunk:
-        x = torch.randn(4, tokens, 1, 6, generator=torch.Generator().manual_seed(seed))
-        x[0, ..., 2], x[1] = dead, dead
-        return KVChunk(list(x[:2]), list(x[2:]), layout)
-
-    method = PcaTransform.fit(layout, [draw(64, 0, 3.0)], "all").method(0.3)
-    chunk = draw(1, 1, 3.0)
-    stored, bits = method.encode(chunk)
-    back = method.decode(stored)
-    assert 0 < bits < 1000 and torch.allclose(back.keys[1], chunk.keys[1], atol=1e-3)
-    other = draw(40, 2, 3.5)  # not so constant after all
-    stored, bits = method.encode(other)
-    assert math.isfinite(bits) and bool(torch.isfinite(free(method.decode(stored))).all())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

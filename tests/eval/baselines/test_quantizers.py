@@ -82,18 +82,6 @@ def test_int8_has_one_scale_a_unit() -> None:
     assert not back.values[1].any()
 
 
-def test_int8_is_off_by_half_a_level_and_what_its_scale_lost() -> None:
-    chunk = make(40)
-    back, _ = round_trip(Int8(), chunk)
-    for exact, other in zip(chunk.keys + chunk.values, back.keys + back.values, strict=True):
-        peak = float(exact.abs().max())
-        # A scale of 8 significant bits is off by 2**-9 at most, which only the largest values feel.
-        assert bool(((exact - other).abs() <= (0.5 / 127 * (1 + 2**-8) + 2**-8) * peak).all())
-        inner = exact.abs() < 0.9 * peak
-        assert bool(((exact - other).abs() <= 0.5 / 127 * (1 + 2**-8) * peak)[inner].all())
-        assert len(other.unique()) > 100
-
-
 @pytest.mark.parametrize(
     "method", [Uncompressed(), Destroyed(), Float8(), Float8("e5m2"), Int8(), Kivi(4), CacheGen()], ids=repr
 )
@@ -117,12 +105,6 @@ def test_kivi_counts_levels_and_groups(bits: int) -> None:
             for part, coded in zip(exact.flatten(1).split(32, axis), other.flatten(1).split(32, axis), strict=True):
                 step = (part.amax(axis, keepdim=True) - part.amin(axis, keepdim=True)) / (2**bits - 1)
                 assert bool(((part - coded).abs() <= 0.5 * step + 1e-5).all())
-
-
-def test_kivi_overhead_is_one_bit_where_groups_are_full() -> None:
-    layout = KVLayout("synthetic", (LayerLayout(2, 32, 32, None),), "float32", None)
-    chunk = KVChunk([torch.randn(64, 2, 32)], [torch.randn(64, 2, 32)], layout)
-    assert Kivi(4).encode(chunk)[1] == 5.0 * 64 * 128
 
 
 def test_kivi_keeps_a_constant() -> None:

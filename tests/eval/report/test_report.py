@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import shutil
 import signal
@@ -26,7 +24,7 @@ from tests.package.cli.running import run
 import cuvee
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.kinds import KINDS, more_text
-from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.profiles.profile import Profile
@@ -338,26 +336,6 @@ def test_profiles_are_given_or_learned(tmp_path: Path) -> None:
         ReportConfig(profiles=("a",), groups=("layer",))
 
 
-@pytest.mark.nightly  # a profile of random weights, whose curve is all below the presets
-@pytest.mark.usefixtures("little_text")
-def test_presets_of_a_model_that_hardly_reads_its_cache(tmp_path: Path, console: Console) -> None:
-    """With random weights even the coarsest step loses less than a preset allows."""
-    folder = tmp_path / "random"
-    shutil.copytree(bundled_model_path(), folder)
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    model.save_pretrained(folder)
-    config = replace(CONFIG, model=str(folder), tasks=(), sequences=2, methods=("cuvee",))
-    data = run_report(config, tmp_path / "run", console)
-    (small,) = (entry for entry in data["quality"] if entry["key"] == "cuvee/layer@small")
-    assert small["kl"] < 0.02 / 10 and small["ratio"] > 25
-    assert not [entry for entry in data["skipped"] if entry["key"].startswith("cuvee")]
-
-
 @pytest.mark.usefixtures("little_text")
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gemma3_text", marks=pytest.mark.nightly)])
 def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path, console: Console) -> None:
@@ -649,38 +627,6 @@ def test_a_run_that_is_told_to_stop_goes_on_later(tmp_path: Path, number: signal
     assert data["complete"] and data["quality"][: len(half["quality"])] == half["quality"]
 
 
-def test_a_full_disk_keeps_what_was_measured(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, config = tmp_path / "run", replace(CONFIG, methods=("kivi4", "kivi2", "cachegen"), tasks=())
-    write, left = os.replace, [3]
-
-    def full(*paths: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(*paths)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.replace", full)
-        with pytest.raises(InputError, match=r"^out: .*report.json cannot be written .No space left.* same command"):
-            run_report(config, out, console)
-    assert keys_of(json.loads((out / "report.json").read_text())) == ["bf16", "kivi4"]
-    assert [path.name for path in out.iterdir()] == ["report.json"]
-    data = run_report(config, out, console)
-    assert data["complete"] and keys_of(data) == ["bf16", "kivi4", "kivi2", "cachegen"]
-
-
-def test_a_log_says_what_is_measured_and_how_much_is_done(tmp_path: Path) -> None:
-    with open(tmp_path / "log", "w+", encoding="utf-8") as file:
-        run_report(replace(CONFIG, methods=("kivi4", "cuvee/layer"), tasks=()), tmp_path / "run", Console(file=file))
-        file.seek(0)
-        said = file.read()
-    assert "learning a profile, group layer" in said and "quality: cuvee/layer@" in said
-    counted = [(int(done), int(total)) for done, total in re.findall(r"(\d+) of (\d+): ", said)]
-    assert counted[0][0] == 1 and all(done <= total for done, total in counted)
-
-
 def test_controls_say_which_tasks_show_nothing(tmp_path: Path, console: Console) -> None:
     """One task of ours without a context apart from its question, and line retrieval, which has one."""
     config = replace(
@@ -695,34 +641,6 @@ def test_controls_say_which_tasks_show_nothing(tmp_path: Path, console: Console)
     assert (absent["difference"], absent["difference_stderr"]) == (difference, error)
     text = (tmp_path / "run" / "report.md").read_text()
     assert "the question alone" in text and "It shows nothing about a codec" in text  # to a model as small as this
-
-
-def test_an_earlier_report_is_compared_with(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console
-) -> None:
-    out, data = tmp_path / "run", done[1]
-    shutil.copytree(done[0], out)
-    old = tmp_path / "old.json"
-    old.write_text(json.dumps(data))
-    same = run_report(CONFIG, out, console, against=old)["against"]
-    assert (same["worse"], same["changes"], same["missing"]) == (0, [], []) and same["unchanged"] > 40
-    better = json.loads(json.dumps(data))
-    for entry in better["quality"]:
-        if entry["key"] == "kivi2":
-            entry["per_sequence"]["kl"] = [kl / 2 for kl in entry["per_sequence"]["kl"]]
-            entry["kl"] /= 2
-    old.write_text(json.dumps(better))
-    found = run_report(CONFIG, out, console, against=old)["against"]
-    assert [(c["key"], c["metric"], c["worse"]) for c in found["changes"]] == [("kivi2", "kl", True)]
-    assert (
-        "old.json of" in (out / "report.md").read_text()
-        and "1 figure worse or missing" in (out / "report.md").read_text()
-    )
-    assert run_report(CONFIG, out, console)["against"] is None
-    old.write_text("{}")
-    with pytest.raises(FormatError, match="is not a report"):
-        run_report(CONFIG, tmp_path / "new", console, against=old)
-    assert not (tmp_path / "new").exists()
 
 
 def test_cached_chunks_are_blended(tmp_path: Path, console: Console, books: Any) -> None:

@@ -30,6 +30,7 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
     done = run("report", "-o", out, *options, "--against", old, code=1)
     assert "4 figures worse or missing" in done.stdout and "lost" in done.stdout
     fails("report", "-o", out, *options, "--against", tmp_path / "none.json", match="none.json")
+    assert json.loads(run("report", "-o", out, *options, "--json").stdout)["against"] is None
 
 
 def test_options_of_the_report_that_do_not_go_together(tmp_path: Path) -> None:
