@@ -155,12 +155,10 @@ class Engine:
         self.layout: KVLayout = self.tier._rows.cache.layout
         self.view = torch.from_numpy(np.asarray(self.manager.primary_tier.get_kv_memoryview()))
 
-    def request(self, numbers: Sequence[int] = (), positions: bool = True) -> Any:
-        """A new request of chunks with these numbers, which follow each other from the first on."""
+    def request(self) -> Any:
+        """A new request."""
         self._requests += 1
         context = self.base.ReqContext(f"request {self._requests}")
-        for number in numbers if positions else ():
-            context.set_offload_key_position(key_of(number), (number + 1) * self.tier._tokens)
         self.manager.on_new_request(context)
         return context
 
@@ -186,9 +184,9 @@ class Engine:
         """Write a chunk to a row through our view, which `test_views…` compares with vLLM's own copies."""
         self.tier._rows.cache.write(chunk.keys, chunk.values, self.tier._rows.slots([row]))
 
-    def offload(self, numbers: Sequence[int], chunks: Sequence[KVChunk] | None = None, positions: bool = True) -> Any:
+    def offload(self, numbers: Sequence[int], chunks: Sequence[KVChunk] | None = None) -> Any:
         """Offload chunks of a request, as the scheduler does; return the request."""
-        context = self.request(numbers, positions)
+        context = self.request()
         prepared = self.manager.prepare_store([key_of(number) for number in numbers], context)
         assert prepared is not None
         if not prepared.keys_to_store:
@@ -203,9 +201,9 @@ class Engine:
         """Values of a chunk of this model."""
         return values(number, self.layout, self.tier._tokens)
 
-    def save(self, numbers: Sequence[int], **options: Any) -> None:
+    def save(self, numbers: Sequence[int]) -> None:
         """Offload chunks, wait for the tier, and forget the chunks in the primary tier."""
-        context = self.offload(numbers, **options)
+        context = self.offload(numbers)
         self.settle()
         self.manager.on_request_finished(context)
         self.forget()
@@ -222,7 +220,7 @@ class Engine:
 
     def lookup(self, numbers: Sequence[int], context: Any = None) -> int:
         """How many chunks, from the first on, the scheduler can load, once they are in the primary tier."""
-        own = context or self.request(numbers)
+        own = context or self.request()
         found = self.base.LookupResult
 
         def hits() -> int | None:
@@ -248,7 +246,7 @@ class Engine:
         """Load chunks and compare them bit for bit; return how many, from the first on, were there."""
         count = self.lookup(numbers)
         if count:
-            context = self.request(numbers)
+            context = self.request()
             keys = [key_of(number) for number in numbers[:count]]
             rows = self.manager.prepare_load(keys, context).block_ids
             for number, row in zip(range(count), rows, strict=True):

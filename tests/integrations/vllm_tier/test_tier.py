@@ -116,9 +116,8 @@ def test_what_can_be_loaded_is_kept_and_the_rest_is_computed(engine: Callable[..
     """A promotion of which some chunks are gone: vLLM keeps the first ones, and does not ask for ever."""
     e = engine()
     for number in range(6):
-        e.save([number], positions=False)
-    entries = list(store.entries)
-    context = e.request(range(6))
+        e.save([number])
+    entries, context = list(store.entries), e.request()
     found = e.base.LookupResult
 
     def asked() -> list[Any]:
@@ -144,7 +143,7 @@ def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[...
     held = hold(store, "contains")  # what storing and lookups ask first
     before = time.monotonic()
     context = e.offload(range(6))
-    other = e.request([9])
+    other = e.request()
     assert e.manager.lookup(key_of(9), other) is e.base.LookupResult.RETRY
     for _ in range(5):
         e.step()
