@@ -42,7 +42,7 @@ from cuvee.integrations.lmcache.l2_options import LMCacheOptions
 from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
 from cuvee.integrations.lmcache.memory_objects import holds_latents, object_cache
 from cuvee.integrations.lmcache.object_keys import following_tokens, page_name
-from cuvee.integrations.pages import Counts, PageStore, PageStores, Tally
+from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.pages.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 
@@ -171,11 +171,11 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
     def _store(self, key: ObjectKey, memory: Any, following: int) -> int | None:
         """Store an object; return the bytes of its entry, 0 if it was there already, None if it is not stored."""
-        told = Tally(self._counts)
+        told = Counts(self._counts)
         pages = self._pages_of(key, told)
         cache = object_cache(memory, pages.layout, self._options.chunk_tokens)
         (done,) = pages.save(cache, self._slots, [page_name(key)], None, following=following)
-        return told.sum("blob_bytes") if done else None
+        return int(told.snapshot().get("blob_bytes", 0)) if done else None
 
     def _finish_store(self, task: int, keys: Sequence[ObjectKey], sizes: Sequence[int | None]) -> None:
         with self._guard("stored"):
@@ -263,11 +263,11 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
     def _load(self, key: ObjectKey, memory: Any) -> int | None:
         """Restore an object; return the bytes of its entry, None if it was not restored."""
-        told = Tally(self._counts)
+        told = Counts(self._counts)
         pages = self._pages_of(key, told)
         cache = object_cache(memory, pages.layout, self._options.chunk_tokens)
         (done,) = pages.load(cache, self._slots, [page_name(key)], None)
-        return told.sum("loaded_blob_bytes") if done else None
+        return int(told.snapshot()["loaded_blob_bytes"]) if done else None
 
     def _finish_load(self, task: int, keys: Sequence[ObjectKey], sizes: Sequence[int | None]) -> None:
         bitmap = Bitmap(len(keys))

@@ -6,9 +6,9 @@ An adapter describes the engine's memory as a `cuvee.codec.paged.PagedCache` and
 `PageStore` does the rest.
 """
 
-from cuvee.integrations.pages.counts import Counts, Tally
+from cuvee.integrations.pages.counts import Counts
 from cuvee.integrations.pages.entries import Fetched
 from cuvee.integrations.pages.opening import PageStores
 from cuvee.integrations.pages.page_store import PageStore
 
-__all__ = ["Counts", "Fetched", "PageStore", "PageStores", "Tally"]
+__all__ = ["Counts", "Fetched", "PageStore", "PageStores"]

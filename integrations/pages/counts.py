@@ -23,6 +23,9 @@ class Counts:
         failures{lookup,fetch,decode,encode,store,positions}    by what failed
         contained{…}                               errors kept from the engine, by the call in which they happened
 
+    Args:
+        all: told of every event as well; these are then the sums of a part, such as one call.
+
     Example:
         >>> counts = Counts()
         >>> counts.count("failures", label="decode")
@@ -30,7 +33,8 @@ class Counts:
         {'failures{decode}': 1}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, all: Recorder | None = None) -> None:
+        self._all = all
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
 
@@ -39,24 +43,10 @@ class Counts:
         full = f"{name}{{{label}}}" if label else name
         with self._lock:
             self._sums[full] = self._sums.get(full, 0) + value
+        if self._all is not None:
+            self._all.count(name, value, label)
 
     def snapshot(self) -> dict[str, float]:
         """Return all sums that are not 0, by `name` or `name{label}`."""
         with self._lock:
             return {name: value for name, value in self._sums.items() if value}
-
-
-class Tally:
-    """A recorder that also keeps the sums of one call."""
-
-    def __init__(self, counts: Recorder) -> None:
-        self._all, self._own = counts, Counts()
-
-    def count(self, name: str, value: float = 1, label: str = "") -> None:
-        """Add `value` to both sums of this name and label."""
-        self._all.count(name, value, label)
-        self._own.count(name, value, label)
-
-    def sum(self, name: str) -> int:
-        """Return this call's sum of a name without a label."""
-        return int(self._own.snapshot().get(name, 0))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -17,11 +19,13 @@ from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.chunk_io import BATCH, Chunk, ChunkIO, Opened, Stored, fetch_ahead
 from cuvee.integrations.entry_keys import EntryKeys
-from cuvee.integrations.guard import Recorder
+from cuvee.integrations.guard import Once, Recorder
 from cuvee.integrations.pages.recognition import Recognized, Recognizer
-from cuvee.integrations.pages.store_calls import StoreCalls
-from cuvee.integrations.stores import StoreError
+from cuvee.integrations.stores import Store, StoreError
+from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.naming.identity import PageNames
+
+T = TypeVar("T")
 
 _BATCH_TOKENS = 256 * BATCH  # that are fetched, or encoded, at a time if pages are small
 _NO_POSITION = (
@@ -58,21 +62,25 @@ class Entries:
 
     Attributes:
         io: codes their blobs.
-        calls: of the store.
+        store: that keeps them.
+        waiters: threads that wait for it.
         keys: of its entries.
         names: gives the digests of pages.
         recognizer: tells ids and positions of tokens; None: neither is needed.
         counts: told what happens.
+        once: logs failures of the store.
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that anything else may take: writing, for all pages of a call together.
     """
 
     io: ChunkIO
-    calls: StoreCalls
+    store: Store
+    waiters: ThreadPool
     keys: EntryKeys
     names: PageNames
     recognizer: Recognizer | None
     counts: Recorder
+    once: Once
     lookup_timeout: float
     load_timeout: float
 
@@ -85,8 +93,8 @@ class Entries:
         """Return whether each page, by its digest, is there."""
         keys = [self.keys.all(self.names.tenant, page) for page in pages]
         every = list(dict.fromkeys(key for each in keys for key in each))
-        contains = partial(self.calls.store.contains, every)
-        known = self.calls.ask("contains", "lookup", contains, self.lookup_timeout) if every else None
+        contains = partial(self.store.contains, every)
+        known = self._ask("contains", "lookup", contains, self.lookup_timeout) if every else None
         there = {key for key, is_there in zip(every, known or [False] * len(every), strict=True) if is_there}
         return [not there.isdisjoint(each) for each in keys]
 
@@ -104,12 +112,12 @@ class Entries:
 
         def ask(numbers: Sequence[int]) -> list[bytes | None]:
             digests = [pages[number] for number in numbers]
-            found = self.keys.find(self.names.tenant, digests, lambda _, keys: self.calls.store.get_many(keys))
+            found = self.keys.find(self.names.tenant, digests, lambda _, keys: self.store.get_many(keys))
             return [entry for _, entry in found]
 
         done = 0
-        answer = partial(self.calls.wait_for, "get_many", "fetch", timeout=timeout, until=until)
-        for numbers, entries in fetch_ahead(self.calls.waiters, ask, range(len(pages)), answer, self.together):
+        answer = partial(self._wait_for, "get_many", "fetch", timeout=timeout, until=until)
+        for numbers, entries in fetch_ahead(self.waiters, ask, range(len(pages)), answer, self.together):
             found: list[Found] = []
             for number, entry in zip(numbers, entries or [None] * len(numbers), strict=True):
                 if entry is None:
@@ -135,7 +143,7 @@ class Entries:
 
     def blame(self, problem: CuveeError, page: bytes) -> None:
         """Count a page that was not read. If it never will be, delete it, so that it can be stored again."""
-        self.calls.fail("decode", problem)
+        self._fail("decode", problem)
         if problem.blames_blob:
             self.delete(page, self.lookup_timeout)  # an engine may wait for the lookup
 
@@ -146,13 +154,13 @@ class Entries:
             failed = 0
             for key in self.keys.all(self.names.tenant, page):
                 try:
-                    self.calls.store.delete(key)
+                    self.store.delete(key)
                 except Exception as error:
-                    self.calls.fail("store", error)
+                    self._fail("store", error)
                     failed += 1
             return not failed
 
-        return bool(self.calls.ask("delete", "store", work, timeout))
+        return bool(self._ask("delete", "store", work, timeout))
 
     def _position(self, start: int | None, number: int) -> int | None:
         """Return the position of a page's first token in its blob; None if it matters and is unknown.
@@ -182,13 +190,13 @@ class Entries:
                 encoding.append(partial(self._encode, cache, of_page[number], pages[number], position, after))
             entries, _ = self.io.in_a_row(encoding)
             writing = [
-                (number, self.calls.waiters.submit(self._write, pages[number], entry, cache))
+                (number, self.waiters.submit(self._write, pages[number], entry, cache))
                 for number, entry in zip(several, entries, strict=True)
                 if entry is not None
             ]
             until = time.monotonic() + patience
             for number, written in writing:
-                done[number] = bool(self.calls.wait_for("put", "store", written, self.load_timeout, until))
+                done[number] = bool(self._wait_for("put", "store", written, self.load_timeout, until))
             patience = until - time.monotonic()
             if patience <= 0:
                 break
@@ -203,14 +211,14 @@ class Entries:
             if self.recognizer is not None:
                 tokens = self.recognizer.recognize(cache, slots, start, self.names.page_tokens)
             if tokens.start is None:
-                self.calls.fail("positions", InputError(_NO_POSITION))
+                self._fail("positions", InputError(_NO_POSITION))
                 return None
             bound = self.keys.bound_to(self.names.tenant, page)
             (encoded,) = self.io.encode(cache, [Chunk(slots, tokens.start, tokens.token_ids, following, bound)])
             if isinstance(encoded, Exception):
                 raise encoded
         except CuveeError as error:
-            self.calls.fail("encode", error)
+            self._fail("encode", error)
             return None
         self.counts.count("encode_seconds", time.monotonic() - began)
         self.counts.count("recognized_pages", 0 if tokens.token_ids is None else 1)
@@ -218,10 +226,50 @@ class Entries:
 
     def _write(self, page: bytes, entry: bytes, cache: PagedCache) -> bool:
         """Store the entry of a page; return whether the store took it."""
-        if not self.calls.store.put(self.keys.written(self.names.tenant, page), entry):
-            self.calls.fail("store", StoreError("the store did not take a page"))
+        if not self.store.put(self.keys.written(self.names.tenant, page), entry):
+            self._fail("store", StoreError("the store did not take a page"))
             return False
         raw = self.names.page_tokens * cache.layout.bytes_per_token
         for name, value in (("saved_pages", 1), ("raw_bytes", raw), ("blob_bytes", len(entry))):
             self.counts.count(name, value)
         return True
+
+    # The store ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, operation: str, label: str, work: Callable[[], T], timeout: float) -> T | None:
+        """Return the store's answer; None if it fails or comes late."""
+        try:
+            answer = self.waiters.submit(work)
+        except RuntimeError as error:  # no thread can be started
+            self._fail(label, error)
+            return None
+        return self._wait_for(operation, label, answer, timeout)
+
+    def _wait_for(
+        self, operation: str, label: str, answer: Future[T], timeout: float, until: float | None = None
+    ) -> T | None:
+        """Return an answer; None if it is an error, or is not there in time.
+
+        Args:
+            operation: of the store, which is told that it is late.
+            label: of the failure.
+            answer: to wait for.
+            timeout: seconds that the store may take.
+            until: the time (`time.monotonic`) at which they end; default: from now on.
+        """
+        try:
+            return answer.result(timeout if until is None else max(until - time.monotonic(), 0))
+        except TimeoutError:
+            answer.cancel()
+            self.store.report_overdue(operation, timeout)
+            self._fail(label, StoreError(f"the store did not answer within {timeout:g} s"))
+        except Exception as error:
+            self._fail(label, error)
+        return None
+
+    def _fail(self, label: str, error: Exception) -> None:
+        """Count a failure, and log it."""
+        self.counts.count("failures", label=label)
+        self.once(
+            f"{label} {type(error).__name__}", "cuvee: pages are computed, or not stored (%s failed): %s", label, error
+        )

@@ -29,9 +29,9 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.chunk_io import ChunkIO
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
+from cuvee.integrations.pages.engine_calls import EngineCalls
 from cuvee.integrations.pages.entries import Entries, Fetched, Found
 from cuvee.integrations.pages.recognition import Recognizer
-from cuvee.integrations.pages.store_calls import EngineCalls, StoreCalls
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.naming.identity import PageNames, tenant_id
@@ -108,9 +108,8 @@ class PageStore:
         """Serve this rank and tenant."""
         self.layout, self._names, self._counts = layout, names, counts
         self._entries = Entries(
-            ChunkIO(codec, self._coders), StoreCalls(self._store, self._waiters, counts, self._once),
-            EntryKeys(codec.key_ids, shard), names, self._recognizer(codec), counts, self._lookup_timeout,
-            self._load_timeout,
+            ChunkIO(codec, self._coders), self._store, self._waiters, EntryKeys(codec.key_ids, shard), names,
+            self._recognizer(codec), counts, self._once, self._lookup_timeout, self._load_timeout,
         )  # fmt: skip
 
     def _recognizer(self, codec: Codec) -> Recognizer | None:

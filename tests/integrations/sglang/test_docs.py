@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.integrations.readme_tables import check_options, rows
 from tests.integrations.sglang.real_sglang import need_sglang, real
 
-from cuvee.integrations.pages import Counts, entries, page_store
+from cuvee.integrations.pages import Counts, entries
 from cuvee.integrations.sglang import host_pool
 
 README = (Path(__file__).parents[3] / "integrations" / "sglang" / "README.md").read_text(encoding="utf-8")
@@ -60,9 +60,8 @@ def test_the_linkers_command_is_what_sglang_takes() -> None:
 
 
 def test_every_failure_that_is_counted_is_documented() -> None:
-    calls = r'[.]fail\(\s*"([a-z]+)"|wait_for[(,]\s*"[a-z_]+", "([a-z]+)"|[.]ask\("[a-z_]+", "([a-z]+)"'
-    sources = "".join(inspect.getsource(module) for module in (page_store, entries))
-    counted = {next(filter(None, each)) for each in re.findall(calls, sources)}
+    calls = r'[.]_fail\(\s*"([a-z]+)"|wait_for[(,]\s*"[a-z_]+", "([a-z]+)"|[.]_ask\("[a-z_]+", "([a-z]+)"'
+    counted = {next(filter(None, each)) for each in re.findall(calls, inspect.getsource(entries))}
     page = (Path(__file__).parents[3] / "docs" / "reference" / "pages.md").read_text(encoding="utf-8")
     table = " ".join(row[1] for row in rows(page, "Failures"))
     assert set(re.findall(r"failures\{([a-z]+)\}", table)) == counted
