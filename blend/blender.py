@@ -23,7 +23,6 @@ from cuvee.blend.selectors import Guided, Selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
-from cuvee.codec.format.container import read_header
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.open_blob import OpenBlob
@@ -298,8 +297,7 @@ class _Run:
         self.keys = [zeros(layer.kv_heads, layer.head_dim) for layer in layout.layers]
         self.values = [zeros(layer.kv_heads, layer.value_dim) for layer in layout.layers]
         self.pages = PagedCache.dense(layout, *([x.transpose(0, 1) for x in kv] for kv in (self.keys, self.values)))
-        blobs: list[bytes | OpenBlob] = []
-        bound: list[bytes] = []
+        blobs: list[OpenBlob] = []
         slots: list[torch.Tensor] = []
         starts: list[int] = []
         made_at: list[int] = []
@@ -312,26 +310,19 @@ class _Run:
                     raise InputError(
                         f"segments[{index}]: must be text or a KVChunk for a Blender without codec=, got a blob"
                     )
-                header = read_header(segment.chunk)  # not trusted until decoding has verified it
-                if header.tokens != end - start:
+                blob = self.codec.open(
+                    segment.chunk, refinements=segment.refinements, associated_data=segment.associated_data
+                )
+                if blob.tokens != end - start:
                     raise InputError(
-                        f"segments[{index}]: must have the {header.tokens} tokens of its blob, got {end - start}"
+                        f"segments[{index}]: must have the {blob.tokens} tokens of its blob, got {end - start}"
                     )
-                if segment.refinements:
-                    blobs.append(
-                        self.codec.open(
-                            segment.chunk, refinements=segment.refinements, associated_data=segment.associated_data
-                        )
-                    )
-                    bound.append(b"")
-                else:
-                    blobs.append(segment.chunk)
-                    bound.append(segment.associated_data)
+                blobs.append(blob)
                 slots.append(torch.arange(start, end, device=device))
                 starts.append(start)
-                made_at.append(header.start)
+                made_at.append(blob.start)
         if self.codec is not None and blobs:
-            self.codec.decode_paged(blobs, self.pages, slots, starts, associated_data=bound).check()
+            self.codec.decode_paged(blobs, self.pages, slots, starts).check()
         return self.segments[0].chunk is not None and made_at[0] == 0
 
     def _move(self, index: int, chunk: KVChunk, start: int) -> None:

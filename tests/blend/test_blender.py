@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.blend.random_choice import Random
@@ -222,50 +221,13 @@ def test_to_recompute_all_is_a_full_prefill(build: Build, name: str, attention: 
         assert result.record.cost == 1.0 and result.record.recomputed == 20, selector
 
 
-@every_family
-@both_attentions
-def test_exact_chunks_change_nothing_whatever_is_selected(build: Build, name: str, attention: str) -> None:
-    model = build(name, attention)
-    noise = np.random.default_rng(5)
-    for trial in range(2):
-        tokens = ids(30, seed=trial)
-        tokens[17:22] = tokens[4:9]  # the same chunk again, behind other text
-        full = whole(model, tokens)
-        ends = [4, 9, 14, 17, 22, 25, 30] if trial else sorted({*noise.integers(1, 29, 6).tolist(), 30})
-        cached = [1, 2, 4] if trial else noise.choice(len(ends), 3, replace=False).tolist()
-        segments = [
-            Segment(part, full.chunk(model, first, end) if index in cached else None)
-            for index, (first, end, part) in enumerate(cut(tokens, ends))
-        ]
-        blend = Blender(model).blend
-        for selector in SELECTORS:
-            assert same_as(blend(segments, selector=selector), full), (selector, ends, cached)
-
-
 # Stale chunks ---------------------------------------------------------------------------------------------------------
 
 
 @every_family
-def test_chunks_are_turned_as_the_model_would(build: Build, name: str) -> None:
-    model = build(name)
-    tokens = ids(24)
-    made_at = 300
-    chunk = alone(model, tokens[7:19], made_at)
-    segments = [Segment(tokens[:7]), Segment(tokens[7:19], chunk), Segment(tokens[19:])]
-    result = Blender(model, selector=Nothing()).blend(segments)
-    there, full = whole(model, tokens[7:19], 7), whole(model, tokens)
-    first = layers_of(result.cache)[0]
-    assert close(first.keys[0, :, 7:19], full.keys[0][:, 7:19]) and not close(
-        chunk.keys[0].transpose(0, 1), there.keys[0], 0.1
-    )
-    assert close(first.values[0], full.values[0])
-    for layer, keys, values in zip(layers_of(result.cache), there.keys, there.values, strict=True):
-        assert close(layer.keys[0, :, 7:19], keys) and close(layer.values[0, :, 7:19], values)
-
-
-@every_family
-def test_any_choice_is_what_the_model_computes_token_by_token(build: Build, name: str) -> None:
-    model = build(name)
+@both_attentions
+def test_any_choice_is_what_the_model_computes_token_by_token(build: Build, name: str, attention: str) -> None:
+    model = build(name, attention)
     tokens = ids(24)
     ends, cached = (2, 9, 16, 18, 24), (1, 2)
     segments = stale(model, tokens, ends, cached)

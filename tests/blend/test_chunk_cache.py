@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,8 @@ from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
-from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.memory import MemoryStore
-from cuvee.naming.identity import Identity, Scope, content_digest, store_key, tenant_id
+from cuvee.naming.identity import Identity, Scope, content_digest, store_key
 from cuvee.naming.part_keys import part_key, part_number
 
 TOKENS = [7, 3, 60, 0, 22, 3, 41, 18, 9, 5, 33]
@@ -227,21 +225,6 @@ def test_no_gradients_are_prepared(model: Any) -> None:
 # Stores --------------------------------------------------------------------------------------------------------------
 
 
-def test_another_process_finds_what_a_file_store_kept(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
-    """Nothing is shared but the folder: the model is made anew, the store and the library are opened again."""
-    blobs = []
-    for again in (False, True):
-        model = tiny_model("llama")
-        store = DiskStore(tmp_path / "store")
-        library = make(model, store, contexts=CONTEXTS.clone())
-        with passes(model) as seen:
-            blobs.append(blob_of(library, TOKENS))
-        assert bool(seen) != again
-        assert library.counters == (ChunkCounters(hits=1) if again else ChunkCounters(misses=1, stored=1))
-        store.close()
-    assert blobs[0] == blobs[1]
-
-
 def test_a_store_that_gives_up_is_no_failure(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     library = make(model, MemoryStore(100))
     assert blob_of(library, TOKENS) == blob_of(library, TOKENS)
@@ -379,46 +362,6 @@ def test_the_key_is_the_content_digest(model: Any) -> None:
 def test_the_name_of_contexts() -> None:
     data = struct.pack("<17q", 3, 5, *CONTEXTS.flatten().tolist())
     assert module._name(CONTEXTS) == hashlib.blake2b(data, digest_size=32, person=b"cuvee-contexts").digest()
-
-
-def test_everything_that_determines_the_content_changes_the_key(model: Any, tiny_model: Callable[..., Any]) -> None:
-    other_weights, other_dtype = tiny_model("llama"), tiny_model("llama", torch.bfloat16)
-    with torch.no_grad():
-        other_weights.model.embed_tokens.weight.mul_(1.5)
-    other_rope = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    more = torch.cat([CONTEXTS, CONTEXTS[:1]])
-    store = Shelf()
-    libraries = [
-        make(model, store),
-        make(model, store, tenant="acme"),
-        make(model, store, codec=lossy(model)),
-        make(model, store, codec=lossy(model, 0.2)),
-        make(model, store, codec=fitted_codec(model)),
-        make(model, store, codec=fitted_codec(model, 1)),
-        make(other_weights, store),
-        make(other_dtype, store),
-        make(other_rope, store),
-        make(model, store, contexts=CONTEXTS),
-        make(model, store, contexts=more),
-        make(model, store, contexts=CONTEXTS[:, :-1]),
-        make(model, store, contexts=CONTEXTS + (CONTEXTS == 5).long()),
-        make(model, store, contexts=CONTEXTS[:1].reshape(5, 1)),
-        make(model, store, contexts=CONTEXTS[:1]),
-    ]
-    keys = [key_of(library, store, tokens) for library in libraries for tokens in (TOKENS, OTHER, TOKENS[:-1])]
-    assert len(set(keys)) == len(keys) == 3 * len(libraries)
-    assert {key.split("/")[0] for key in keys} == {tenant_id(""), tenant_id("acme")}
-    assert [library.counters.misses for library in libraries] == [3] * len(libraries)
-
-
-def test_chunks_computed_alone_have_one_key(model: Any) -> None:
-    """The leading variant is what a library without contexts makes."""
-    store = Shelf()
-    blob = blob_of(make(model, store), TOKENS)
-    library = make(model, store, contexts=CONTEXTS)
-    assert blob_of(library, TOKENS, leading=True) == blob
-    assert blob_of(make(model, store), TOKENS, leading=True) == blob
-    assert library.counters == ChunkCounters(hits=1)
 
 
 @pytest.mark.parametrize(
@@ -650,21 +593,6 @@ def test_a_computation_that_fails_fails_for_all_that_wait_and_is_tried_again(
     assert library.counters == ChunkCounters(misses=1, stored=1)
 
 
-def test_contexts_that_failed_once_are_computed_again(model: Any) -> None:
-    library = make(model, contexts=CONTEXTS)
-    calls = iter([False, True])
-
-    def fail(*_: Any) -> None:
-        if next(calls, False):
-            raise torch.OutOfMemoryError("out of memory")
-
-    handle = model.register_forward_pre_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        blob_of(library, TOKENS)
-    handle.remove()
-    assert blob_of(library, TOKENS) == blob_of(make(model, contexts=CONTEXTS), TOKENS)
-
-
 def test_threads_with_many_chunks(model: Any) -> None:
     """The model runs one at a time, its contexts are computed once, everybody gets what was asked for."""
     library, alone = make(model, contexts=CONTEXTS), make(model, contexts=CONTEXTS)
@@ -764,11 +692,6 @@ def test_a_codec_of_another_model_is_refused(model: Any, tiny_model: Callable[..
         make(model, codec=codec)
     codec.profile.model = model_fingerprint(model)
     assert make(model, codec=codec).segment(TOKENS).chunk
-
-
-def test_the_tenant_must_be_a_string(model: Any) -> None:
-    with pytest.raises(InputError, match="tenant: must be str"):
-        make(model, tenant=None)
 
 
 def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:

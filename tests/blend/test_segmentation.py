@@ -81,12 +81,6 @@ def test_text_with_nothing_but_likely_cuts_is_cut_at_the_least() -> None:
     assert SMALL.cut([eager] * 14) == [(0, 4), (4, 8), (8, 12)]
 
 
-@pytest.mark.parametrize("count", range(5))
-def test_too_few_tokens_are_no_chunk(count: int) -> None:
-    assert SMALL.cut(random_ids(count)) == [] or count == 4
-    assert SMALL.cut(np.arange(count)) == SMALL.cut(list(range(count)))
-
-
 def test_any_token_ids_are_taken() -> None:
     tokens = [0, -1, 2**62, -(2**62), 2**31, 7] * 100
     assert SMALL.cut(tokens) == SMALL.cut(np.array(tokens))

@@ -135,17 +135,25 @@ class EngineModel:
         states = states.contiguous()
         residual = None if residual is None else residual.contiguous()
         module = loaded.attention[index]
-        if rows.visible is not None:
-            with _replaced(module, self._attention_here(index, rows, exchange)), self._context(rows):
-                after = loaded.layers[index](rows.positions, states, residual)
-        else:
-            with _noted(module, exchange), self._context(rows):
-                after = loaded.layers[index](rows.positions, states, residual)
+        make = self._writing if rows.visible is None else self._attention_here
+        with _replaced(module, make(index, rows, exchange)), self._context(rows):
+            after = loaded.layers[index](rows.positions, states, residual)
         return torch.cat(after, -1)
 
     def queries(self, index: int, hidden: torch.Tensor, rows: _Rows) -> torch.Tensor:  # noqa: D102
         asked = (rows.asked or {})[index]
         return asked * float(self._loaded.attention[index].impl.scale)
+
+    def _writing(self, index: int, rows: _Rows, exchange: Exchange) -> Callable[..., torch.Tensor]:
+        """Return the engine's attention, which shows new KV to the exchange before the engine writes it."""
+        module = self._loaded.attention[index]
+        own = module.forward
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+            exchange(*(part.view(len(part), -1, module.head_size).transpose(0, 1) for part in (k, v)))
+            return cast(torch.Tensor, own(q, k, v, *more, **named))
+
+        return attend
 
     def _attention_here(self, index: int, rows: _Rows, exchange: Exchange) -> Callable[..., torch.Tensor]:
         module, visible, asked = self._loaded.attention[index], rows.visible, rows.asked
@@ -215,18 +223,3 @@ def _replaced(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> 
             del module.__dict__["forward"]
         else:
             module.forward = own
-
-
-@contextmanager
-def _noted(module: torch.nn.Module, exchange: Exchange) -> Iterator[None]:
-    """Show new KV to the exchange before the engine writes it."""
-
-    def note(attention: Any, given: tuple[Any, ...]) -> None:
-        keys, values = (part.view(len(part), -1, attention.head_size).transpose(0, 1) for part in given[1:3])
-        exchange(keys, values)
-
-    handle = module.register_forward_pre_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -265,13 +265,16 @@ def test_the_query_is_the_end_of_the_prompt_and_looks_at_what_is_there() -> None
 
 def test_what_is_chosen_is_decided_by_all_ranks_together() -> None:
     asked: list[torch.Tensor] = []
+    favored = torch.zeros(60)
+    favored[[13, 25, 26]] = 1e6
 
     def total(tensor: torch.Tensor) -> torch.Tensor:
         asked.append(tensor.clone())
-        return 2 * tensor
+        return favored
 
-    run(request(0.6), 38, total)
-    assert [tensor.shape for tensor in asked] == [(60,)] and asked[0].isfinite().all()
+    model, _, _ = run(request(0.25), 38, total)
+    assert [(tensor.shape, tensor.dtype) for tensor in asked] == [((60,), torch.float32)] and asked[0].isfinite().all()
+    assert {13, 25, 26} <= set(model.through[0]), "what the sum says counts, not this rank's part"
     run(request(0), 38, total)
     assert len(asked) == 1, "nobody was asked"
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunker
 from cuvee.codec.errors import InputError
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.connector_config import Options
 
-T = TypeVar("T")
 REQUEST = "kv_transfer_params.cuvee"
 
 
@@ -135,45 +131,3 @@ def test_whatever_a_client_sends_the_message_is_short(given: Any) -> None:
     with pytest.raises(InputError) as refused:
         asked(given)
     assert len(str(refused.value)) < 300
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=12,
-)
-fields = st.fixed_dictionaries(
-    {}, optional={name: json_values | st.lists(st.lists(st.integers(-2, 12), min_size=2, max_size=2), max_size=4)
-                  for name in ("blend", "segments", "cost", "more")}
-)  # fmt: skip
-
-
-@settings(max_examples=500, deadline=None)
-@given(json_values | fields, st.integers(1, 12))
-def test_anything_is_understood_or_refused(given: Any, tokens: int) -> None:
-    request = _understood(lambda: asked(given, tokens), REQUEST)
-    if request is not None:
-        assert isinstance(request.blend, bool)
-        assert request.cost is None or 0 <= request.cost <= 1
-        bounds = [bound for span in request.segments or () for bound in span]
-        assert bounds == sorted(bounds) and all(0 <= bound <= tokens for bound in bounds)
-        assert all(start < end for start, end in request.segments or ())
-
-
-@settings(max_examples=300, deadline=None)
-@given(json_values | st.fixed_dictionaries({}, optional=dict.fromkeys(BlendOptions.__slots__, json_values)))
-def test_any_options_are_understood_or_refused(given: Any) -> None:
-    options = _understood(lambda: BlendOptions.from_json(given), "blend")
-    if options is not None:
-        assert options.chunker() is not None and 0 <= options.cost <= 1
-
-
-def _understood(call: Callable[[], T], name: str) -> T | None:
-    """What it returns; None if it is refused by a message about `name`. Anything else is raised."""
-    message = name
-    try:
-        return call()
-    except InputError as error:
-        message = str(error)
-    assert message.startswith(name)
-    return None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, image, make_request
 
-from cuvee.blend.segmentation import ContentChunker, LineBreaks
+from cuvee.blend.segmentation import LineBreaks
 from cuvee.integrations.vllm.blending import planning
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.blending.planning import Segmented
@@ -177,18 +177,6 @@ def test_a_piece_that_is_missing_is_text(desk: Callable[..., Desk]) -> None:
     assert planned.end == 39 and [piece.start for piece in planned.blend.pieces] == [10]
 
 
-def test_what_the_engine_has_is_not_blended(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST, SECOND)
-    request = ask(d, chunks=3)  # of the third one, less is missing than is worth a load
-    planned = load(d, request, 40)
-    assert planned.blend is not None
-    assert (planned.prefix, planned.start, planned.end) == ([], 40, 65)
-    assert planned.blocks == BLOCKS[5:9] and planned.blend.blocks == BLOCKS[:9]
-    assert planned.blend.start == 40 and [piece.start for piece in planned.blend.pieces] == [44]
-    assert d.matched(ask(d, "s"), 72) == (0, False)
-
-
 @pytest.mark.parametrize("computed", [0, 8])
 def test_the_exact_prefix_comes_first(desk: Callable[..., Desk], computed: int) -> None:
     d = desk()
@@ -224,23 +212,6 @@ def test_the_last_token_is_always_computed(desk: Callable[..., Desk], tokens: in
     d.put_segments(ids[10:end])
     planned = load(d, ask(d, ids=ids, segments=[(10, end)]))
     assert planned.end == found and planned.blocks == BLOCKS[: -(-found // BLOCK)]
-
-
-def test_documents_are_found_by_their_content_wherever_they_stand(desk: Callable[..., Desk]) -> None:
-    d = desk(blend={"min_context": 0})
-    document = [3 * (at * at) % 997 for at in range(300)]
-    first = ask(d, ids=document + text(20), segments=None)
-    d.matched(first)
-    write(d, d.plan((first, 0, 320)))
-    second = ask(d, "s", ids=text(50, 2000) + document + text(20, 5000), segments=None)
-    planned = load(d, second)
-    assert planned.blend is not None and planned.blend.reused(planned.end) > 200
-    spans = [(start, end) for start, end in ContentChunker(4, 12, 48).cut(second.prompt_token_ids)]
-    for piece in planned.blend.pieces:
-        assert (piece.start, piece.start + piece.tokens) in spans
-        part = second.prompt_token_ids[piece.start : piece.start + piece.tokens]
-        assert piece.digest == d.segment(part)
-        assert any(document[at : at + len(part)] == part for at in range(300))
 
 
 def test_paragraphs_are_segments(desk: Callable[..., Desk]) -> None:

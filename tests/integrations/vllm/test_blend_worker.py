@@ -15,7 +15,6 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.integrations.vllm.decision import decoding_work
 from cuvee.integrations.vllm.messages import Blend, Load, Report
 
@@ -167,25 +166,6 @@ def test_a_segment_is_stored_from_wherever_it_begins(bench: Callable[..., Bench]
 
 
 # Placing -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at", [0, 3, 8, 13, 40])
-def test_a_piece_is_decoded_where_the_prompt_has_it(bench: Callable[..., Bench], at: int) -> None:
-    b = bench()
-    store_segments(b)
-    load = b.load_blend(PAGES, [b.piece(5, 20, at)], at + 20)
-    b.worker.loads.start([load])
-    place(b)
-    there, made = tokens_at(b, at, at + 20), b.sequence.slice(5, 25)
-    positions = torch.arange(20)
-    for layer, keys, values, old, same in zip(
-        LAYOUT.layers, there.keys, there.values, made.keys, made.values, strict=True
-    ):
-        moved = rotate(unrotate(old, layer.rope, positions + 5), layer.rope, positions + at)
-        assert torch.allclose(keys.float(), moved, atol=0.03), "bfloat16"
-        assert torch.equal(values, same)
-    assert holds_piece(b, 5, 20, at)
-    assert untouched(b, 0, at) and untouched(b, at + 20, 64)
 
 
 def test_pieces_are_placed_behind_the_exact_prefix(bench: Callable[..., Bench]) -> None:
