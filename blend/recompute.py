@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -188,27 +189,24 @@ class Recompute:
         blocks = positions.split(self._rows) if len(positions) else ()
         correcting = self._correcting(blocks)
         after = [model.embed(placed.tokens[:0])]
-        for block, corrects in zip(blocks, correcting, strict=True):
+        for block, observe in zip(blocks, correcting, strict=True):
             rows = model.rows(block, None)
             yield len(block) * self._layers
             states = model.embed(placed.tokens[block])
             for layer in range(self._layers):
-                observer = _observer(corrects, layer) if corrects else None
+                observer = None if observe is None else partial(observe, layer)
                 exchange = self._kv.exchange(layer, block, int(block[-1]) + 1, observer)
                 states = model.layer(layer, states, rows, exchange)
             after.append(states)
         hidden = torch.cat(after[1:]) if blocks else after[0]
         return Recomputed(hidden, computed, self._query_token_layers)
 
-    def _correcting(self, blocks: Sequence[torch.Tensor]) -> list[list[_Correcting]]:
+    def _correcting(self, blocks: Sequence[torch.Tensor]) -> list[_Correcting | None]:
         """Return what corrects other tokens as each of these blocks is computed."""
-        kv = self._kv
         if not self._correct or not blocks:
-            return [[] for _ in blocks]
-        found = corrections(self._model.layout, self._placed, blocks, kv.cache.device)
-        return [
-            [_Correcting(kv, each, block) for each in of_block] for of_block, block in zip(found, blocks, strict=True)
-        ]
+            return [None for _ in blocks]
+        found = corrections(self._model.layout, self._placed, blocks, self._kv.cache.device)
+        return [_Correcting(self._kv, each, block) if each else None for each, block in zip(found, blocks, strict=True)]
 
     def _attend(self, queries: int, layers: Sequence[int]) -> torch.Tensor:
         """See `Prompt.attend`."""
@@ -254,28 +252,24 @@ class KVExchange:
         return self._keys, self._values
 
 
-def _observer(corrects: Sequence[_Correcting], layer: int) -> Observer:
-    """Return what shows a layer's new KV to all of these in order."""
-
-    def observe(keys: torch.Tensor, values: torch.Tensor) -> None:
-        for correct in corrects:
-            correct(layer, keys, values)
-
-    return observe
-
-
 class _Correcting:
     """Corrects cached tokens by how others change, in the block that is computed and in those before it."""
 
-    def __init__(self, kv: PromptKV, correction: Correction, block: torch.Tensor) -> None:
-        self._correction = correction
-        self._rows = torch.searchsorted(block, correction.observed).to(kv.cache.device)
-        self._old = kv.reader(correction.observed)
-        self._add = kv.adder(correction.corrected)
+    def __init__(self, kv: PromptKV, found: Sequence[Correction], block: torch.Tensor) -> None:
+        self._parts = [
+            (
+                torch.searchsorted(block, each.observed).to(kv.cache.device),
+                kv.reader(each.observed),
+                each.estimate,
+                kv.adder(each.corrected),
+            )
+            for each in found
+        ]
 
     def __call__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        changes = [
-            new[:, self._rows].transpose(0, 1).float() - old.float()
-            for new, old in zip((keys, values), self._old(layer), strict=True)
-        ]
-        self._add(layer, *self._correction.estimate(layer, *changes))
+        for rows, read, estimate, add in self._parts:
+            changes = [
+                new[:, rows].transpose(0, 1).float() - old.float()
+                for new, old in zip((keys, values), read(layer), strict=True)
+            ]
+            add(layer, *estimate(layer, *changes))

@@ -3,6 +3,5 @@
 blend_options  options of the engine and of each request
 planning       the scheduler's side: finds segments, asks the store, decides, keeps approximate KV apart from exact KV
 paged_model    the engine's layers behind `cuvee.blend.recompute_model.RecomputeModel`
-quality        which cost keeps the KL that was asked for, learned from checks
 executing      the workers' side: recomputes tokens among the placed segments
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -373,50 +372,6 @@ def test_no_more_than_one_unit_is_prepared_at_a_time() -> None:
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """Ranks in threads, that wait for each other in `agree` and in every layer, as those of an engine do."""
-
-    def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count, timeout=20)
-        self.said: list[bool] = []
-
-    def agree(self, well: bool) -> bool:
-        self.said.append(well)
-        self.barrier.wait()
-        together = all(self.said[-self.barrier.parties :])
-        self.barrier.wait()
-        return together
-
-    def meet(self) -> None:
-        self.barrier.wait()
-
-
-def blend_on(ranks: Ranks, fails: Callable[[str], None]) -> tuple[Any, BaseException | None]:
-    """A blend on one rank: what it did, and what it raised."""
-    blend = request(0.6)
-    cache = pages(blend.start, blend.pieces, 38)
-    model = PagesModel(cache, blend.blocks)
-
-    def before(where: str) -> None:
-        fails(where)
-        if where == "layer":
-            ranks.meet()
-
-    model.fails = before
-
-    def open_model(blocks: Sequence[int]) -> Any:
-        fails("open")
-        return model
-
-    blending = PageBlender(cache, BLOCK, open_model, 0.0, lambda t: t, ranks.agree, 4).begin(blend, 38)
-    try:
-        while not blending.done:
-            blending.advance(10)
-    except BaseException as error:
-        return blending, error
-    return blending, None
-
-
 class Fails:
     """Raises the `number`-th time that a rank comes to a place."""
 
@@ -429,45 +384,58 @@ class Fails:
             raise MemoryError(f"no room at {where}")
 
 
-def blend_on_two(trouble: Callable[[str], None]) -> tuple[tuple[Any, BaseException | None], ...]:
-    """A blend on a rank that is well and on one with a trouble."""
-    ranks, results = Ranks(2), {}
+def agreements(
+    fails: Callable[[str], None] = lambda where: None, parted: int = 0
+) -> tuple[list[tuple[bool, int]], BaseException | None]:
+    """What one rank says each time that ranks agree, with the layers that it has entered; and what it raises.
 
-    def work(rank: int) -> None:
-        results[rank] = blend_on(ranks, trouble if rank else lambda where: None)
+    Another rank says that it cannot go on at agreement number `parted`.
+    """
+    blend, said, entered = request(0.6), list[tuple[bool, int]](), 0
+    cache = pages(blend.start, blend.pieces, 38)
+    model = PagesModel(cache, blend.blocks)
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(results) == 2, "a rank waits for ever"
-    return results[0], results[1]
+    def before(where: str) -> None:
+        nonlocal entered
+        fails(where)
+        entered += where == "layer"
+
+    def agree(well: bool) -> bool:
+        said.append((well, entered))
+        return well and len(said) != parted
+
+    def open_model(blocks: Sequence[int]) -> Any:
+        before("open")
+        return model
+
+    model.fails = before
+    blending = PageBlender(cache, BLOCK, open_model, 0.0, lambda t: t, agree, 4).begin(blend, 38)
+    try:
+        while not blending.done:
+            blending.advance(10)
+    except (MemoryError, RankFailedError) as error:
+        assert not blending.done
+        return said, error
+    return said, None
 
 
 @pytest.mark.parametrize(
-    "fails",
+    ("place", "number"),
     [
-        Fails("open", 1),  # before anything is computed
-        Fails("rows", 2),  # the first unit
-        Fails("rows", 4),  # a later one
+        ("open", 1),  # before anything is computed
+        ("rows", 2),  # the first unit
+        ("rows", 4),  # a later one
+        ("written", 0),  # the last time
     ],
-    ids=lambda fails: f"{fails.place} {fails.number}",
 )
-def test_no_rank_waits_for_one_that_failed(fails: Fails) -> None:
-    """Whatever fails while a unit is prepared, all ranks hear of it before they compute the unit."""
-    (first, problem), (second, cause) = blend_on_two(Fails(fails.place, fails.number))
-    assert isinstance(problem, RankFailedError) and isinstance(cause, MemoryError)
-    assert not first.tokens and not second.tokens
-
-
-def test_no_rank_waits_for_one_that_failed_at_the_end() -> None:
-    blend = request(0.6)
-    cache = pages(blend.start, blend.pieces, 38)
-    model, whole = PagesModel(cache, blend.blocks), Fails("written", 0)
-    model.fails = whole
-    blending = PageBlender(cache, BLOCK, lambda blocks: model, 0.0, lambda t: t, lambda well: well, 4).begin(blend, 38)
-    while not blending.done:
-        blending.advance(10)
-    (_, problem), (_, cause) = blend_on_two(Fails("written", whole.seen))
-    assert isinstance(problem, RankFailedError) and isinstance(cause, MemoryError)
+def test_no_rank_waits_for_one_that_failed(place: str, number: int) -> None:
+    """Layers wait for those of other ranks. Whatever fails while a unit is prepared, all ranks hear of it before they
+    compute the unit, so all have entered as many layers each time that they agree.
+    """
+    counted = Fails(place, 0)
+    well, nothing = agreements(counted)
+    said, error = agreements(Fails(place, number or counted.seen))
+    assert nothing is None and isinstance(error, MemoryError)
+    assert said == [*well[: len(said) - 1], (False, well[len(said) - 1][1])]
+    told, error = agreements(parted=len(said))
+    assert isinstance(error, RankFailedError) and told == well[: len(said)]
