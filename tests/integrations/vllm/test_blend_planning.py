@@ -177,6 +177,18 @@ def test_a_piece_that_is_missing_is_text(desk: Callable[..., Desk]) -> None:
     assert planned.end == 39 and [piece.start for piece in planned.blend.pieces] == [10]
 
 
+def test_what_the_engine_has_is_not_blended(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d, chunks=3)  # of the third one, less is missing than is worth a load
+    planned = load(d, request, 40)
+    assert planned.blend is not None
+    assert (planned.prefix, planned.start, planned.end) == ([], 40, 65)
+    assert planned.blocks == BLOCKS[5:9] and planned.blend.blocks == BLOCKS[:9]
+    assert planned.blend.start == 40 and [piece.start for piece in planned.blend.pieces] == [44]
+    assert d.matched(ask(d, "s"), 72) == (0, False)
+
+
 @pytest.mark.parametrize("computed", [0, 8])
 def test_the_exact_prefix_comes_first(desk: Callable[..., Desk], computed: int) -> None:
     d = desk()
