@@ -180,7 +180,7 @@ class BlendPlanner:
         ]
         if not pieces:
             return tokens
-        end = min(pieces[-1].end, last)
+        end: int = min(pieces[-1].end, last)
         blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [], options.min_position)
         reused = blend.reused(end)
         if reused < options.min_reused:
