@@ -85,7 +85,7 @@ class Prompt:
         ...     layers=6,
         ...     attend=lambda queries, layers: torch.ones(8),
         ... )
-        >>> Boundary(ratio=1 / 3).select(prompt)  # the second chunk's beginning; the first chunk is exact
+        >>> Boundary(cost=1 / 3).select(prompt)  # the second chunk's beginning; the first chunk is exact
         tensor([3, 4])
 
     Attributes:
