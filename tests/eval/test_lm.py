@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from datasets import Dataset
-from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import get_model
@@ -32,7 +30,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import calibrate, fit
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
@@ -182,80 +180,6 @@ def test_a_hybrid_answers_like_hflm() -> None:
     assert difference(quiet(lm, "loglikelihood", scored), expected) > 0.01
     with pytest.raises(InputError, match=r"^batch_size: must be 1 for qwen3_next, .* got 4"):
         CuveeLM(model, quality="lossless", batch_size=4, **arguments)
-
-
-def local_tasks(tokenizer: Any) -> list[dict[str, Any]]:
-    """A multiple-choice, a generating and a rolling task on a bundled text."""
-    ids = tokenizer(bundled_text("orchard")).input_ids
-    pieces = [tokenizer.decode(ids[t : t + 120]) for t in range(200, 1700, 130)]
-    docs = []
-    for index, piece in enumerate(pieces):
-        *known, last = piece.split(" ")
-        others = [other.split(" ")[-1] for other in pieces if other is not piece][:3]
-        text = " ".join(known[index:])
-        docs.append({"text": text, "whole": piece, "choices": [*others, last], "answer": 3, "target": last})
-    common = {
-        "custom_dataset": lambda **_: {"test": Dataset.from_list(docs)},
-        "test_split": "test",
-        "doc_to_text": "{{text}}",
-    }
-    return [
-        {
-            **common,
-            "task": "choose",
-            "output_type": "multiple_choice",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "{{answer}}",
-            "metric_list": [{"metric": "acc"}, {"metric": "acc_mutual_info"}],
-        },
-        {
-            **common,
-            "task": "continue",
-            "output_type": "generate_until",
-            "doc_to_target": "{{target}}",
-            "generation_kwargs": {"until": [" "], "max_gen_toks": 5},
-            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-        },
-        {
-            **common,
-            "task": "perplexity",
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{whole}}",
-            "metric_list": [{"metric": "word_perplexity"}],
-        },
-    ]
-
-
-def evaluate(lm: Any, tasks: list[dict[str, Any]], **arguments: Any) -> Any:
-    manager = TaskManager(include_defaults=False)
-    return simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=0, random_seed=0, **arguments)
-
-
-def figures(results: Any) -> dict[str, float]:
-    return {
-        f"{task} {name}": value
-        for task, metrics in results["results"].items()
-        for name, value in metrics.items()
-        if isinstance(value, float)
-    }
-
-
-def test_the_bundled_model_gets_the_metrics_of_hflm(bundled: tuple[Any, Any]) -> None:
-    model, tokenizer = bundled
-    tasks = local_tasks(tokenizer)
-    expected = figures(evaluate(HFLM(model, tokenizer=tokenizer, batch_size=4), tasks))
-    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Uncompressed())
-    results = evaluate(lm, tasks)
-    got = figures(results)
-    assert len(got) == 4 and got == pytest.approx(expected, rel=1e-6)
-    assert all(got[name] == expected[name] for name in got if "perplexity" not in name)
-    info = results["config"]["cuvee"]
-    assert info["bits_per_value"] == 32 and info["model"] == model_fingerprint(model)
-    assert info["uncached_requests"] == 12 * 4  # those of acc_mutual_info that have no context
-    assert info["contexts"] == 3 * 12
-    lm.use(Destroyed())
-    assert figures(evaluate(lm, tasks)) != pytest.approx(expected, rel=1e-2)
 
 
 def test_one_batch_holds_contexts_at_the_end_of_the_positions(lively: Callable[..., Any]) -> None:
@@ -720,37 +644,6 @@ def test_the_command_line_runs_a_local_task(
     assert facts["method"]["lossless"] and facts["chunk_tokens"] == 2 and facts["contexts"] == 2
     assert run_cli(["--tasks", "orchard", "--model_arguments", "x"]) == 2 and sys.argv is before
     assert "unrecognized arguments" in capsys.readouterr().err
-
-
-# A long context, so that windows of 16 tokens have passed its first ones.
-LONG_DATA = DATA.replace("w9 w10 w11 w12", " ".join(WORDS[3:43]))
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gemma3_text", marks=pytest.mark.nightly)])
-def test_the_command_line_runs_hybrids_and_windows(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
-    monkeypatch.setenv("TOKENIZERS_PARALLELIZM", "false")
-    model, _, _ = build(name)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.ndim > 1 else 1)
-    model.save_pretrained(tmp_path / "model")
-    word_tokenizer().save_pretrained(tmp_path / "model")
-    calibrate(model, torch.randint(3, 60, (24, 48)), "unit", progress=False).save(tmp_path / "profile")
-    (tmp_path / "orchard.yaml").write_text(YAML)
-    (tmp_path / "data.py").write_text(LONG_DATA)
-    facts = {}
-    for how in ("quality=lossless", f"profile={tmp_path / 'profile'},step=0.5"):
-        options = f"--tasks orchard --device cpu --include_path {tmp_path} --output_path {tmp_path / 'out.json'}"
-        model_args = f"pretrained={tmp_path / 'model'},{how},chunk_tokens=16"
-        assert run_cli(f"--model_args {model_args} {options}".split()) == 0
-        (written,) = tmp_path.glob("out*.json")
-        facts[how] = json.loads(written.read_text())["config"]["cuvee"]
-        written.unlink()
-    sizes = [own["bits_per_value"] for own in facts.values()]
-    assert sizes[1] < sizes[0] / 4 and all(own["contexts"] == 2 for own in facts.values())
 
 
 def test_arguments_are_completed_and_not_overruled(tmp_path: Path) -> None:

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from cuvee.calibration.bundled import load_bundled_model
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
+from cuvee.eval.baselines.quantizers import Uncompressed
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.lm_command import complete_arguments
 from cuvee.eval.tasks import PUBLIC_TASKS, TASKS_PATH, chance, is_ours, main_metric, public, shorter, sources
@@ -341,41 +340,6 @@ def _arguments(sample: dict[str, Any]) -> list[dict[str, Any]]:
         if isinstance(given, dict)
         else [dict(zip(("arg_0", "arg_1"), a, strict=False)) for a in given]
     )
-
-
-def likelihoods(lm: CuveeLM, context: str, ends: list[str]) -> list[float]:
-    """Of each end after the context, in one pass over the whole text without a cache."""
-    found = []
-    for end in ends:
-        start, whole = len(lm.tokenizer(context).input_ids), lm.tokenizer(context + end).input_ids
-        with torch.no_grad():
-            logits = lm.model(input_ids=torch.tensor([whole])).logits[0].log_softmax(-1)
-        found.append(sum(float(logits[at - 1, whole[at]]) for at in range(start, len(whole))))
-    return found
-
-
-def test_scores_are_those_of_one_pass(lm: CuveeLM, folder: Path) -> None:
-    lm.use(Uncompressed())
-    found = evaluate(
-        lm, ["cuvee_lines_100", "cuvee_xquad"], 6, lines=10, passages=3, data=str(folder), any_version=True
-    )
-    for sample in found["samples"]["cuvee_lines_100"]:
-        doc = sample["doc"]
-        values = likelihoods(lm, doc["context"] + doc["question"], doc["choices"])
-        assert sample["acc"] == (max(range(10), key=values.__getitem__) == doc["answer"])
-    for sample in found["samples"]["cuvee_xquad"]:
-        doc = sample["doc"]
-        (value,) = likelihoods(lm, doc["context"] + doc["question"], [doc["continuation"]])
-        assert sample["nats_per_word"] == pytest.approx(-value / len(doc["answer"].split()), rel=1e-4)
-
-
-def test_a_destroyed_cache_costs_more(lm: CuveeLM, folder: Path) -> None:
-    scores = {}
-    for name, method in (("exact", Uncompressed()), ("destroyed", Destroyed())):
-        lm.use(method)
-        results = evaluate(lm, ["cuvee_xquad"], 8, passages=3, data=str(folder), any_version=True)["results"]
-        scores[name] = results["cuvee_xquad"]["nats_per_word,none"]
-    assert scores["destroyed"] > scores["exact"] + 1
 
 
 def test_a_context_longer_than_the_model(lm: CuveeLM, folder: Path) -> None:

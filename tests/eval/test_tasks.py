@@ -158,12 +158,3 @@ def test_destroyed_cache_cannot_be_re_read(scores: Any) -> None:
     errors = [result["nats_per_word_stderr,none"] for result in (exact, destroyed)]
     assert exact["nats_per_word,none"] + 0.3 < rough["nats_per_word,none"] < destroyed["nats_per_word,none"] - 1
     assert destroyed["nats_per_word,none"] - exact["nats_per_word,none"] > 5 * math.hypot(*errors)
-
-
-@pytest.mark.nightly
-def test_prose_hardly_needs_its_context(scores: Any) -> None:
-    lost = {
-        name: scores["destroyed"][name]["nats_per_word,none"] - scores["exact"][name]["nats_per_word,none"]
-        for name in NLL_TASKS
-    }
-    assert 0 < lost["cuvee_books_nll"] < 0.2 * lost["cuvee_reread_nll"]

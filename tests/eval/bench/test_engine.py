@@ -35,7 +35,7 @@ from cuvee.eval.bench.engine import (
     show_engine,
 )
 from cuvee.eval.bench.engine_process import CHUNK, Engine, EngineAnswer
-from cuvee.eval.bench.timing import paired, spread
+from cuvee.eval.bench.timing import paired
 
 SMALL = EngineScope(
     VARIANTS[:1], lengths=(256, 512), rounds=1, hits=2,
@@ -48,10 +48,6 @@ MODEL = {
 
 
 # Statistics ------------------------------------------------------------------------------------------------------
-
-
-def test_a_spread_is_the_median_and_two_quantiles() -> None:
-    assert spread([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == {"median": 3.5, "p20": 2.0, "p80": 5.0, "runs": 6}
 
 
 def test_ratios_are_taken_within_a_turn() -> None:

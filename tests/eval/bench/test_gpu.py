@@ -93,33 +93,46 @@ def test_lossless_bytes_unlike_the_cpus_are_refused_and_the_other_groups_measure
     assert "**lossless is wrong**: lossless bytes are not" in shown(tmp_path, "failed", "speed", report)
 
 
-def test_what_the_cpu_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    right = Codec.decode
-
-    def wrong(self: Codec, *args: Any) -> Any:
-        chunk: Any = right(self, *args)
-        chunk.values[1].mul_(0.7)
-        return chunk
-
-    monkeypatch.setattr(Codec, "decode", wrong)
-    with pytest.raises(CuveeError, match="the CPU reads these bytes"):
-        measure_one(device)
+def other_values(right: Any, calls: int, codec: Codec, *given: Any) -> Any:
+    chunk = right(codec, *given)
+    chunk.values[1].mul_(0.7)
+    return chunk
 
 
-def test_what_the_device_reads_otherwise_of_the_cpu_is_refused(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
+def other_keys_of_a_chunk(right: Any, calls: int, codec: Codec, *given: Any) -> Any:
+    if not isinstance(given[0], KVChunk):
+        return right(codec, *given)
+    chunk = given[0]
+    return right(codec, KVChunk([key * 0.5 for key in chunk.keys], chunk.values, chunk.layout, chunk.start))
+
+
+def nothing_after_the_proof(right: Any, calls: int, codec: Codec, *given: Any) -> Any:
+    """The caches that were encoded lie in the pages: what timed runs leave behind must not be those."""
+    return right(codec, *given) if calls < 2 else PendingDecode(())
+
+
+def other_bytes_of_batches(right: Any, calls: int, codec: Codec, *given: Any) -> Any:
+    blobs = right(codec, *given)
+    return blobs if calls < 2 else [blob[:-1] + b"!" for blob in blobs]
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "message"),
+    [
+        ("decode", other_values, "the CPU reads these bytes"),
+        ("encode", other_keys_of_a_chunk, "a decoded cache has a relative error"),
+        ("decode_paged", nothing_after_the_proof, "nothing is reported"),
+        ("encode", other_bytes_of_batches, "1 chunks at once become other bytes"),
+    ],
+)
+def test_nothing_is_reported_of_a_wrong_codec(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, method: str, wrong: Callable[..., Any], message: str
 ) -> None:
-    right = Codec.encode
-
-    def wrong(self: Codec, *args: Any) -> Any:
-        if not isinstance(args[0], KVChunk):
-            return right(self, *args)
-        chunk = args[0]
-        return right(self, KVChunk([key * 0.5 for key in chunk.keys], chunk.values, chunk.layout, chunk.start))
-
-    monkeypatch.setattr(Codec, "encode", wrong)
-    with pytest.raises(CuveeError, match="a decoded cache has a relative error"):
-        measure_one(device)
+    right, calls = getattr(Codec, method), iter(range(100))
+    monkeypatch.setattr(Codec, method, lambda codec, *given: wrong(right, next(calls), codec, *given))
+    scope = replace(TINY, chunks=(1,))
+    with pytest.raises(CuveeError, match=message):
+        measure_group(Clock(device, TINY.effort), "layer", scope, Pages(LAYOUT, 1, 8, 4, device), {})
 
 
 def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
@@ -137,36 +150,6 @@ def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
     pages.rows[2, pages.slots[0]] *= 0.7  # one unit of four: half as much over all
     with pytest.raises(CuveeError, match="nothing is reported"):
         pages.check(chunks, range(3))
-
-
-def measure_one(device: torch.device) -> None:
-    scope = replace(TINY, chunks=(1,))
-    measure_group(Clock(device, TINY.effort), "layer", scope, Pages(LAYOUT, 1, 8, 4, device), {})
-
-
-def test_a_decoder_that_stops_writing_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """The caches that were encoded lie in the pages: what timed runs leave behind must not be those."""
-    right, calls = Codec.decode_paged, iter(range(100))
-
-    def wrong(self: Codec, *args: Any) -> PendingDecode:
-        return right(self, *args) if next(calls) < 2 else PendingDecode(())
-
-    monkeypatch.setattr(Codec, "decode_paged", wrong)
-    with pytest.raises(CuveeError, match="nothing is reported"):
-        measure_one(device)
-
-
-def test_batches_of_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    right: Callable[..., Any] = Codec.encode
-    calls = iter(range(100))
-
-    def wrong(self: Codec, *args: Any) -> Any:
-        blobs = right(self, *args)
-        return blobs if next(calls) < 2 else [blob[:-1] + b"!" for blob in blobs]
-
-    monkeypatch.setattr(Codec, "encode", wrong)
-    with pytest.raises(CuveeError, match="1 chunks at once become other bytes"):
-        measure_one(device)
 
 
 @pytest.mark.parametrize("group", ["head", "layers:2"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from tests.eval.report.world import filled
 
-from cuvee.codec.errors import CuveeError, FormatError, InputError, VersionError
+from cuvee.codec.errors import FormatError, InputError, VersionError
 from cuvee.eval.report.against import Change, Figures, changes_since
 from cuvee.eval.stats import paired_difference
 
@@ -164,11 +163,3 @@ def test_damage_is_found(report: Report, tmp_path: Path, path: tuple[Any, ...], 
         inside[last] = value
     with pytest.raises(FormatError, match="is damaged"):
         figures(report, tmp_path)
-
-
-def test_numbers_that_are_none_are_found(report: Report, tmp_path: Path) -> None:
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps(report).replace("0.1,", "NaN,"))
-    with pytest.raises(CuveeError):
-        Figures.load(path)
-    assert math.isfinite(figures(report, tmp_path).found["kivi2", "kl"].value)

@@ -558,15 +558,6 @@ def test_every_setting_of_a_dial_is_told_apart(report: dict[str, Any]) -> None:
             assert f"{entry['label']} @" not in text
 
 
-def test_small_numbers_are_not_zero(report: dict[str, Any]) -> None:
-    first = report["quality"][0]
-    first |= {"kl": 1.234e-9, "kl_stderr": None, "delta_nll": -3.2e-7, "delta_nll_stderr": 0.01, "top1": 1.0}
-    first |= {"top1_stderr": 0.0, "bits_per_value": 0.0123}
-    row = by_first(read_markdown(markdown(report, {}))[0]["Every method"][0])["16-bit cache"]
-    assert row[1] == "0.0123" and row[3] == "1.2e-09"
-    assert row[4] == f"{MINUS}0.0000003 ± 0.0100000" and row[6] == "100 ± 0%"
-
-
 @pytest.mark.parametrize(
     ("value", "error", "shown"),
     [
