@@ -18,15 +18,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
-
-from rich.console import Console
 
 from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.errors import InputError
 from cuvee.eval.bench.engine_process import Engine, EngineAnswer, EngineVariant, conditions
-from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
+from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.bench.timing import paired, spread
 from cuvee.eval.documents import ReportTable
 
@@ -55,16 +54,13 @@ class BlendScope:
     quality: str = "lossless"
 
 
-def run_blend_bench(
-    scope: BlendScope, model: Path, profile: Path | None = None, progress: Console | None = None
-) -> dict[str, Any]:
+def run_blend_bench(scope: BlendScope, model: Path, profile: Path | None = None) -> dict[str, Any]:
     """Run the benchmark.
 
     Args:
         scope: what to measure.
         model: folder of a checkpoint, with its tokenizer.
         profile: of this model, for a lossy quality.
-        progress: where to list what is being measured; None for nowhere.
 
     Returns:
         The report, as a dict for JSON.
@@ -77,7 +73,6 @@ def run_blend_bench(
     need_vllm()
     if bad := [length for length in scope.lengths if length < scope.document or length % scope.document]:
         raise InputError(f"length: must be a multiple of {scope.document} tokens, got {bad[0]}")
-    say = timed_lines(progress)
     longest = max(scope.lengths) + _HEAD + _QUESTION
     tokens = _tokens(model, longest)
     documents = [tokens[at : at + scope.document] for at in range(0, max(scope.lengths), scope.document)]
@@ -101,7 +96,7 @@ def run_blend_bench(
             )  # fmt: skip
         engine.reach("segment", len(documents))
         engine.idle()
-        measured = [_length(scope, engine, length, documents, head, question, say) for length in scope.lengths]
+        measured = [_length(scope, engine, length, documents, head, question) for length in scope.lengths]
     return {
         **conditions(model, scope.quality, profile),
         "document_tokens": scope.document,
@@ -117,13 +112,10 @@ def _length(
     documents: Sequence[Sequence[int]],
     head: Sequence[int],
     question: Sequence[int],
-    say: Any,
 ) -> dict[str, Any]:
     """Make prompts with this many tokens of documents."""
     rng = random.Random(length)
-    full: list[float] = []
-    blended: dict[float, list[float]] = {cost: [] for cost in scope.costs}
-    moved: dict[float, list[float]] = {cost: [] for cost in scope.costs}
+    turns: list[tuple[EngineAnswer, dict[float, EngineAnswer]]] = []  # computed, and blended by cost
     spans = [[len(head) + at, len(head) + at + scope.document] for at in range(0, length, scope.document)]
     for turn in range(scope.rounds + 1):
         say(f"{length} tokens, turn {turn} of {scope.rounds}")
@@ -143,21 +135,17 @@ def _length(
             params={"cuvee": {"segments": spans, "blend": False}},
         )  # fmt: skip
         engine.idle()
-        if not turn:  # what runs for the first time is compiled, or touches memory for the first time
-            continue
-        full.append(exact.seconds)
-        for cost in scope.costs:
-            blended[cost].append(answers[cost].seconds)
-            moved[cost].append(_moved(answers[cost], exact))
+        if turn:  # what runs for the first time is compiled, or touches memory for the first time
+            turns.append((exact, answers))
+    full = [exact.seconds for exact, _ in turns]
     return {
         "tokens": length,
         "computed_seconds": spread(full),
         "blends": [
             {
                 "cost": cost,
-                "seconds": spread(blended[cost]),
-                "over_computed": paired([[value] for value in blended[cost]], full),
-                "kl": sum(moved[cost]) / len(moved[cost]),
+                "over_computed": paired([[answers[cost].seconds] for _, answers in turns], full),
+                "kl": fmean(_moved(answers[cost], exact) for exact, answers in turns),
             }
             for cost in scope.costs
         ],
@@ -207,11 +195,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
+def _measure(given: argparse.Namespace) -> dict[str, Any]:
     scope = BlendScope(rounds=2 if given.quick else 5, quality=given.quality)
     if given.length:
         scope = replace(scope, lengths=tuple(sorted(set(given.length))))
-    return run_blend_bench(scope, checkpoint(given.model), given.profile, progress)
+    return run_blend_bench(scope, checkpoint(given.model), given.profile)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.engine_process import environment
-from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
+from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.machine import hardware
 
@@ -120,9 +119,8 @@ def counters(url: str) -> list[float]:
     return [sum(one.value for one in samples if one.name == f"vllm:{name}_total") for name in _COUNTED]
 
 
-def run_clients(model: Path, requests: Sequence[str], profile: Path | None, progress: Console | None) -> dict[str, Any]:
+def run_clients(model: Path, requests: Sequence[str], profile: Path | None) -> dict[str, Any]:
     """Send the requests, options of the client, to a server of each variant; return the report, as a dict for JSON."""
-    say = timed_lines(progress)
     found: dict[str, Any] = {}
     lossy = {name for name, options in VARIANTS.items() if options and options["quality"] != "lossless"}
     with tempfile.TemporaryDirectory(prefix="cuvee-clients-") as name:
@@ -219,10 +217,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, help="of the model; without it, no lossy variant runs")
 
 
-def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
+def _measure(given: argparse.Namespace) -> dict[str, Any]:
     need_vllm()
     profile = None if given.profile is None else given.profile.resolve()
-    return run_clients(checkpoint(given.model), REQUESTS, profile, progress)
+    return run_clients(checkpoint(given.model), REQUESTS, profile)
 
 
 if __name__ == "__main__":

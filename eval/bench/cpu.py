@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
 
 import cuvee
 from cuvee.calibration.bundled import CALIBRATION_TEXTS
@@ -41,7 +40,7 @@ from cuvee.codec.models.rope import rotate
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.eval.bench.frame import Shown, machine_line, run_bench, timed_lines
+from cuvee.eval.bench.frame import Shown, machine_line, run_bench, say
 from cuvee.eval.bench.shapes import llama_layout
 from cuvee.eval.bench.timing import rates, spread
 from cuvee.eval.documents import ReportTable
@@ -249,16 +248,14 @@ def _own(profile: Profile, quality: str, source: FlatCache, target: FlatCache) -
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def run_cpu_bench(
-    model: str, profile: Path | None = None, quick: bool = False, progress: Console | None = None
-) -> dict[str, Any]:
+def run_cpu_bench(model: str, profile: Path | None = None, quick: bool = False) -> dict[str, Any]:
     """Run the benchmark on a model's cache and on the synthetic one; return the report, as a dict for JSON.
 
     Raises:
         CuveeError: a round trip changed something, so nothing is reported.
         see `real_cache`.
     """
-    say, rounds = timed_lines(progress), QUICK_ROUNDS if quick else ROUNDS
+    rounds = QUICK_ROUNDS if quick else ROUNDS
     found = []
     with torch_threads(1):
         for name in (model, SYNTHETIC):
@@ -357,8 +354,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, help="of the model: learn none")
 
 
-def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    return run_cpu_bench(given.model, given.profile, given.quick, progress)
+def _measure(given: argparse.Namespace) -> dict[str, Any]:
+    return run_cpu_bench(given.model, given.profile, given.quick)
 
 
 if __name__ == "__main__":

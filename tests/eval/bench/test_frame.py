@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.frame import Shown, run_bench
@@ -20,7 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=1)
 
 
-def measure(given: argparse.Namespace, progress: Console) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, Any]:
     if given.size < 0:
         raise CuveeError(f"size: must be 0 or more, got {given.size}")
     return {"size": given.size}
