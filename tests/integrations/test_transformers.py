@@ -255,14 +255,6 @@ def test_device_is_the_one_asked_for(model: Any, layout: KVLayout) -> None:
         assert decoded.layers[0].keys.device.type == expected
 
 
-def test_static_cache_is_read_by_value(model: Any, layout: KVLayout) -> None:
-    codec = lossless_codec(layout)
-    static = prefill(model, prompt(1), StaticCache(config=model.config, max_cache_len=64))
-    assert static.layers[0].keys.shape[-2] == 64
-    decoded = decode_cache(codec, encode_cache(codec, static, chunk_tokens=CHUNK), model.config)
-    same(decoded, prefill(model, prompt(1)))
-
-
 def test_a_static_window_that_dropped_tokens_is_refused(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model("gemma3-full-first")
     codec = lossless_codec(KVLayout.from_config(model.config, dtype="float32"))
@@ -392,16 +384,6 @@ def test_a_left_padded_batch_without_its_mask_is_refused(model: Any, layout: KVL
         decode_cache(codec, blobs, model.config)
     with pytest.raises(InputError, match=r"^blobs: must hold 21 tokens of row 1, got 16: .* not that of encode_cache$"):
         decode_cache(codec, blobs, model.config, attention_mask=torch.ones_like(mask))
-
-
-def test_a_right_padded_batch_without_a_mask_keeps_its_padding(model: Any, layout: KVLayout) -> None:
-    """Its real tokens are at the right positions; what is behind them is coded like tokens."""
-    mask = torch.ones(2, TOKENS, dtype=torch.int64)
-    mask[1, 16:] = 0
-    cache = padded(model, mask)
-    codec = lossless_codec(layout)
-    decoded = decode_cache(codec, encode_cache(codec, cache, chunk_tokens=CHUNK), model.config)
-    same(decoded, cache)
 
 
 @pytest.mark.parametrize(
@@ -672,14 +654,6 @@ def test_a_cache_that_does_not_fit_is_our_error(
         decode_cache(codec, blobs, model.config)
 
 
-def test_a_device_that_the_codec_does_not_serve_gets_a_copy(model: Any, layout: KVLayout) -> None:
-    codec = Codec(codec_profile.Profile.unlearned(layout), "lossless", backend="numba")
-    assert not codec.on_device("cpu") and not codec.on_device("cuda")
-    blobs = encode_cache(codec, prefill(model, prompt(1, 4)))
-    decoded: Any = decode_cache(codec, blobs, model.config, device="meta")
-    assert decoded.layers[0].keys.device.type == "meta"
-
-
 # A cache in a file ------------------------------------------------------------------------------------------------
 
 
@@ -776,15 +750,6 @@ def test_a_disk_that_is_full_leaves_the_old_file(model: Any, tmp_path: Path, mon
     with pytest.raises(OSError, match="No space left"):
         save_cache(prefill(model, prompt(1, 5)), path)
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_the_model_will_do_for_its_configuration(model: Any, layout: KVLayout) -> None:
-    codec = lossless_codec(layout)
-    blobs = encode_cache(codec, prefill(model, prompt(1)))
-    same(decode_cache(codec, blobs, model), decode_cache(codec, blobs, model.config))
-    for wrong in ("llama", None, 3):
-        with pytest.raises(InputError, match=r"^model: must be a transformers model or its configuration"):
-            decode_cache(codec, blobs, wrong)  # type: ignore[arg-type]
 
 
 def test_a_cache_without_values_is_refused(model: Any, layout: KVLayout) -> None:

@@ -114,28 +114,7 @@ def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
     return all(map(torch.equal, left, right))
 
 
-# There and back -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("secrets", [(), SECRETS[:1]])
-def test_pages_come_back_exactly_and_nothing_else_is_written(
-    desk: Callable[..., Desk], secrets: Sequence[bytes]
-) -> None:
-    writer = desk(secrets=secrets)
-    wanted = writer.tokens(range(11))
-    assert writer.save(range(11)) == [True] * 11
-    for reader in (writer, desk(secrets=secrets)):
-        for tensor in reader.keys + reader.values:
-            tensor.fill_(torch.nan)
-        assert reader.pages.stored(named(range(12))) == [True] * 11 + [False]
-        assert reader.load(range(11), range(20, 31)) == [True] * 11
-        assert equal(reader.tokens(range(20, 31)), wanted)
-        others = reader.tokens(range(20)) + reader.tokens(range(31, PAGES))
-        assert all(bool(tensor.isnan().all()) for tensor in others)
-        counts = reader.counts.snapshot()
-        assert counts["loaded_pages"] == 11 and "missed_pages" not in counts
-        assert counts["loaded_raw_bytes"] == 11 * PAGE * LAYOUT.bytes_per_token
-    assert set(writer.store.entries) == {writer.key(page) for page in range(11)}
+# Positions and tokens ------------------------------------------------------------------------------------------------
 
 
 def test_pages_at_another_position_are_not_those_that_were_stored(
@@ -367,15 +346,7 @@ def test_fetching_takes_no_longer_than_a_lookup(
     assert len(waited) >= 2 and waited == sorted(waited, reverse=True) and waited[0] <= 0.5
 
 
-# Stores that forget ---------------------------------------------------------------------------------------------------
-
-
-def test_pages_behind_a_missing_one_are_not_loaded(desk: Callable[..., Desk], store: DictStore) -> None:
-    d = desk()
-    d.save(range(8))
-    del store.entries[d.key(2)]
-    assert d.pages.stored(named(range(4))) == [True, True, False, True]
-    assert desk().load(range(8), range(20, 28)) == [True] * 2 + [False] * 6
+# Deleting ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secrets", [(), SECRETS])
@@ -527,9 +498,6 @@ def test_slots_of_another_number_are_refused(desk: Callable[..., Desk]) -> None:
             method(d.cache, d.at(range(3)), named(range(2)), 0)
     with pytest.raises(InputError, match="name: must be"):
         d.pages.stored([b""])
-
-
-# Stores that lie ------------------------------------------------------------------------------------------------------
 
 
 def test_tags_are_bound_to_tenant_digest_and_rank() -> None:

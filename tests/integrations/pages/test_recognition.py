@@ -9,11 +9,9 @@ import torch
 from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.pages import recognition
 from cuvee.integrations.pages.recognition import Recognizer, tells_positions
@@ -129,17 +127,6 @@ def test_slots_that_the_cache_does_not_have_are_refused(recognizer: Recognizer, 
     for bad in (-1, TOKENS):
         with pytest.raises(InputError, match=r"slots: must be 0 … 299 in layer 0"):
             recognizer.recognize(PagedCache.of_chunk(chunk), torch.tensor([0, bad]))
-
-
-# In a codec ----------------------------------------------------------------------------------------------------
-
-
-def test_what_is_recognized_codes_like_what_is_told(profile: Profile, chunk: KVChunk) -> None:
-    codec, cache = Codec(profile, step=0.25), PagedCache.of_chunk(chunk)
-    found = Recognizer(profile).recognize(cache, slots(TOKENS))
-    assert found.start is not None
-    told = codec.encode(chunk.with_token_ids(ids_of(range(TOKENS))))
-    assert codec.encode(PagedChunks(cache, [slots(TOKENS)], [found.start], tokens=[found.token_ids])) == [told]
 
 
 # Searching -----------------------------------------------------------------------------------------------------
