@@ -139,8 +139,8 @@ def decode_rows(
     for held in parts.values():
         numbers = [number for number, own in enumerate(holders) if own == held]
         if numbers:
-            pages = ([unit[layer].transpose(1, 2) for layer in held] for unit in (keys, values))
-            cache = PagedCache(_part(layout, held), *pages)
+            own_keys, own_values = ([unit[layer].transpose(1, 2) for layer in held] for unit in (keys, values))
+            cache = PagedCache(_part(layout, held), own_keys, own_values)
             slots = []
             for number in numbers:
                 row, column = places[number]

@@ -131,15 +131,11 @@ class Entries:
                 break
         return done
 
-    def open(self, found: Found, start: int | None, dtype: str) -> Opened:
-        """Open the entry of a page of a call, whose first token is at position `start`.
-
-        Raises:
-            CuveeError: it is damaged, or the blob of another page.
-        """
+    def as_stored(self, found: Found, start: int | None, dtype: str) -> Stored:
+        """Return what opens the entry of a page of a call, whose first token is at position `start`."""
         expected = Expected(self.names.page_tokens, self._position(start, found.number), dtype)
         bound = self.keys.bound_to(self.names.tenant, found.page)
-        return self.io.open(Stored((found.entry,), bound, expected, "page"))
+        return Stored((found.entry,), bound, expected, "page")
 
     def blame(self, problem: CuveeError, page: bytes) -> None:
         """Count a page that was not read. If it never will be, delete it, so that it can be stored again."""
@@ -196,7 +192,7 @@ class Entries:
             ]
             until = time.monotonic() + patience
             for number, written in writing:
-                done[number] = bool(self._wait_for("put", "store", written, self.load_timeout, until))
+                done[number] = self._wait_for("put", "store", written, self.load_timeout, until) is True
             patience = until - time.monotonic()
             if patience <= 0:
                 break

@@ -189,15 +189,11 @@ class PageStore:
 
         def restore(found: Sequence[Found]) -> tuple[int, CuveeError | None]:
             began, dtype = time.monotonic(), cache.layout.dtype
-            opened, problem = self._entries.io.in_a_row(
-                partial(self._entries.open, each, start, dtype) for each in found
-            )
-            blobs, damage = self._entries.io.place(
-                cache, opened, [[of_page[each.number]] for each in found[: len(opened)]]
-            )
+            entries = [self._entries.as_stored(each, start, dtype) for each in found]
+            blobs, problem = self._entries.io.restore(cache, entries, [[of_page[each.number]] for each in found])
             self._counts.count("decode_seconds", time.monotonic() - began)
             self._counts.count("loaded_blob_bytes", sum(len(each.entry) for each in found[: len(blobs)]))
-            return len(blobs), damage or problem
+            return len(blobs), problem
 
         with self._engine_calls as admitted:
             loaded = self._entries.in_order(pages, restore, self._load_timeout) if admitted else 0
@@ -223,7 +219,7 @@ class PageStore:
         pages, fetched = [self._names.page(name) for name in names], []
 
         def verified(found: Found) -> Fetched:
-            opened = self._entries.open(found, start, self.layout.dtype)
+            opened = self._entries.io.open(self._entries.as_stored(found, start, self.layout.dtype))
             self._entries.io.codec.verify(opened.blob)
             return Fetched(found.page, opened)
 

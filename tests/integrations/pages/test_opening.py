@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,7 @@ from cuvee.integrations.pages import Counts, PageStores
 LAYOUT = KVLayout("test", (LayerLayout(4, 8, 8, None),) * 2, "float32", None)
 
 
-def opened(
-    layout: KVLayout = LAYOUT, *, positions: bool = True, page_tokens: int = 16, **options: object
-) -> PageStores:
+def opened(layout: KVLayout = LAYOUT, *, positions: bool = True, page_tokens: int = 16, **options: Any) -> PageStores:
     given = CodingOptions.from_dict({"store": "memory://?max_gb=0.011", **options})
     return PageStores(
         given, layout, lambda: "weights", checkpoint=("nowhere", None), engine="test", page_tokens=page_tokens,
