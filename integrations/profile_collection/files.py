@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cuvee.integrations.profile_collection.location import ProfileLocation
 from cuvee.integrations.stores.base import StoreError
-from cuvee.integrations.stores.safe_files import open_file, open_folder, read_exactly, write_all
+from cuvee.integrations.stores.safe_files import open_file, open_folder, read_exactly, temporary_file, write_all
 
 # Profiles are read by others than their writer. They hold no user's data, unlike the entries of a store.
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
@@ -90,19 +89,13 @@ class _FolderFiles(NamedFiles):
     def write(self, files: Mapping[str, bytes]) -> None:
         # Readers see the old file, or all of the new one, even after a power failure.
         for name, data in files.items():
-            temporary = ".tmp-" + secrets.token_hex(8)
             try:
                 with self._folder_of(name, create=True) as folder:
-                    try:
-                        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                        with open_file(temporary, folder, flags, _FILE_MODE) as file:
-                            write_all(file, data)
-                            os.fsync(file)
+                    with temporary_file(folder, _FILE_MODE) as (temporary, file):
+                        write_all(file, data)
+                        os.fsync(file)
                         os.replace(temporary, name.rpartition("/")[2], src_dir_fd=folder, dst_dir_fd=folder)
-                        os.fsync(folder)
-                    finally:
-                        with suppress(FileNotFoundError):
-                            os.unlink(temporary, dir_fd=folder)
+                    os.fsync(folder)
             except OSError as error:
                 raise StoreError(f"{name}: cannot be written in {self.shown}: {error}") from error
 

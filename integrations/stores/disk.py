@@ -26,7 +26,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +38,7 @@ from cuvee.integrations.stores import folder, safe_files
 from cuvee.integrations.stores.base import check_bytes, is_tenant
 from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, make_header
-from cuvee.integrations.stores.safe_files import open_store_folder
+from cuvee.integrations.stores.safe_files import open_store_folder, temporary_file
 
 # Shares of the budget: eviction begins above the first and ends at the second.
 _FULL, _KEEP = 0.95, 0.90
@@ -113,16 +112,10 @@ class DiskStore(CountedStore):
         size = HEADER_BYTES + len(blob)
         if self.max_bytes is not None and size > int(_KEEP * self.max_bytes):
             return self._too_large(len(blob), int(_KEEP * self.max_bytes) - HEADER_BYTES)
-        with self._errors(), open_store_folder(self.root, create=True) as root:
-            temporary = ".tmp-" + secrets.token_hex(8)
-            try:
-                with safe_files.open_file(temporary, root, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                    safe_files.write_all(file, make_header(key, blob, time.time()))
-                    safe_files.write_all(file, blob)
-                return self._name(root, temporary, key, size)
-            finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary, dir_fd=root)
+        with self._errors(), open_store_folder(self.root, create=True) as root, temporary_file(root) as (name, file):
+            safe_files.write_all(file, make_header(key, blob, time.time()))
+            safe_files.write_all(file, blob)
+            return self._name(root, name, key, size)
 
     def _there(self, keys: Sequence[str]) -> list[bool]:
         there = [False] * len(keys)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -31,6 +32,18 @@ def open_file(name: str, parent: int, flags: int = os.O_RDONLY, mode: int = 0o60
         yield file
     finally:
         os.close(file)
+
+
+@contextmanager
+def temporary_file(parent: int, mode: int = 0o600) -> Iterator[tuple[str, int]]:
+    """Create `.tmp-<random>` in an open folder; yield its name and descriptor, and delete it unless it is renamed."""
+    name = ".tmp-" + secrets.token_hex(8)
+    try:
+        with open_file(name, parent, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
+            yield name, file
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=parent)
 
 
 @contextmanager

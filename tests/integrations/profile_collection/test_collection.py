@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -303,28 +302,6 @@ def test_a_failed_push_leaves_the_newest_as_it_was(folder: Path, monkeypatch: py
     assert pull(folder).id == small_profile(1 if fails == 5 else 0).id
 
 
-def test_readers_always_find_a_profile_while_others_push(folder: Path) -> None:
-    ids = {small_profile(number).id for number in range(4)}
-    over = threading.Event()
-
-    def keep_pushing(first: int) -> None:
-        number = first
-        while not over.is_set():
-            push(str(folder), small_profile(number % 4))
-            number += 1
-
-    writers = [threading.Thread(target=keep_pushing, args=(first,)) for first in range(2)]
-    for writer in writers:
-        writer.start()
-    try:
-        for _ in range(60):
-            assert pull(folder).id in ids
-    finally:
-        over.set()
-        for writer in writers:
-            writer.join()
-
-
 # Object storage -----------------------------------------------------------------------------------------------------
 
 
@@ -333,15 +310,6 @@ def bucket() -> Iterator[FakeHTTP]:
     pytest.importorskip("obstore", reason="needs obstore")
     with fake_http() as server:
         yield server
-
-
-def test_a_damaged_object_is_not_a_missing_one(bucket: FakeHTTP) -> None:
-    push(bucket.url, small_profile())
-    assert sorted(bucket.objects) == sorted([f"/kv/{profile_name()}", f"/kv/{NEWEST}"])
-    bucket.objects[f"/kv/{profile_name()}"] = b"<html>welcome to our captive portal</html>" * 3
-    refuses(bucket.url, FormatError, f"^{bucket.url}: {profile_name()}: is not a safetensors file", "push the profile")
-    bucket.objects[f"/kv/{NEWEST}"] = b"<html>"
-    refuses(bucket.url, FormatError, f"^{NEWEST} in {bucket.url}: must be an id")
 
 
 def test_sizes_of_objects_are_bounded(bucket: FakeHTTP, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,15 +339,6 @@ def test_a_bucket_that_is_down_is_an_error_and_its_password_stays_secret(
         with pytest.raises(StoreError) as caught:
             call()
         assert "verysecret" not in str(caught.value) and "503" in str(caught.value)
-
-
-def test_a_push_that_fails_halfway_leaves_the_newest_as_it_was(bucket: FakeHTTP) -> None:
-    push(bucket.url, small_profile(0))
-    bucket.tell = lambda method, path: answer("403 No") if method == "PUT" and "/newest-" in path else None
-    with pytest.raises(StoreError, match=f"^object store {bucket.url}: .*403"):
-        push(bucket.url, small_profile(1))
-    bucket.tell = lambda method, path: None
-    assert pull(bucket.url).id == small_profile(0).id
 
 
 # Engines ------------------------------------------------------------------------------------------------------------

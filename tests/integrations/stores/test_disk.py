@@ -728,15 +728,6 @@ def test_use_is_noted_once_in_a_while(
     assert caplog.text.count("cannot note the use of entries") == 1
 
 
-@pytest.mark.parametrize("budget", [99_000, 100_000])
-def test_the_budget_is_kept_after_every_put(root: Path, budget: int) -> None:
-    store = DiskStore(root, max_bytes=budget)
-    for name in range(120):
-        store.put(f"ab/{name:04x}", bytes(1000 - HEADER_BYTES))
-        assert used(root) <= budget
-    assert store.flush(20) and counters(store).evictions > 0
-
-
 def test_replacing_does_not_use_up_the_budget(root: Path) -> None:
     store = DiskStore(root, max_bytes=10**4)
     for _ in range(20):

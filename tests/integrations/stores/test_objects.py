@@ -231,14 +231,6 @@ def test_bytes_that_drip_take_no_longer_than_a_request_may(first: bytes, server:
     assert server.sent < 900
 
 
-@pytest.mark.parametrize("status", ["403 No", "500 No"])
-def test_an_answer_that_is_an_error_is_not_asked_for_again(status: str, server: FakeHTTP, store: ObjectStore) -> None:
-    server.tell = lambda method, path: answer(status)
-    with pytest.raises(StoreError, match=status[:3]):
-        store.get(KEY)
-    assert len(server.requests) == 1
-
-
 # Arguments
 
 

@@ -382,25 +382,6 @@ def test_out_of_memory(server: RedisServer, open_redis: Open) -> None:
     assert store.put(KEYS[1], b"after") and store.get(KEYS[1]) == b"after"
 
 
-def test_read_only_replica(server: RedisServer, open_redis: Open) -> None:
-    store = open_redis(server.url)
-    store.put(KEY, b"x")
-    with server.client() as client:
-        client.set(f"cuvee:{KEYS[1]}", b"garbage")
-        client.replicaof("127.0.0.1", "1")
-    try:
-        assert store.get_many(KEYS[:2]) == [b"x", None]
-        assert counted(store).corrupt == 1  # a failed deletion does not fail the get
-        with pytest.raises(StoreError, match=r"(?i)read ?only"):
-            store.put(KEY, b"y")
-        with pytest.raises(StoreError, match=r"(?i)read ?only"):
-            store.delete(KEY)
-    finally:
-        with server.client() as client:
-            client.replicaof("NO", "ONE")
-    assert store.put(KEY, b"y") and store.get(KEY) == b"y" and store.get(KEYS[1]) is None
-
-
 def test_cluster_with_a_node_down(open_redis: Open) -> None:
     with redis_cluster() as servers:
         for server in servers:

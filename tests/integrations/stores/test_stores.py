@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from tests.integrations.stores.s3_server import BUCKET, s3_server
 
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.integrations.stores.base import Store
+from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.memory import MemoryStore
@@ -29,7 +28,7 @@ STORES = ["memory_store", "disk_store", "redis_store", "object_store", "tiered_s
 
 
 # Opens a store at a place, and writes the bytes of an entry there past all stores.
-Place = tuple[Callable[..., Store], Callable[[str, bytes], object]]
+Place = tuple[Callable[..., CountedStore], Callable[[str, bytes], object]]
 
 
 @pytest.fixture
@@ -354,28 +353,6 @@ def test_parts_after_one_that_was_given_up_are_not_stored(tmp_path: Path) -> Non
             assert store.contains([part_key(f"ab/0{at}", number) for number in range(2)]) == [
                 number < kept for number in range(2)
             ]
-
-
-_DIES = """
-import os, sys
-from cuvee.integrations.stores.disk import DiskStore
-
-class Dies(DiskStore):
-    left = int(sys.argv[2])
-
-    def _name(self, *arguments):
-        self.left -= 1
-        return super()._name(*arguments) if self.left >= 0 else os._exit(9)
-
-Dies(sys.argv[1]).put_parts("ab/01", [b"base", b"refinement"])
-"""
-
-
-@pytest.mark.parametrize("written", [0, 1])
-def test_a_process_that_dies_between_parts_leaves_usable_ones(tmp_path: Path, written: int) -> None:
-    done = subprocess.run([sys.executable, "-c", _DIES, str(tmp_path / "kv"), str(written)], timeout=60, check=False)
-    assert done.returncode == 9
-    assert DiskStore(tmp_path / "kv").get_parts(["ab/01"]) == [tuple(PARTS[:written])]
 
 
 @pytest.mark.parametrize(
