@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -19,8 +18,9 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN
+from cuvee.integrations.guard import Once
 
-_log = logging.getLogger(__name__)
+_once = Once(logging.getLogger(__name__))
 
 
 class CacheRows:
@@ -161,16 +161,10 @@ def warn_of_padding(ids: I64) -> None:
     """
     alike = (ids[:, 0] == ids[:, min(1, ids.shape[1] - 1)]) & (ids[:, 0] != NO_TOKEN) & (ids != ids[:, :1]).any(1)
     for id in np.unique(ids[alike, 0]).tolist():
-        _warn_of_padding(id)
-
-
-@cache
-def _warn_of_padding(id: int) -> None:
-    """Warn once per process and id."""
-    _log.warning(
-        "a row of input_ids begins with a run of the id %d: if that pads a left-padded batch, the padding is stored as "
-        "tokens. Pass attention_mask=, [B, T] of the cached tokens", id,
-    )  # fmt: skip
+        _once(
+            id, "a row of input_ids begins with a run of the id %d: if that pads a left-padded batch, the padding is "
+            "stored as tokens. Pass attention_mask=, [B, T] of the cached tokens", id,
+        )  # fmt: skip
 
 
 def check_unpadded(keys: torch.Tensor) -> None:

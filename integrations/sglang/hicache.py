@@ -14,7 +14,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -35,14 +34,6 @@ logger = logging.getLogger(__name__)
 _ENGINE = "sglang-hicache"
 _SGLANGS_OWN = ("backend_name", "module_path", "class_name", "interface_v1")
 _MOST_MOVED = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class _Attached:
-    """What the backend has once SGLang has registered its pool: the store, and the pool's memory."""
-
-    pages: PageStore
-    cache: PagedCache
 
 
 class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked without SGLang
@@ -67,7 +58,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         _refuse_features(storage_config)
         self._counts = Counts()
         self._guard = Guard(self._counts)
-        self._attached: _Attached | None = None
+        self._attached: tuple[PageStore, PagedCache] | None = None  # once SGLang has registered its pool
         self._lock = Lock()
         self._moved = _moved()
 
@@ -98,7 +89,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
             options, layout, lambda: model.weights(options.model_id, layout), checkpoint=(model.path, model.revision),
             engine=_ENGINE, page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
         )  # fmt: skip
-        self._attached = _Attached(stores.of(rank, ranks, options.tenant), cache)
+        self._attached = stores.of(rank, ranks, options.tenant), cache
 
     def close(self) -> None:
         """Wait for what is being stored, close the store, and log what happened."""
@@ -106,13 +97,13 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         if attached is None:
             return
         with self._guard("close"):
-            attached.pages.close()
+            attached[0].close()
         logger.info("cuvee: closed after %s", self._counts.snapshot())
 
     def clear(self) -> None:
         """Delete what this backend's tenant has in the store, on all ranks and for all models."""
         with self._guard("clear"):
-            self._there.pages.delete_all()
+            self._there[0].delete_all()
 
     # Pages ----------------------------------------------------------------------------------------------------------
 
@@ -129,7 +120,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         """
         there: list[bool] = []
         with self._guard("batch_exists"):
-            there = self._there.pages.stored(_names(keys))
+            there = self._there[0].stored(_names(keys))
         return [*there, False].index(False)
 
     def batch_get_v1(
@@ -198,7 +189,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         """Load pages ("prefetch") or save them ("backup"), and keep the figures for `get_stats`."""
         done, began = [False] * len(keys), time.monotonic()
         with self._guard("batch_get_v1" if direction == "prefetch" else "batch_set_v1"):
-            pages, cache = self._there.pages, self._there.cache
+            pages, cache = self._there
             page_tokens = self.mem_pool_host.page_size
             prefix = None if extra_info is None else extra_info.prefix_keys
             start = None if prefix is None else len(prefix) * page_tokens
@@ -210,7 +201,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         return done
 
     @property
-    def _there(self) -> _Attached:
+    def _there(self) -> tuple[PageStore, PagedCache]:
         attached = self._attached
         if attached is None:
             raise RuntimeError("no host pool is registered, or the backend was closed")

@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition
 from typing import Any, ClassVar
@@ -126,7 +126,7 @@ class CuveeTier(SecondaryTierManager):
         )
         self._changed = Condition()
         self._jobs: dict[int, _Job] = {}  # that have not ended
-        self._ended: list[_Ended] = []
+        self._ended: list[_Job] = []
         self._given_up = float("-inf")  # what was submitted before this time begins nothing new
         self._events: list[OffloadingEvent] = []
         wanted = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
@@ -181,7 +181,14 @@ class CuveeTier(SecondaryTierManager):
         for each in ended:
             with self._guard("get_finished_jobs"):
                 self._learn(each)
-        return [each.result for each in ended]
+        return [
+            JobResult(
+                job_id=job.number, success=not job.failed,
+                successful_keys=job.good if job.good and job.failed and not job.stores else None,
+                transfer_time=job.seconds, transfer_bytes=len(job.good) * self.block_size_bytes,
+            )
+            for job in ended
+        ]  # fmt: skip
 
     def drain_jobs(self) -> None:
         """Give up what waits, and wait for what has begun. `get_finished_jobs` has the results."""
@@ -238,28 +245,24 @@ class CuveeTier(SecondaryTierManager):
         good, failed = (
             [key for key, there in zip(job.keys, flags, strict=True) if there is each] for each in (True, False)
         )
-        whole = not failed
-        result = JobResult(
-            job_id=job.number, success=whole, successful_keys=None if whole or job.stores or not good else good,
-            transfer_time=time.monotonic() - job.since, transfer_bytes=len(good) * self.block_size_bytes,
-        )  # fmt: skip
         with self._changed:
             if self._jobs.pop(job.number, None) is None:
                 return
-            self._ended.append(_Ended(result, job, good, failed))
+            job.good, job.failed, job.seconds = good, failed, time.monotonic() - job.since
+            self._ended.append(job)
             self._changed.notify_all()
         lost = len(job.keys) - len(done)
         if lost:  # what was not begun, which the page store did not count
             self._counts.count("unsaved_pages" if job.stores else "missed_pages", lost)
 
-    def _learn(self, ended: _Ended) -> None:
+    def _learn(self, job: _Job) -> None:
         """Correct lookups, which vLLM would trust again, and note the event."""
-        if not ended.job.stores:
-            self._lookups.mark_miss(ended.failed)
-        elif self._tells_events and ended.good:
+        if not job.stores:
+            self._lookups.mark_miss(job.failed)
+        elif self._tells_events and job.good:
             self._events.append(
                 OffloadingEvent(
-                    keys=ended.good, medium=self.medium, removed=False, locality=self.locality,
+                    keys=job.good, medium=self.medium, removed=False, locality=self.locality,
                     ownership=self.tier_type,
                 )
             )  # fmt: skip
@@ -336,20 +339,13 @@ class CuveeTier(SecondaryTierManager):
 
 @dataclass(slots=True)
 class _Job:
-    """A job of vLLM: its number, what it does, and since when."""
+    """A job of vLLM: what it does, since when, and once it has ended, which of its chunks were stored or restored."""
 
     number: int
     stores: bool
     keys: list[bytes]
     metadata: Any
     since: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """The result of a job, and which of its chunks were stored or restored."""
-
-    result: JobResult
-    job: _Job
-    good: list[bytes]
-    failed: list[bytes]
+    seconds: float = 0.0
+    good: list[bytes] = field(default_factory=list)
+    failed: list[bytes] = field(default_factory=list)
