@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINE = "vllm-tier"
 _THREADS = 4  # for each kind of job; they mostly wait for the store and for the codec's threads
-_TOGETHER = 32  # chunks of a job that are stored between two looks at the clock
+_TOGETHER = 2048  # tokens of a job that are stored between two looks at the clock
 
 
 class _Lookups(AsyncLookupManager):
@@ -226,8 +226,9 @@ class CuveeTier(SecondaryTierManager):
 
     def _store(self, job: _Job, rows: ChunkRows) -> list[bool]:
         done: list[bool] = []
+        chunks = max(_TOGETHER // self._tokens, 1)
         while len(done) < len(job.keys) and not self._late(job):
-            part = slice(len(done), len(done) + _TOGETHER)
+            part = slice(len(done), len(done) + chunks)
             keys, slots = job.keys[part], rows.slots(job.metadata.chunk_ids[part])
             following = (len(job.keys) - len(done) - len(keys)) * self._tokens  # all of one request, in order
             done += self._pages.save(rows.cache, slots, keys, None, following=following)
