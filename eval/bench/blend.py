@@ -74,7 +74,7 @@ def run_blend_bench(scope: BlendScope, model: Path, profile: Path | None = None)
     if bad := [length for length in scope.lengths if length < scope.document or length % scope.document]:
         raise InputError(f"length: must be a multiple of {scope.document} tokens, got {bad[0]}")
     longest = max(scope.lengths) + _HEAD + _QUESTION
-    tokens = _tokens(model, longest)
+    tokens = _tokens(model, max(scope.lengths))
     documents = [tokens[at : at + scope.document] for at in range(0, max(scope.lengths), scope.document)]
     head, question = tokens[-_HEAD - _QUESTION : -_QUESTION], tokens[-_QUESTION:]
     options = {
@@ -161,12 +161,13 @@ def _moved(answer: EngineAnswer, exact: EngineAnswer) -> float:
     return max(sum(math.exp(p) * (p - q) for p, q in pairs) + rest[0] * math.log(rest[0] / rest[1]), 0.0)
 
 
-def _tokens(model: Path, count: int) -> list[int]:
-    """Return this many tokens of the bundled evaluation texts."""
+def _tokens(model: Path, length: int) -> list[int]:
+    """Return this many tokens of the bundled evaluation texts, and those around the documents."""
     ids = [int(one) for name in EVALUATION_TEXTS for one in read_corpus(name, str(model)).documents[0]]
-    if count > len(ids):
-        raise InputError(f"length: must be at most {len(ids) - _HEAD - _QUESTION} tokens, which the texts have")
-    return ids[:count]
+    most = len(ids) - _HEAD - _QUESTION
+    if length > most:
+        raise InputError(f"length: must be at most {most} tokens, which the texts have, got {length}")
+    return ids[: length + _HEAD + _QUESTION]
 
 
 def show_blends(report: Mapping[str, Any]) -> Shown:

@@ -152,8 +152,8 @@ def _arguments(variant: str, store: Path, profile: Path | None) -> list[str]:
     if options is None:
         return [*_SERVER, *(["--no-enable-prefix-caching"] if variant == BASELINE else [])]
     extra = {"store": f"file://{store}", **options}
-    if options["quality"] != "lossless":
-        extra["profile"] = str(profile)
+    if profile is not None and options["quality"] != "lossless":
+        extra["profile"] = str(profile.resolve())
     transfer = {
         "kv_connector": "CuveeConnector", "kv_connector_module_path": "cuvee.integrations.vllm", "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
@@ -219,8 +219,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
     need_vllm()
-    profile = None if given.profile is None else given.profile.resolve()
-    return run_clients(checkpoint(given.model), REQUESTS, profile)
+    return run_clients(checkpoint(given.model), REQUESTS, given.profile)
 
 
 if __name__ == "__main__":

@@ -81,38 +81,27 @@ __all__ = [
     "save_cache",
 ]
 
-_HOME = {
-    "BlobInfo": "cuvee.codec.format.container",
-    "Codec": "cuvee.codec.codec",
-    "CorruptError": "cuvee.codec.errors",
-    "CuveeError": "cuvee.codec.errors",
-    "FormatError": "cuvee.codec.errors",
-    "InputError": "cuvee.codec.errors",
-    "KVChunk": "cuvee.codec.chunk",
-    "KVLayout": "cuvee.codec.layout",
-    "KeyMismatchError": "cuvee.codec.errors",
-    "LayerLayout": "cuvee.codec.layout",
-    "NO_TOKEN": "cuvee.codec.token_ids",
-    "OpenBlob": "cuvee.codec.open_blob",
-    "OutOfMemoryError": "cuvee.codec.errors",
-    "PagedCache": "cuvee.codec.paged",
-    "PagedChunks": "cuvee.codec.paged_chunks",
-    "Profile": "cuvee.codec.profiles.profile",
-    "ProfileError": "cuvee.codec.errors",
-    "ProfileMismatchError": "cuvee.codec.errors",
-    "Quality": "cuvee.codec.profiles.quality",
-    "Rope": "cuvee.codec.layout",
-    "UnsupportedModelError": "cuvee.codec.errors",
-    "VersionError": "cuvee.codec.errors",
-    "calibrate": "cuvee.codec.learning.calibrate",
-    "decode_cache": "cuvee.integrations.transformers",
-    "encode_cache": "cuvee.integrations.transformers",
-    "fit": "cuvee.codec.learning.calibrate",
-    "inspect": "cuvee.codec.format.container",
-    "load_cache": "cuvee.integrations.transformers",
-    "measure": "cuvee.codec.learning.curve",
-    "save_cache": "cuvee.integrations.transformers",
+# The public names of each module.
+_NAMES = {
+    "codec.chunk": "KVChunk",
+    "codec.codec": "Codec",
+    "codec.errors": (
+        "CorruptError CuveeError FormatError InputError KeyMismatchError "
+        "OutOfMemoryError ProfileError ProfileMismatchError UnsupportedModelError VersionError"
+    ),
+    "codec.format.container": "BlobInfo inspect",
+    "codec.layout": "KVLayout LayerLayout Rope",
+    "codec.learning.calibrate": "calibrate fit",
+    "codec.learning.curve": "measure",
+    "codec.open_blob": "OpenBlob",
+    "codec.paged": "PagedCache",
+    "codec.paged_chunks": "PagedChunks",
+    "codec.profiles.profile": "Profile",
+    "codec.profiles.quality": "Quality",
+    "codec.token_ids": "NO_TOKEN",
+    "integrations.transformers": "decode_cache encode_cache load_cache save_cache",
 }
+_HOME = {name: f"cuvee.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 # Hidden from type checkers: with a module-level __getattr__ they would accept any name.

@@ -49,7 +49,8 @@ def reread(tokens: Tensor, prefix: int = PREFIX, seed: int = SEED) -> Tensor:
     Raises:
         InputError: `tokens` is not an integer matrix, or `prefix` leaves no tail or no room to draw s.
     """
-    _check_integers("tokens", tokens, dimensions=2)
+    if tokens.ndim != 2 or tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
+        raise InputError(f"tokens: must be a matrix of integers, got {tokens.dtype} of shape {tuple(tokens.shape)}")
     length = tokens.shape[1]
     tail = length - prefix
     starts = prefix - tail - 1
@@ -85,8 +86,9 @@ def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, star
     """
     from transformers import GenerationConfig
 
-    _check_at_least("count", count, 1)
-    _check_at_least("length", length, 1)
+    for name, value in (("count", count), ("length", length)):
+        if value < 1:
+            raise InputError(f"{name}: must be at least 1, got {value}")
     if starts is None:
         starts = torch.full((count, 1), _first_token(model))
     if starts.ndim != 2 or len(starts) != count or not 1 <= starts.shape[1] <= length:
@@ -115,15 +117,3 @@ def _first_token(model: PreTrainedModel) -> int:
         if isinstance(candidate, int):
             return candidate
     raise InputError("model: must have a bos_token_id or eos_token_id in its configuration to start from")
-
-
-def _check_integers(field: str, tensor: Tensor, dimensions: int) -> None:
-    if tensor.ndim != dimensions:
-        raise InputError(f"{field}: must have {dimensions} dimension(s), got shape {tuple(tensor.shape)}")
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
-        raise InputError(f"{field}: must hold integers, got {tensor.dtype}")
-
-
-def _check_at_least(field: str, value: int, least: int) -> None:
-    if value < least:
-        raise InputError(f"{field}: must be at least {least}, got {value}")

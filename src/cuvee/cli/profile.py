@@ -24,11 +24,8 @@ _WHERE_HELP = (
     "the Hugging Face hub (hf://owner/name, or hf://owner/name@revision)."
 )
 
-_STORE = "From a store"
-# Parameters of `learn` that go with --from-store.
-_OF_STORE = {
-    "model_path", "out", "from_store", "salt", "ranks", "tokens_read", "key_env", "group", "force",
-}  # fmt: skip
+_STORE = "From a store"  # options of `learn` that go with --from-store alone
+_ALWAYS = {"model_path", "out", "group", "force"}  # its parameters that go with texts and with a store
 
 app = typer.Typer(no_args_is_help=True, help="Learn the profile of a model, show one, or share them.")
 
@@ -106,15 +103,18 @@ def profile_learn(
     from cuvee.calibration.kinds import check_mixture_size, mixture, more_text
 
     check_absent(out, force)
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is None or source.name != "COMMANDLINE" or option.name in _ALWAYS:
+            continue
+        of_store = getattr(option, "rich_help_panel", None) == _STORE
+        if of_store and from_store is None:
+            raise InputError(f"{option.opts[0]}: must come with --from-store")
+        if not of_store and from_store is not None:
+            raise InputError(f"{option.opts[0]}: must be left out with --from-store, which reads no texts")
     if from_store is not None:
-        if other := sorted(given - _OF_STORE):
-            raise InputError(f"{_shown(other[0])}: must be left out with --from-store, which reads no texts")
         _learn_from_store(model_path, from_store, out, salt, ranks, tokens_read, key_env, group)
         return
-    if other := sorted(given & {"salt", "ranks", "tokens_read", "key_env"}):
-        raise InputError(f"{_shown(other[0])}: must come with --from-store")
     check_mixture_size(sequences, length)  # before loading the model
     added = {
         Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(sequences // 4, 3))
@@ -135,12 +135,6 @@ def _save(profile: Profile, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     profile.save(out)
     print_profile(profile, out)
-
-
-def _shown(name: str) -> str:
-    """Return a parameter's name as users write it."""
-    names = {"texts": "--text", "tokens_read": "--tokens"}
-    return names.get(name, "--" + name.replace("_", "-"))
 
 
 def _learn_from_store(
