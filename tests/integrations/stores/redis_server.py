@@ -90,12 +90,11 @@ class RedisServer:
             command += ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"] if self._cluster else []
             with (self.folder / "redis.log").open("ab") as log:
                 self._process = subprocess.Popen([*command, *self._arguments], stdout=log, stderr=log)
-            if self._listens():
-                break
-            self._process.wait()
-        else:
-            pytest.fail(f"redis-server does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}")
-        wait_until(self._answers, "PONG")
+            process = self._process
+            wait_until(lambda process=process: process.poll() is not None or self._answers(), "PONG")  # type: ignore[misc]
+            if process.poll() is None:
+                return  # otherwise its port was taken
+        pytest.fail(f"redis-server does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}")
 
     def kill(self) -> None:
         """Kill the server."""
@@ -119,19 +118,6 @@ class RedisServer:
     def _signal(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
-
-    def _listens(self) -> bool:
-        """Return True once the server listens; False if it ended because its port was taken."""
-        process = self._process
-        assert process is not None
-        end = time.monotonic() + _PATIENCE
-        while process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0 and process.poll() is None:
-                    return True
-            assert time.monotonic() < end, "redis-server does not listen"
-            time.sleep(0.02)
-        return False
 
     def _answers(self) -> bool:
         import redis
