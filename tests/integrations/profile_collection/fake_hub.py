@@ -46,7 +46,7 @@ class FakeHub(FakeHTTP):
         """The files of the branch `main`."""
         return self.commits[self.branches["main"]]
 
-    def honest(self, method: str, path: str, body: bytes, wanted: str) -> bytes:
+    def honest(self, method: str, path: str, body: bytes) -> bytes:
         """Respond as the hub does, as far as the tests of profiles need it."""
         path = unquote(path)
         if found := re.fullmatch(rf"{_API}(?:/revision/(.+))?", path):
