@@ -176,7 +176,7 @@ class BlendPlanner:
         pieces = [
             segmented.entry(at)
             for at, ((start, end), found) in enumerate(zip(segmented.spans, there, strict=True))
-            if found and end > max(base, options.min_position) and first <= start < last
+            if found and end > max(base, options.min_position) and first <= start
         ]
         if not pieces:
             return tokens
