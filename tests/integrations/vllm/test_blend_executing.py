@@ -6,7 +6,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuvee.blend.correction import Correction, Window
+from cuvee.blend.recompute import PromptKV
 from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
@@ -318,6 +319,16 @@ def test_later_slices_learn_from_what_earlier_ones_recomputed(monkeypatch: pytes
     assert torch.equal(sliced[25:].nan_to_num(-1), keys[25:].nan_to_num(-1))
     assert sliced[22] != keys[22], "30 was not recomputed yet"
     assert (keys[25:30] != 2).all() and (keys[31:36] != 2).all(), "they are corrected"
+
+
+def test_what_is_added_to_kv_stays_within_its_dtype() -> None:
+    parts = [torch.full((1, BLOCK, 2, 16), 6e4, dtype=torch.float16) for _ in range(2 * LAYERS)]
+    pages = PagedCache(replace(LAYOUT, dtype="float16"), parts[:LAYERS], parts[LAYERS:])
+    kv = PromptKV(pages, torch.arange(BLOCK), torch.ones(BLOCK, dtype=torch.bool))
+    more = torch.full((2, 2, 16), 6e4)
+    kv.adder(torch.tensor([1, 3]))(0, more, -3 * more)
+    keys, values = kv.layer(0)
+    assert (keys[:, [1, 3]] == 65504).all() and (values[:, [1, 3]] == -65504).all() and (keys[:, 2] == 6e4).all()
 
 
 # Slices --------------------------------------------------------------------------------------------------------------

@@ -560,6 +560,15 @@ def test_malformed_parameters_are_refused_and_the_request_is_served(
     assert segments_of(d.plan((request, 32, 45)).saves) == []
 
 
+def test_a_request_with_a_deadline_is_not_blended(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    wants = {"segments": [[10, 39], [44, 65]], "deadline_ms": 500}
+    request = ask(d, chunks=2, kv_transfer_params={"cuvee": wants})
+    assert d.side._requests.tracked["r"].due is not None
+    assert d.matched(request) == (32, True) and refused(d) == {}
+
+
 def test_nothing_is_told_of_requests_that_have_no_segments(desk: Callable[..., Desk]) -> None:
     d, off = desk(), desk(blending=False)
     short = ask(d, ids=text(20), segments=[(0, 3)])
