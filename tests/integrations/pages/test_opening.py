@@ -92,7 +92,7 @@ def test_a_profile_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 def test_without_positions_a_lossy_quality_wants_a_profile_that_recognizes_them(tmp_path: Path) -> None:
-    def fails(layout: KVLayout, **options: object) -> None:
+    def fails(layout: KVLayout, **options: Any) -> None:
         with pytest.raises(InputError, match=r"quality: must be 'lossless', got .*give one in option"):
             opened(layout, positions=False, check_model=False, **options)
 
