@@ -224,6 +224,15 @@ def test_families_and_ratios_at_the_kl_of_an_anchor(quality: list[dict[str, Any]
     assert all(r["ratio"] is r["low"] is r["high"] is None for r in cachegen["ratios"])
 
 
+def test_the_intervals_are_those_of_the_bootstrap(quality: list[dict[str, Any]]) -> None:
+    entry_ = compare_at_equal_kl(quality, ["fp8"], seed=3, draws=200)[0]
+    curves = {f: FamilyCurve.of([e for e in quality if e["family"] == f]) for f in ("cuvee/layer", "pca/layer", "fp8")}
+    for ratio in entry_["ratios"][:2]:
+        of, against = curves[ratio["of"]], curves[ratio["against"]]
+        expected = bootstrap_ratio(of, against, quality[1]["per_sequence"]["kl"], draws=200, seed=3)
+        assert (ratio["low"], ratio["high"]) == expected
+
+
 def test_an_anchor_above_all_curves_and_one_that_lost_nothing(quality: list[dict[str, Any]]) -> None:
     lossless, exact = compare_at_equal_kl(quality, ["cuvee/lossless", "bf16"], seed=1)
     assert all("its curve ends above, at a KL of " in f["reason"] for f in lossless["families"])
