@@ -356,37 +356,11 @@ def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path, consol
     assert {score["task"] for score in data["scores"]} == {TASK}
 
 
-def test_what_cannot_be_had_is_named(books: Books, tmp_path: Path, console: Console) -> None:
-    """A preset of a profile with one measured point, which is no curve."""
-    few = [replace(point, kl=None) for point in books.profile.curve[:1]]
-    books.profile.with_curve(few).save(tmp_path / "few.cuvee")
-    wanted = ("cuvee/few@small", "kivi4")
-    profiles = (str(tmp_path / "few.cuvee"),)
-    config = replace(CONFIG, profiles=profiles, groups=(), methods=wanted, tasks=(), sequences=2)
-    data = run_report(config, tmp_path / "run", console)
-    (missing,) = data["skipped"]
-    assert missing["key"] == "cuvee/few@small" and "no curve for error" in missing["reason"]
-    measured = {entry["key"] for entry in data["quality"]}
-    assert "kivi4" in measured and missing["key"] not in measured
-    assert "cuvee/few@small" in (tmp_path / "run" / "report.md").read_text()
-
-
-def test_a_task_that_the_model_cannot_do_is_left_out(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+def test_what_fails_is_left_out_and_nothing_else(
+    books: Books, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cuvee.eval.lm.CuveeLM.max_length", 200)  # the pairs fit, the prose does not
-    methods = ("kivi2", "destroyed", "cuvee/layer@balanced")
-    config = replace(CONFIG, methods=methods, tasks=("cuvee_reread_nll", TASK), limit=2, sequences=2)
-    data = run_report(config, tmp_path / "run", console)
-    assert [entry["key"] for entry in data["skipped"]] == ["cuvee_reread_nll"]
-    assert re.search("cuvee_reread_nll has a request of .* tokens, the model reads 200", data["skipped"][0]["reason"])
-    assert {entry["task"] for entry in data["scores"]} == {TASK} and len(data["scores"]) == 4
-    assert "cuvee_reread_nll" in (tmp_path / "run" / "report.md").read_text()
+    """A method that cannot store a cache or be scored, a preset without a curve, a task too long for the model."""
 
-
-def test_a_method_that_fails_is_left_out_and_nothing_else(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def refuse(method: Any, chunk: Any) -> Any:
         raise InputError("chunk: holds values that cannot be stored")
 
@@ -399,15 +373,28 @@ def test_a_method_that_fails_is_left_out_and_nothing_else(
 
     monkeypatch.setattr(CacheGen, "encode", refuse)
     monkeypatch.setattr(TaskScorer, "score", fail)
-    methods = ("fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed", "cuvee/layer")
-    data = run_report(replace(CONFIG, methods=methods, limit=2, sequences=2), tmp_path / "run", console)
-    assert {entry["key"] for entry in data["skipped"]} == {"cachegen", "kivi2"}
+    monkeypatch.setattr("cuvee.eval.lm.CuveeLM.max_length", 200)  # the pairs fit, the prose does not
+    few = [replace(point, kl=None) for point in books.profile.curve[:1]]  # one point is no curve
+    books.profile.save(tmp_path / "mine.safetensors")
+    books.profile.with_curve(few).save(tmp_path / "few.safetensors")
+    config = replace(
+        CONFIG, profiles=(str(tmp_path / "mine.safetensors"), str(tmp_path / "few.safetensors")), groups=(),
+        methods=("fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed", "cuvee/mine", "cuvee/few@small"),
+        tasks=("cuvee_reread_nll", TASK), limit=2, sequences=2,
+    )  # fmt: skip
+    data = run_report(config, tmp_path / "run", console)
+    reasons = {entry["key"]: entry["reason"] for entry in data["skipped"]}
+    assert set(reasons) == {"cachegen", "kivi2", "cuvee/few@small", "cuvee_reread_nll"}
+    assert "no curve for error" in reasons["cuvee/few@small"]
+    assert re.search("cuvee_reread_nll has a request of .* tokens, the model reads 200", reasons["cuvee_reread_nll"])
     measured = {entry["key"] for entry in data["quality"]}
-    assert "cachegen" not in measured and {"kivi2", "cuvee/layer@balanced"} <= measured
-    assert {entry["key"] for entry in data["scores"]} == {
-        "bf16", "destroyed", "cuvee/layer@balanced",
-    }  # fmt: skip
+    assert not {"cachegen", "cuvee/few@small"} & measured and {"kivi2", "cuvee/mine@balanced"} <= measured
+    assert {(entry["key"], entry["task"]) for entry in data["scores"]} == {
+        (key, TASK) for key in ("bf16", "destroyed", "cuvee/mine@balanced")
+    }
     assert [entry["anchor"] for entry in data["comparison"]] == ["fp8-e4m3", "kivi4", "kivi2"]
+    text = (tmp_path / "run" / "report.md").read_text()
+    assert "cuvee/few@small" in text and "cuvee_reread_nll" in text
 
 
 # --- methods by name
