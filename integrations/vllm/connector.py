@@ -130,8 +130,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._cached_layers = () if self._setup.layers is None else self._setup.layers.names
         self._weights: Weights  # from `register_kv_caches` on
         self._drafts: Drafts | None = None
-        rank = self._rank() if role is KVConnectorRole.WORKER else 0
-        self._recorder = Recorder(rank)
+        self._recorder = Recorder(self._rank() if role is KVConnectorRole.WORKER else 0)
         self._guard = Guard(self._recorder)
         if role is KVConnectorRole.SCHEDULER:
             model = vllm_config.model_config
@@ -384,21 +383,15 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         from cuvee.integrations.vllm.blending.paged_model import LoadedModel, agree_over_ranks, total_over_ranks
         from cuvee.integrations.vllm.blending.planning import least_slice
 
-        layers, names = self._attention_layers(), list(kv_caches)
-        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        attention = {name: layers[name] for name in names}
+        layers, spec = self._attention_layers(), self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        attention = {name: layers[name] for name in kv_caches}
         model = LoadedModel(self._vllm_config, pages.layout, attention, spec, self._weights.models)
         rows = min(MOST_ROWS, least_slice(self._setup.step_tokens))
         runs.prepare()
         return PageBlender(
-            pages,
-            self._setup.block_tokens,
-            model.open,
-            model.context_overhead,
-            total_over_ranks,
-            agree_over_ranks,
+            pages, self._setup.block_tokens, model.open, model.context_overhead, total_over_ranks, agree_over_ranks,
             rows,
-        )
+        )  # fmt: skip
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

@@ -20,6 +20,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import CachedLayers, is_indexer, is_latent
+from cuvee.integrations.vllm.refusals import refuse
 
 _SAME = {"fp8_e4m3": "fp8", "fp8_ds_mla": "fp8"}  # vLLM renames what is asked for in the worker's process alone
 
@@ -34,9 +35,7 @@ def check_sparse(vllm_config: Any, cached: CachedLayers, options: Options) -> No
         "option 'profile': remove it to store losslessly": options.profile is not None,
         "option 'blend': remove it": options.blend is not None,
     }
-    for name, there in refused.items():
-        if there:
-            raise UnsupportedModelError(f"CuveeConnector does not support sparse indexers with {name}")
+    refuse(refused, "CuveeConnector does not support sparse indexers with {}")
     own = sum(not is_indexer(name) for name in cached.names)
     most = vllm_config.model_config.hf_text_config.num_hidden_layers
     if vllm_config.parallel_config.pipeline_parallel_size == 1 and own != most:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,13 @@ _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2":
 _PACKED = ("fp8_ds_mla", "nvfp4_ds_mla")  # of sparse attention (`exact_pages`); others' layers are refused later
 _BLENDED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers were checked against vLLM's prefill
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp")  # how tokens are drafted
+
+
+def refuse(refused: Mapping[str, bool], message: str = "CuveeConnector does not support {}") -> None:
+    """Refuse the first of these features that is there."""
+    for name, there in refused.items():
+        if there:
+            raise UnsupportedModelError(message.format(name))
 
 
 def refuse_features(vllm_config: Any) -> None:
@@ -46,9 +53,7 @@ def refuse_features(vllm_config: Any) -> None:
             max(contexts) > 1
         ),
     }
-    for name, there in refused.items():
-        if there:
-            raise UnsupportedModelError(f"CuveeConnector does not support {name}")
+    refuse(refused)
 
 
 def check_windows(groups: Sequence[LayerGroup], chunk_tokens: int, block: int) -> None:
@@ -145,9 +150,7 @@ def check_recurrent(vllm_config: Any) -> None:
         ),
         "use_replayssm: leave --use-replayssm out": bool(getattr(cache, "use_replayssm", False)),
     }
-    for name, there in refused.items():
-        if there:
-            raise UnsupportedModelError(f"CuveeConnector does not support {name}")
+    refuse(refused)
 
 
 def check_latents(vllm_config: Any, layout: KVLayout, options: Options) -> None:
@@ -180,6 +183,4 @@ def check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None) -
         "prompts of engines with speculative decoding": vllm_config.speculative_config is not None,
         "prompts of engines with pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
-    for name, there in refused.items():
-        if there:
-            raise UnsupportedModelError(f"blend: {name} cannot be blended; remove the option")
+    refuse(refused, "blend: {} cannot be blended; remove the option")

@@ -253,26 +253,14 @@ class SchedulerSide:
         for delivery in report.delivered:
             with self._guard("take", partial(self._give_up_known, delivery.request)):
                 self._deadlines.note_delivery(delivery)
-        with self._guard("take"):
-            self._deadlines.note_executed(report.steps)
         for request_id in report.ended:
             with self._guard("take"):
                 self._load_is_over(request_id)
         for digest in report.unsaved:
             self._known.forget(digest)
-        with self._guard("take"):
-            self._events.reported(report)
-        with self._guard("take"):
-            if report.failed:
-                self._loads.distrust()
-        with self._guard("take"):
-            if report.metrics is not None:
-                self._recorder.absorb(report.metrics)
-        with self._guard("take"):
-            if self._own_store is not None:  # what it reads is that of the workers' stores, too
-                self._recorder.record_store(self._own_store.counters(), ("errors", "skipped"))
-        with self._guard("take"):
-            self._pays.take(report)
+        for learn in (self._deadlines.take, self._events.take, self._loads.take, self._record, self._pays.take):
+            with self._guard("take"):
+                learn(report)
         with self._guard("take", self._stop):
             if self._requests.settle(report):
                 logger.info("cuvee: the engine has slept and has the same weights: what was stored before is found")
@@ -283,7 +271,7 @@ class SchedulerSide:
     def take_events(self) -> list[Any]:
         """Return what routers are to be told, in order, since the last call."""
         with self._guard("take"):
-            return self._events.take()
+            return self._events.take_due()
         return []
 
     def reset(self) -> bool:
@@ -310,6 +298,13 @@ class SchedulerSide:
             self._state.lookup_threads.dismiss(0, cancel=True)
         with self._guard("close"):
             logger.info("cuvee: %s", self._recorder.summary())
+
+    def _record(self, report: Report) -> None:
+        """Add the figures of the workers, and those of a store that no worker has."""
+        if report.metrics is not None:
+            self._recorder.absorb(report.metrics)
+        if self._own_store is not None:  # what it reads is that of the workers' stores, too
+            self._recorder.record_store(self._own_store.counters(), ("errors", "skipped"))
 
     # Across tasks ----------------------------------------------------------------------------------------------
 

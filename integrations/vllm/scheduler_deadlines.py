@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
 from itertools import accumulate
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.costs import LinearCost
 from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.block_names import set_apart
-from cuvee.integrations.vllm.messages import Aim, Delivery
+from cuvee.integrations.vllm.messages import Aim, Delivery, Report
 from cuvee.integrations.vllm.request_params import deadline_of
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 from cuvee.naming.identity import canonical
@@ -72,13 +71,13 @@ class SchedulerDeadlines:
             self._computing.append((step, tracked.due))
             tracked.due = None  # there is no hurry if it is preempted from here on
 
-    def note_executed(self, steps: Sequence[int]) -> None:
-        """Note that steps were executed."""
+    def take(self, report: Report) -> None:
+        """Count the deadlines of first tokens that were computed."""
         now = self._state.clock()
         for step, due in self._computing:
-            if step in steps:
+            if step in report.steps:
                 self._state.recorder.count("deadlines", label="met" if now <= due else "missed")
-        self._computing = [(step, due) for step, due in self._computing if step not in steps]
+        self._computing = [(step, due) for step, due in self._computing if step not in report.steps]
 
     def note_delivery(self, delivery: Delivery) -> None:
         """Note what a rank restored, before the engine hears that the load is over. What its deadline leaves out is

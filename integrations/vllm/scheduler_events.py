@@ -55,7 +55,7 @@ class SchedulerEvents:
                 self._planned[entry.digest] = pair, self._shards
                 _bound(self._planned)
 
-    def reported(self, report: Report) -> None:
+    def take(self, report: Report) -> None:
         """Note what a rank has stored, and what it has not."""
         for digest in report.unsaved:
             self._planned.pop(digest, None)
@@ -80,7 +80,7 @@ class SchedulerEvents:
         for digest in list(self._stored):
             self.gone(digest)
 
-    def take(self) -> list[Any]:
+    def take_due(self) -> list[Any]:
         """Return and forget the events that are due."""
         due, self._due = self._due, []
         return due

@@ -8,7 +8,7 @@ from typing import Any
 
 from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.lookups import Lookup
-from cuvee.integrations.vllm.messages import Aim, Entry, Load
+from cuvee.integrations.vllm.messages import Aim, Entry, Load, Report
 from cuvee.integrations.vllm.scheduler_events import SchedulerEvents
 from cuvee.integrations.vllm.scheduler_lookup import PrefixSearch
 from cuvee.integrations.vllm.scheduler_state import NOTHING, Found, KnownEntries, SchedulerState, Tracked
@@ -42,9 +42,10 @@ class SchedulerLoads:
         self._under_way: dict[str, list[bytes]] = {}  # digests of the prefix in a request's load
         self._loading: dict[bytes, str] = {}  # the request in whose load each digest is
 
-    def distrust(self) -> None:
-        """Believe no lookup from before now, because a load failed."""
-        self._distrusted = self._state.clock()
+    def take(self, report: Report) -> None:
+        """Believe no lookup from before now if a load failed."""
+        if report.failed:
+            self._distrusted = self._state.clock()
 
     def worth_asking(self, request: Any, computed: int) -> bool:
         """Return whether enough tokens after the first `computed` could be found."""

@@ -166,9 +166,11 @@ class DeadlineLoad:
             self._requests.append(_Request(chunks, part, tier, nbytes, time.monotonic(), answer))
 
     def _fetch(self, chunks: Sequence[_Chunk], part: int) -> tuple[list[Fetched], float]:
-        held = [each.held for each in chunks] if part else None
-        digests = [each.entry.digest for each in chunks]
-        return self._restorer.get(self._job.load.tenant, digests, part + 1, held), time.monotonic()
+        if part:
+            found = self._restorer.refine([each.held for each in chunks if each.held is not None])
+        else:
+            found = self._restorer.get(self._job.load.tenant, [each.entry.digest for each in chunks], 1)
+        return found, time.monotonic()
 
     def _size(self, chunk: _Chunk, part: int) -> int:
         return round(chunk.entry.tokens * self._state.sizes(str(part)))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -90,40 +91,37 @@ class Restorer:
         for entries, found in fetch_ahead(self._pools.fetchers, fetch, job.load.entries, Future.result):
             yield list(zip(entries, found, strict=True))
 
-    def get(
-        self, tenant: str, digests: Sequence[bytes], parts: int, held: Sequence[Fetched | None] | None = None
-    ) -> list[Fetched]:
-        """Read entries.
-
-        Args:
-            tenant: of the entries.
-            digests: of the entries.
-            parts: of how many parts of each at most.
-            held: the bases of the entries, if only the refinements are to be read; where there is none, the base alone
-                is returned.
-        """
+    def get(self, tenant: str, digests: Sequence[bytes], parts: int) -> list[Fetched]:
+        """Read entries, of so many parts at most."""
         state = self._state
 
         def find(digests: Sequence[bytes], parts: int) -> list[Fetched]:
             answers = state.keys.find(tenant, digests, lambda _, keys: state.store.get_parts(keys, parts))
             return [Fetched(*answer) for answer in answers]
 
-        begun = time.monotonic()
-        try:
-            if held is not None:
-                bases = [each for each in held if each is not None]
-                found = state.store.get_many([part_key(base.key, 1) for base in bases])
-                return [
-                    replace(base, parts=(base.parts[0], more) if more is not None else base.parts[:1])
-                    for base, more in zip(bases, found, strict=True)
-                ]
+        with self._fetching():
             entries, drafts = find(digests, parts), state.drafts
             if drafts is None:
                 return entries
             beside = find([drafts.digest(digest) for digest in digests], 1)
             return [replace(entry, drafts=each) for entry, each in zip(entries, beside, strict=True)]
+
+    def refine(self, bases: Sequence[Fetched]) -> list[Fetched]:
+        """Read the refinements of entries; where there is none, the base alone is returned."""
+        with self._fetching():
+            found = self._state.store.get_many([part_key(base.key, 1) for base in bases])
+            return [
+                base if more is None else replace(base, parts=(base.parts[0], more))
+                for base, more in zip(bases, found, strict=True)
+            ]
+
+    @contextmanager
+    def _fetching(self) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
         finally:
-            state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
+            self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
 
     def restore(self, job: LoadJob, batch: Sequence[tuple[Entry, Fetched]]) -> None:
         """Decode some of a load's entries in order, as far as they are there and sound.

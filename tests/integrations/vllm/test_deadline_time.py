@@ -52,28 +52,20 @@ class Simulation:
         self.tier: Callable[[bytes], str] = lambda digest: "memory"
         monkeypatch.setattr(worker_deadline, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(worker_deadline, "wait", self._wait)
-        get = self.restorer.get
-
-        def noting(tenant: str, digests: Sequence[bytes], parts: int, held: Any = None) -> list[Fetched]:
-            self._asked = self.tier(digests[0])
-            return get(tenant, digests, parts, held)
-
-        monkeypatch.setattr(self.restorer, "get", noting)
 
     def submit(
         self, fetch: Callable[..., tuple[list[Fetched], float]], *given: Any
     ) -> Future[tuple[list[Fetched], float]]:
         """Fetch, and have the answer there once its link has brought it."""
         answer: Future[tuple[list[Fetched], float]] = Future()
+        tier = self.tier(given[0][0].entry.digest)
         try:
             found, _ = fetch(*given)
         except Exception as error:
             answer.set_exception(error)
             self._done[id(answer)] = self.now + LATENCY
             return answer
-        self._busy[self._asked] = done = self._end(
-            self._asked, sum(len(each.parts[-1]) for each in found if each.parts)
-        )
+        self._busy[tier] = done = self._end(tier, sum(len(each.parts[-1]) for each in found if each.parts))
         answer.set_result((found, done))
         self._done[id(answer)] = done
         return answer
