@@ -5,9 +5,8 @@
     prompt done, request done -> the blocks after the last whole chunk, its tail -> to be stored
 
 `SchedulerSide` has one method per call of the engine and hands each on: to `scheduler_load` (what the store has, and
-what is loaded), `blending.planning` (segments behind the prefix), `scheduler_save` (what is stored),
-`decision` (what pays) and `scheduler_deadlines` (deadlines, and what was loaded coarsely). They share
-`scheduler_state`; `scheduler_requests` knows the requests.
+what is loaded by when), `blending.planning` (segments behind the prefix), `scheduler_save` (what is stored) and
+`decision` (what pays). They share `scheduler_state`; `scheduler_requests` knows the requests.
 
 These modules run in the engine's loop: nothing waits for a store longer than a millisecond, and no error leaves them. A
 request with an error is not cached from there on: it is computed, and nothing of it is stored. If the engine already
@@ -32,7 +31,6 @@ from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler_blend import SchedulerBlends
-from cuvee.integrations.vllm.scheduler_deadlines import SchedulerDeadlines
 from cuvee.integrations.vllm.scheduler_events import EventPair, SchedulerEvents
 from cuvee.integrations.vllm.scheduler_load import SchedulerLoads
 from cuvee.integrations.vllm.scheduler_requests import Requests
@@ -88,10 +86,10 @@ class SchedulerSide:
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._events = SchedulerEvents(setup.ranks, make_events)
-        self._loads = SchedulerLoads(state, known, self._events, self._pays, setup.prefix_caching)
+        in_engine = setup.prefix_caching, setup.loads_in_part
+        self._loads = SchedulerLoads(state, known, self._events, self._pays, *in_engine)
         self._blends = SchedulerBlends(state.shards, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
-        self._deadlines = SchedulerDeadlines(state, setup.loads_in_part, self._pays.prefill)
 
     # Requests, in the order in which the engine calls ------------------------------------------------------------
 
@@ -101,7 +99,7 @@ class SchedulerSide:
             tracked = self._track(request)
             if tracked is None:
                 return
-            self._deadlines.begin(tracked)
+            self._loads.begin(tracked)
             self._planner.segment(tracked)
             if self._loads.worth_asking(request, 0):
                 self._loads.ask(tracked)
@@ -147,7 +145,7 @@ class SchedulerSide:
             self._planner.allocate(tracked, tables[0])
             if tracked.blend is not None:
                 self._blends.begin(request.request_id)
-            self._loads.allocate(tracked, tables, tokens, self._deadlines.loading(tracked))
+            self._loads.allocate(tracked, tables, tokens)
 
     def outcome(self, request: Any) -> dict[str, Any] | None:
         """Return what the client of a request learns of its blend; None: nothing could be blended."""
@@ -172,7 +170,6 @@ class SchedulerSide:
                 tracked.forget_lookups()
         self._requests.end(request_id)
         self._loads.forget(request_id)
-        self._deadlines.forget(request_id)
         with self._guard("finished"):
             self._blends.drop(request_id)
         with self._guard("finished"):
@@ -228,7 +225,7 @@ class SchedulerSide:
                 prompt = max(min(after, tracked.request.num_prompt_tokens), before)
                 prompt_tokens += prompt - before
                 looked_at += prefill_quantities(before, prompt)[1]
-                self._deadlines.note_step(tracked, before, after, self._step)
+                self._loads.note_step(tracked, before, after, self._step)
                 tracked.computed = after
                 if self._state.stores and tracked.unstored:
                     self._state.not_stored(tracked.unstored, scheduled)
@@ -252,13 +249,13 @@ class SchedulerSide:
                 self._blends.drop(request_id)
         for delivery in report.delivered:
             with self._guard("take", partial(self._give_up_known, delivery.request)):
-                self._deadlines.note_delivery(delivery)
+                self._loads.note_delivery(delivery)
         for request_id in report.ended:
             with self._guard("take"):
                 self._load_is_over(request_id)
         for digest in report.unsaved:
             self._known.forget(digest)
-        for learn in (self._deadlines.take, self._events.take, self._loads.take, self._record, self._pays.take):
+        for learn in (self._loads.take, self._events.take, self._record, self._pays.take):
             with self._guard("take"):
                 learn(report)
         with self._guard("take", self._stop):

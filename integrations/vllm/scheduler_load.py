@@ -1,17 +1,34 @@
-"""Loads of prefixes: what the store is asked for, how much of a request is loaded, and which loads are under way."""
+"""Loads of prefixes: what the store is asked for, how much of a request is loaded by when, and which are under way.
+
+**What is worse than stored keeps no exact name.** A load may restore an entry from fewer parts than a chunk has,
+because a deadline or the store left out the others. From the first such block on, the request's blocks are renamed
+before the engine registers them, so that they never answer for another request, and the request stores nothing: what it
+computes follows from them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
+from cuvee.codec.errors import InputError
+from cuvee.integrations.guard import Once
+from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.lookups import Lookup
-from cuvee.integrations.vllm.messages import Aim, Entry, Load, Report
+from cuvee.integrations.vllm.messages import Aim, Delivery, Entry, Load, Report
+from cuvee.integrations.vllm.request_params import deadline_of
 from cuvee.integrations.vllm.scheduler_events import SchedulerEvents
 from cuvee.integrations.vllm.scheduler_lookup import PrefixSearch
 from cuvee.integrations.vllm.scheduler_state import NOTHING, Found, KnownEntries, SchedulerState, Tracked
+from cuvee.naming.identity import canonical
+
+logger = logging.getLogger(__name__)
 
 _LOOKUP_AGE = 10.0  # seconds after which the store is asked again: entries may have been evicted
 
@@ -25,27 +42,78 @@ class SchedulerLoads:
         events: learns what is gone.
         pays: decides whether a load does.
         share: whether one request finds in the engine what another one loaded.
+        in_part: whether loads may end early in this engine.
     """
 
     def __init__(
-        self, state: SchedulerState, known: KnownEntries, events: SchedulerEvents, pays: Pays, share: bool
-    ) -> None:
+        self, state: SchedulerState, known: KnownEntries, events: SchedulerEvents, pays: Pays, share: bool,
+        in_part: bool,
+    ) -> None:  # fmt: skip
         self._state = state
         self._search = PrefixSearch(state)
         self._known = known
         self._events = events
         self._pays = pays
-        self._share = share
+        self._share, self._in_part = share, in_part
         self._distrusted = -1.0  # lookups from before this time are not believed
         self._promised: dict[str, int] = {}  # tokens before those that a request was told it can load
         self._loads: dict[str, Load] = {}  # to be started by the next step
         self._under_way: dict[str, list[bytes]] = {}  # digests of the prefix in a request's load
         self._loading: dict[bytes, str] = {}  # the request in whose load each digest is
+        self._given: dict[str, Tracked] = {}  # requests that were given a load, also if they are not cached any more
+        self._first_tokens: list[tuple[int, float]] = []  # steps that compute one, and by when it has to come
+        self._once = Once(logger)
+
+    def begin(self, tracked: Tracked) -> None:
+        """Read a new request's deadline. One that cannot be aimed at is left out, counted, and logged once."""
+        request = tracked.request
+        reason, why = "engine", "windows and recurrent layers load a prefix as a whole or not at all"
+        try:
+            deadline = deadline_of(request.kv_transfer_params, self._state.options.deadline)
+        except InputError as error:
+            reason, why, deadline = "parameters", str(error), 0.0
+        if deadline and self._in_part:
+            waited = max(time.time() - request.arrival_time, 0.0)
+            tracked.due = self._state.clock() - waited + deadline
+        elif deadline is not None:
+            self._state.recorder.count("deadlines", label="refused")
+            self._once(reason, "cuvee: request %s has no deadline: %s", request.request_id, why)
+
+    def note_step(self, tracked: Tracked, before: int, after: int, step: int) -> None:
+        """Note that a step computes a request's tokens `before … after`."""
+        if tracked.due is not None and before < tracked.request.num_prompt_tokens <= after:
+            self._first_tokens.append((step, tracked.due))
+            tracked.due = None  # there is no hurry if it is preempted from here on
 
     def take(self, report: Report) -> None:
-        """Believe no lookup from before now if a load failed."""
+        """Count the deadlines of first tokens that are there; believe no lookup from before now if a load failed."""
+        now = self._state.clock()
+        for step, due in self._first_tokens:
+            if step in report.steps:
+                self._state.recorder.count("deadlines", label="met" if now <= due else "missed")
+        self._first_tokens = [(step, due) for step, due in self._first_tokens if step not in report.steps]
         if report.failed:
-            self._distrusted = self._state.clock()
+            self._distrusted = now
+
+    def note_delivery(self, delivery: Delivery) -> None:
+        """Note what a rank restored, before the engine hears that the load is over. What its deadline leaves out is
+        computed, and not loaded after all. From the first block on that is worse than what is stored, the request's
+        blocks are renamed.
+        """
+        tracked = self._given.get(delivery.request)
+        if tracked is None:  # the request has ended
+            return
+        ends = list(accumulate(delivery.tokens, initial=delivery.start))
+        if not delivery.complete:
+            tracked.refused = True
+            # What is computed may be better than what the store has of it.
+            tracked.saved = min(tracked.saved, ends[-1] // self._state.chunk)
+        worse = [end for end, parts in zip(ends, delivery.parts, strict=False) if parts < self._state.parts]
+        if worse:
+            first = worse[0] // self._state.block
+            recipe = canonical(first.to_bytes(8, "little"), bytes(delivery.parts))
+            set_apart(tracked.request, first, hashlib.blake2b(recipe, digest_size=32, person=b"cuvee-parts").digest())
+            tracked.unstored = "quality"
 
     def worth_asking(self, request: Any, computed: int) -> bool:
         """Return whether enough tokens after the first `computed` could be found."""
@@ -107,14 +175,13 @@ class SchedulerLoads:
         """Return and forget the number of tokens before those that were promised."""
         return self._promised.pop(request_id, 0)
 
-    def allocate(self, tracked: Tracked, tables: Sequence[Sequence[int]], tokens: int, aim: Aim | None = None) -> None:
+    def allocate(self, tracked: Tracked, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """Plan a load of the request's last `tokens` tokens before the end of its prefix or blend.
 
         Args:
             tracked: the request, with its blend if it has one.
             tables: the engine's blocks for it in each group of layers.
             tokens: to restore.
-            aim: what the load is planned for.
         """
         request_id, blend, sizes = tracked.request.request_id, tracked.blend, self._state.blocks
         end = tracked.end if blend is None else tracked.blend_end
@@ -133,11 +200,14 @@ class SchedulerLoads:
         for digest in digests:
             self._loading.setdefault(digest, request_id)
         own = [*held[0][start // sizes[0] :]]
-        load = Load(request_id, tracked.tenant, prefix, start, end, own, blend, aim)
+        load = Load(request_id, tracked.tenant, prefix, start, end, own, blend)
+        if tracked.due is not None:
+            rest = tracked.request.num_tokens - tracked.end
+            load.aim = Aim(tracked.due - self._state.clock(), rest, self._pays.prefill.learned)
         if self._state.recurrent:
             state = Entry("state", found.state, end - self._state.block, self._state.block)
             load.state = state.within(held, sizes)
-        self._loads[request_id] = load
+        self._loads[request_id], self._given[request_id] = load, tracked
         tracked.saved = max(tracked.saved, found.chunks)
 
     def fail(self, request_id: str, first: int, blocks: list[int]) -> None:
@@ -158,7 +228,8 @@ class SchedulerLoads:
         return loads
 
     def forget(self, request_id: str) -> None:
-        """Start nothing for a request that has ended."""
+        """Start nothing for a request that has ended, and note no more of it."""
+        self._given.pop(request_id, None)
         self._promised.pop(request_id, None)
         self._loads.pop(request_id, None)
 

@@ -34,7 +34,7 @@ SCHEDULER = (
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_pays.take", "_pays.begin_step", "_rename", "_load_is_over",
     "_blends.drop", "_state.clock", "_events.planned", "_events.take", "_events.gone", "_loads.take",
-    "_deadlines.take", "_record",
+    "_record",
     "_recorder.count", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
     "_state.store.contains", "_pays.observe", "_pays.worth",
     "_planner.segment", "_planner.ask", "_planner._answer", "_planner.harvest", "_planner.refuse", "_planner.rename",
@@ -57,7 +57,7 @@ CHAIN = ("digests", "tails")
 # Tables that are empty once all requests have ended, by side.
 SCHEDULER_TABLES = (
     "_requests.tracked", "_requests.uncached", "_loads._promised", "_loads._loads",
-    "_loads._under_way", "_loads._loading", "_blends._placed", "_blends._ready", "_blends._drops",
+    "_loads._under_way", "_loads._loading", "_loads._given", "_blends._placed", "_blends._ready", "_blends._drops",
 )  # fmt: skip
 WORKER_TABLES = (
     "loads._jobs", "loads._arrived", "loads._invalid", "loads._failed", "saves._sizes", "saves._pending",

@@ -212,7 +212,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(desk: Callable[..., Desk]) 
     loading(d, request)
     d.side.finished(request, d.tables)
     d.side.take(ended(request, (1, 1, 1, 1)))
-    assert not d.side._deadlines._loading
+    assert not d.side._loads._given
 
 
 # Deadlines -----------------------------------------------------------------------------------------------------------
