@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
@@ -212,6 +212,20 @@ def test_a_state_at_the_very_limit_gives_up_a_word(stages: Stages) -> None:
         streams = case.encode(stages)
         assert (streams.states.tolist(), streams.words.tolist()) == ([state], words)
         case.check(streams)
+
+
+def test_a_quotient_that_float32_gives_too_small_is_corrected(stages: Stages) -> None:
+    freq = np.zeros((1, SYMBOLS), np.uint16)
+    freq[0, :7] = 515, 1790, 895, 447, 7, 3, 439
+    planes, columns = np.array([[0, 3, 0, 2, 0, 5, 0, 3]], np.uint8).T, np.zeros(1, np.uint8)
+    case = Case(SectionPlanes(planes, columns, one_class(np.zeros(8, np.uint16)), 1), EntropyTables(freq, 12))
+    # Symbols are coded from the last to the first, which meets a multiple of its frequency.
+    rest = replace(case.section, planes=planes[1:], plan=one_class(np.zeros(7, np.uint16)))
+    (state,) = Case(rest, case.tables).encode(get_stages("reference")).states.tolist()
+    assert state % 515 == 0 and int(np.float32(state) / np.float32(515)) == state // 515 - 1
+    streams = case.encode(stages)
+    assert streams.states.tolist() == [state // 515 << 12]
+    case.check(streams)
 
 
 # --- classes
