@@ -52,7 +52,6 @@ class ThreadPool:
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._began: dict[int, float] = {}  # the time when each busy thread began its job, by thread number
-        self._idle = 0
         self._alive = 0
 
     def submit(self, work: Callable[..., _T], *arguments: Any) -> Future[_T]:
@@ -66,7 +65,7 @@ class ThreadPool:
             if self._dismissed:
                 raise RuntimeError(f"{self._name}: no new jobs after dismissal")
             self._jobs.append((future, lambda: work(*arguments)))
-            if self._idle >= len(self._jobs):
+            if self._alive - len(self._began) >= len(self._jobs):  # enough threads have nothing to do
                 self._changed.notify()
             else:
                 self._hire()
@@ -146,11 +145,9 @@ class ThreadPool:
         """Do one job; False if this thread should end. One call per job, so that no finished job stays referenced."""
         with self._changed:
             self._began.pop(number, None)
-            while not self._jobs and not self._dismissed and self._alive - self._stuck() <= self.threads:
-                self._idle += 1
-                self._changed.wait()
-                self._idle -= 1
-            if not self._jobs or self._alive - self._stuck() > self.threads:
+            surplus = lambda: self._alive - self._stuck() > self.threads  # noqa: E731
+            self._changed.wait_for(lambda: self._jobs or self._dismissed or surplus())
+            if not self._jobs or surplus():
                 self._alive -= 1
                 self._changed.notify_all()
                 return False
