@@ -95,7 +95,8 @@ class DiskStore(CountedStore):
             if problem := safe_files.objection(os.lstat(self.root), self.root):
                 raise InputError(f"path: {problem}")
         self._scanner: threading.Thread | None = None
-        self._scanned_at = -math.inf
+        self._scanned_at = -math.inf  # the first put scans, because dead writers may have left files
+        self._interval = math.inf if ttl is None else max(60.0, ttl / 10)  # entries that nobody requests expire as well
         self._wanted = 0  # bytes for which a put found no room
         self._lost = False  # the folder's size is not known
         self._lock = threading.Lock()
@@ -199,7 +200,7 @@ class DiskStore(CountedStore):
                     if earlier is not None:
                         figures.remove(earlier)
                     figures.add(size)
-            due = self._is_due(figures)
+            due = self._counts(figures) or time.monotonic() - self._scanned_at >= self._interval
         if not fits:
             self._wanted = max(self._wanted, size)
             self._count(dropped=1)
@@ -207,13 +208,6 @@ class DiskStore(CountedStore):
         if due or not fits:
             self._start_scan()
         return fits
-
-    def _is_due(self, figures: folder.Figures) -> bool:
-        """Return whether it is time to scan: at first, because dead writers may have left files; when eviction is due,
-        or figures are lost; and from time to time, because entries that nobody requests expire as well.
-        """
-        interval = math.inf if self.ttl is None else max(60.0, self.ttl / 10)
-        return self._counts(figures) or self._scanned_at == -math.inf or time.monotonic() - self._scanned_at > interval
 
     def _counts(self, figures: folder.Figures) -> bool:
         """Return whether a scan has to count what is there, and maybe to evict."""
@@ -250,8 +244,6 @@ class DiskStore(CountedStore):
                     info = os.stat(name, dir_fd=root, follow_symlinks=False)
                     if now - info.st_mtime > _STALE_SECONDS:
                         os.unlink(name, dir_fd=root)
-        if self.max_bytes is None and self.ttl is None:
-            return
         with folder.locked(root) as figures:
             added, counts = figures.added, self._counts(figures)
         if not counts and self.ttl is None:
