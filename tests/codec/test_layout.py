@@ -30,8 +30,8 @@ def chunk(tokens: int = 5, start: int = 0, layout: KVLayout = LAYOUT) -> KVChunk
     return KVChunk(keys, values, layout, start)
 
 
-def test_json_is_exact(any_family: str, tiny_config: Callable[..., Any]) -> None:
-    layout = KVLayout.from_config(tiny_config(any_family), dtype="bfloat16")
+def test_json_is_exact(family: str, tiny_config: Callable[..., Any]) -> None:
+    layout = KVLayout.from_config(tiny_config(family), dtype="bfloat16")
     again = KVLayout.from_json(layout.to_json())
     assert again == layout
     assert again.fingerprint == layout.fingerprint

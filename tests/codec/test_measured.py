@@ -48,19 +48,19 @@ def model(tiny_model: Callable[..., Any]) -> Any:
     return tiny_model("llama")
 
 
-def test_a_stand_in_shows_what_a_small_model_does(any_family: str, tiny_config: Callable[..., Any]) -> None:
-    expected = KVLayout.from_config(tiny_config(any_family), "bfloat16")
-    large = tiny_config(any_family, vocab_size=stand_in._SMALL // 16)  # now it is too large to be measured as it is
+def test_a_stand_in_shows_what_a_small_model_does(family: str, tiny_config: Callable[..., Any]) -> None:
+    expected = KVLayout.from_config(tiny_config(family), "bfloat16")
+    large = tiny_config(family, vocab_size=stand_in._SMALL // 16)  # now it is too large to be measured as it is
     assert KVLayout.from_config(large, "bfloat16") == expected
     assert not any(layer.why.startswith("no small model") for layer in stand_in.measure_config(large))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_shows_what_its_configuration_promises(
-    any_family: str, dtype: torch.dtype, tiny_config: Callable[..., Any], tiny_model: Callable[..., Any]
+    family: str, dtype: torch.dtype, tiny_config: Callable[..., Any], tiny_model: Callable[..., Any]
 ) -> None:
-    model = tiny_model(any_family, dtype)
-    assert KVLayout.of(model) == KVLayout.from_config(tiny_config(any_family), dtype)
+    model = tiny_model(family, dtype)
+    assert KVLayout.of(model) == KVLayout.from_config(tiny_config(family), dtype)
     assert KVLayout.of(model.to(torch.bfloat16)).layers == KVLayout.of(model).layers, "tables are converted, too"
 
 

@@ -63,9 +63,9 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_moves_keys_to_where_the_model_puts_them(
-    any_family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(any_family)
+    model = tiny_model(family)
     layout = KVLayout.from_config(model.config, dtype=torch.float32)
     recorder = Recorder(model, monkeypatch)
     far = recorder.keys(FAR)
@@ -82,7 +82,7 @@ def test_moves_keys_to_where_the_model_puts_them(
         turned = before.shape[-1]  # some models give their rotation nothing else
         assert relative_error(free[..., :turned], before) < 1e-6
         again = rotate(before, layer.rope, positions(NEAR))
-        if any_family == "deepseek_v2":  # which rotates complex numbers, and rounds them otherwise
+        if family == "deepseek_v2":  # which rotates complex numbers, and rounds them otherwise
             assert relative_error(again, near[index]) < 1e-6
         else:
             assert torch.equal(again, near[index][..., :turned])
