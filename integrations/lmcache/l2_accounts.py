@@ -1,9 +1,9 @@
-"""`Accounts`: what LMCache is told of the entries in the store: their bytes, and which of them were used last."""
+"""`Accounts`: the bytes of entries in the store, of which LMCache is told."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 from threading import Lock
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -17,40 +17,30 @@ class Accounts:
     Args:
         stored: told of new entries and their bytes.
         deleted: told of entries that are gone, or out of the account.
-        accessed: told of entries that were used.
         most: entries that are accounted for.
     """
 
-    def __init__(self, stored: Tell, deleted: Tell, accessed: Callable[[list[ObjectKey]], object], most: int) -> None:
-        self._stored, self._deleted, self._accessed, self._most = stored, deleted, accessed, most
+    def __init__(self, stored: Tell, deleted: Tell, most: int) -> None:
+        self._stored, self._deleted, self._most = stored, deleted, most
         self._lock = Lock()
-        self._sizes: OrderedDict[ObjectKey, int] = OrderedDict()  # the last used one last
+        self._sizes: dict[ObjectKey, int] = {}  # the oldest first
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def add(self, entries: Iterable[tuple[ObjectKey, int]]) -> None:
-        """Tell LMCache of entries that it does not know, or knows with another size, and that those are gone which no
-        longer fit in the account. The store keeps them.
+        """Tell LMCache of entries that it does not know, or knows with another size, and that the oldest are gone if
+        there are too many. The store keeps them.
         """
         with self._lock:
             new = [(key, size) for key, size in entries if self._sizes.get(key) != size]
             former = [(key, self._sizes.pop(key)) for key, _ in new if key in self._sizes]
             self._sizes.update(new)
-            surplus = [self._sizes.popitem(last=False) for _ in range(len(self._sizes) - self._most)]
+            oldest = list(islice(self._sizes, max(len(self._sizes) - self._most, 0)))
+            surplus = [(key, self._sizes.pop(key)) for key in oldest]
             for tell, told in ((self._deleted, former), (self._stored, new), (self._deleted, surplus)):
                 if told:
                     tell([key for key, _ in told], [size for _, size in told])
-
-    def touch(self, keys: list[ObjectKey]) -> None:
-        """Tell LMCache that entries were used."""
-        if not keys:
-            return
-        with self._lock:
-            for key in keys:
-                if key in self._sizes:  # and was not deleted meanwhile
-                    self._sizes.move_to_end(key)
-        self._accessed(keys)
 
     def remove(self, keys: list[ObjectKey]) -> None:
         """Tell LMCache that entries were deleted."""

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINE = "lmcache-l2"
 _THREADS = 4  # for each kind of task; they mostly wait for the store and for the codec's threads
-_ACCOUNTED = 1 << 19  # objects, of which size and last use are known
+_ACCOUNTED = 1 << 19  # objects, of which the size is known
 _SAID = 100  # kinds of refusals, which hold names of models that clients choose
 
 
@@ -127,9 +127,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._loaded: Results[Bitmap] = Results()
         self._tasks = itertools.count()
         self._lock = Lock()
-        self._accounts = Accounts(
-            self._notify_keys_stored, self._notify_keys_deleted, self._notify_keys_accessed, _ACCOUNTED
-        )
+        self._accounts = Accounts(self._notify_keys_stored, self._notify_keys_deleted, _ACCOUNTED)
         self._locks: Counter[ObjectKey] = Counter()
         self._deleting: set[ObjectKey] = set()
         self._once = Once(logger, most=_SAID)
@@ -276,7 +274,8 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         with self._guard("loaded"):
             # An entry of an earlier process, or of another one, is known to LMCache from here on.
             self._accounts.add([(keys[number], size) for number, size in loaded])
-            self._accounts.touch([keys[number] for number, _ in loaded])
+            if loaded:
+                self._notify_keys_accessed([keys[number] for number, _ in loaded])
         self._loaded.put(task, bitmap)
 
     # Deleting -------------------------------------------------------------------------------------------------------
