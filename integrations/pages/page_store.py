@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import Lock
+from threading import Condition, Lock
 from typing import Self
 
 import torch
@@ -29,7 +29,6 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.chunk_io import ChunkIO
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
-from cuvee.integrations.pages.engine_calls import EngineCalls
 from cuvee.integrations.pages.entries import Entries, Fetched, Found
 from cuvee.integrations.pages.recognition import Recognizer
 from cuvee.integrations.stores import Store
@@ -98,7 +97,7 @@ class PageStore:
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
         self._waiters = ThreadPool(_STORE_THREADS, "cuvee-pages", load_timeout)
         self._coders = ThreadPool(threads, "cuvee-coder", float("inf"))
-        self._engine_calls = EngineCalls()
+        self._engine_calls = _EngineCalls()
         self._once = Once(logger)
         self._lock = Lock()
         self._recognizers: dict[Codec, Recognizer | None] = {}  # each takes a while to make
@@ -313,3 +312,29 @@ class PageStore:
                 f"slots: must be {self._names.page_tokens} for each of {len(names)} pages, got {len(slots)}"
             )
         return [self._names.page(name) for name in names]
+
+
+class _EngineCalls:
+    """A context for the calls of the engine. It counts them, and admits none once it is closed."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._under_way = 0
+        self._closed = False
+
+    def __enter__(self) -> bool:
+        """Return whether the call is admitted."""
+        with self._changed:
+            self._under_way += 1
+            return not self._closed
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def close(self, timeout: float) -> None:
+        """Admit no more calls, and wait at most this many seconds for those under way."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._under_way, timeout)
