@@ -173,3 +173,19 @@ def test_a_part_of_a_profile_codes_as_the_whole(gemma: Any) -> None:
 def test_files_need_all_tokens(gemma: Any, tmp_path: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"^cache: must hold all tokens, but layer 0 is a sliding window"):
         save_cache(prefilled(gemma, prompt()), tmp_path / "c")
+
+
+def test_windows_are_coded_where_they_are(gemma: Any, device: torch.device) -> None:
+    cpu, there = (
+        Codec(Profile.unlearned(KVLayout.of(gemma)), "lossless", backend=name) for name in ("numba", "triton")
+    )
+    cache = prefilled(gemma, prompt(2))
+    moved = copy.deepcopy(cache)
+    for layer in moved.layers:
+        layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
+    blobs = encode_cache(there, moved, chunk_tokens=5)
+    assert blobs == encode_cache(cpu, cache, chunk_tokens=5)
+    back: Any = decode_cache(there, blobs, gemma, device)
+    assert back.layers[0].keys.device.type == device.type
+    for own, other in zip(back.layers, cache.layers, strict=True):
+        assert torch.equal(own.keys.cpu(), other.keys) and torch.equal(own.values.cpu(), other.values)
