@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from cuvee.integrations.guard import Guard
-
-if TYPE_CHECKING:  # they import the codec, which some modules here must not have before vLLM
-    from tests.integrations.vllm.sides import Bench, Desk
-    from tests.integrations.vllm.small_engine import SmallEngine
 
 
 @pytest.fixture(scope="module")
@@ -48,51 +45,22 @@ def nothing_is_contained(request: pytest.FixtureRequest, contained: list[tuple[s
     assert not contained, f"in {contained[0][0]}: {contained[0][1]!r}"
 
 
-@pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    """Makes scheduler sides, with a store that a test fills, and closes them."""
-    from tests.integrations.vllm.sides import Desk
+def _makes(kind: str, module: str) -> Callable[..., Iterator[Callable[..., Any]]]:
+    """A fixture that makes worlds of a kind, and closes them. It imports them late: not before vLLM."""
 
-    made: list[Desk] = []
+    @pytest.fixture
+    def fixture() -> Iterator[Callable[..., Any]]:
+        made: list[Any] = []
 
-    def make(**options: Any) -> Desk:
-        made.append(Desk(**options))
-        return made[-1]
+        def make(**options: Any) -> Any:
+            made.append(getattr(importlib.import_module(f"tests.integrations.vllm.{module}"), kind)(**options))
+            return made[-1]
 
-    yield make
-    for each in made:
-        each.store.before = lambda operation: None
-        each.side.close()
+        yield make
+        for each in made:
+            each.close()
 
-
-@pytest.fixture
-def bench() -> Iterator[Callable[..., Bench]]:
-    """Makes workers with pages, and closes them."""
-    from tests.integrations.vllm.sides import Bench
-
-    made: list[Bench] = []
-
-    def make(**options: Any) -> Bench:
-        made.append(Bench(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.store.before = lambda operation: None
-        each.worker.close()
+    return fixture
 
 
-@pytest.fixture
-def engine() -> Iterator[Callable[..., SmallEngine]]:
-    """Makes small engines, and closes them."""
-    from tests.integrations.vllm.small_engine import SmallEngine
-
-    made: list[SmallEngine] = []
-
-    def make(**options: Any) -> SmallEngine:
-        made.append(SmallEngine(**options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+desk, bench, engine = _makes("Desk", "sides"), _makes("Bench", "sides"), _makes("SmallEngine", "small_engine")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +99,28 @@ def generate(request: SimpleNamespace, tokens: int) -> None:
     request.all_token_ids += [11] * tokens
     request.num_tokens += tokens
     _hash_blocks(request)
+
+
+def scheduled(
+    steps: Sequence[tuple[SimpleNamespace, int, int]],
+    blocks: Callable[[str], tuple[list[int], ...]],
+    new: bool = True,
+    overwritten: Sequence[int] | None = None,
+) -> SimpleNamespace:
+    """vLLM's `SchedulerOutput`, of `Desk.plan`'s arguments and the blocks of each request."""
+    fresh = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=before) for r, before, _ in steps if new]
+    old = [(r.request_id, before) for r, before, _ in steps if not new]
+    return SimpleNamespace(
+        scheduled_new_reqs=fresh,
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[name for name, _ in old], num_computed_tokens=[before for _, before in old]
+        ),
+        num_scheduled_tokens={r.request_id: count for r, _, count in steps},
+        total_num_scheduled_tokens=sum(count for _, _, count in steps),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=blocks),
+        new_block_ids_to_zero=overwritten,
+        kv_cache_block_copies=None,
+    )
 
 
 def _profile_for(asked: Mapping[str, Any]) -> Profile:
@@ -205,22 +226,7 @@ class Desk:
         """
         for request, before, count in steps:
             request.num_computed_tokens = before + count  # as the engine does once it has planned a step
-        fresh = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=before) for r, before, _ in steps if new]
-        old = [(r.request_id, before) for r, before, _ in steps if not new]
-        state = SimpleNamespace(get_block_ids=lambda name: self.tables)
-        return self.side.plan(
-            SimpleNamespace(
-                scheduled_new_reqs=fresh,
-                scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=[name for name, _ in old], num_computed_tokens=[before for _, before in old]
-                ),
-                num_scheduled_tokens={r.request_id: count for r, _, count in steps},
-                total_num_scheduled_tokens=sum(count for _, _, count in steps),
-                kv_connector_block_state=state,
-                new_block_ids_to_zero=overwritten,
-                kv_cache_block_copies=None,
-            )
-        )
+        return self.side.plan(scheduled(steps, lambda name: self.tables, new, overwritten))
 
     def unstored(self) -> dict[str, float]:
         """Tokens that are not stored, by reason."""
@@ -228,6 +234,11 @@ class Desk:
 
     def lookups(self) -> dict[str, float]:
         return {label: value for (name, label), value in self.recorder.totals().items() if name == "lookups"}
+
+    def close(self) -> None:
+        """Stop its threads."""
+        self.store.before = lambda operation: None
+        self.side.close()
 
 
 def make_pages(layout: KVLayout, device: torch.device, permuted: bool) -> PagedCache:
@@ -323,10 +334,15 @@ class Bench:
         self, number: int, saves: list[Save], last: Sequence[Save] = (), error: BaseException | None = None,
         confirmed: int = 0,
     ) -> None:  # fmt: skip
-        """A step in the order of vLLM's first model runner, with a forward that raises `error`."""
-        with _connector_output(self.worker, StepPlan(number, saves=saves, last_saves=list(last), confirmed=confirmed)):
+        """A step in the order of vLLM's `_get_kv_connector_output`, with a forward that raises `error`."""
+        self.worker.begin_step(number, confirmed)
+        self.worker.saves.save(list(last))
+        try:
             if error is not None:
                 raise error
+        finally:
+            self.worker.end_step()
+            self.worker.saves.save(saves)
 
     def chunk(self, at: int) -> Entry:
         """Chunk number `at` of the sequence."""
@@ -416,19 +432,14 @@ class Bench:
         return _same(chunk, self.sequence, start, end)
 
     def counts(self) -> dict[str, Any]:
-        return _flat(self.recorder)
+        """What was counted, by `name{label}`; of histograms, how often."""
+        totals = self.recorder.totals().items()
+        return {f"{name}{{{label}}}" if label else name: value for (name, label), value in totals}
 
-
-@contextmanager
-def _connector_output(worker: WorkerSide, plan: StepPlan) -> Iterator[None]:
-    """Call a worker as `KVConnectorModelRunnerMixin._get_kv_connector_output` calls its connector."""
-    worker.begin_step(plan.step, plan.confirmed)
-    worker.saves.save(plan.last_saves)
-    try:
-        yield
-    finally:
-        worker.end_step()
-        worker.saves.save(plan.saves)
+    def close(self) -> None:
+        """Stop its threads."""
+        self.store.before = lambda operation: None
+        self.worker.close()
 
 
 def _slots(blocks: list[int], start: int, end: int) -> torch.Tensor:
@@ -441,11 +452,3 @@ def _same(chunk: KVChunk, sequence: KVChunk, start: int, end: int) -> bool:
         torch.equal(mine.cpu(), theirs[start:end])
         for mine, theirs in zip(chunk.keys + chunk.values, sequence.keys + sequence.values, strict=True)
     )
-
-
-def _flat(recorder: Recorder) -> dict[str, float]:
-    """What was counted, by `name{label}`; of histograms, how often."""
-    flat: dict[str, float] = {}
-    for (name, label), value in recorder.totals().items():
-        flat[f"{name}{{{label}}}" if label else name] = value
-    return flat

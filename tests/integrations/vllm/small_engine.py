@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.vllm.injection import kept
-from tests.integrations.vllm.sides import BLOCK, BLOCKS, IDENTITY, LAYOUT, Bench, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, IDENTITY, LAYOUT, Bench, generate, make_request, scheduled
 
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.adapters import Adapters
@@ -158,7 +158,7 @@ class SmallEngine:
         """One step, in vLLM's order."""
         self._schedule()
         planned = [(r, r.num_computed_tokens, min(STEP, r.num_tokens - r.num_computed_tokens)) for r in self.running]
-        plan: StepPlan = self.side.plan(self._output(planned))
+        plan: StepPlan = self.side.plan(scheduled(planned, lambda name: (self.blocks[name],)))
         if pickle.loads(pickle.dumps(plan)) != plan:
             raise Wrong("a plan changes on its way")
         for request, before, count in planned:
@@ -210,17 +210,6 @@ class SmallEngine:
             self.waiting.remove(request)
             request.num_computed_tokens = computed + tokens
             (self.loading if tokens else self.running).append(request)
-
-    def _output(self, planned: list[tuple[SimpleNamespace, int, int]]) -> SimpleNamespace:
-        return SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id, num_computed_tokens=n) for r, n, _ in planned],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            num_scheduled_tokens={r.request_id: count for r, _, count in planned},
-            total_num_scheduled_tokens=sum(count for _, _, count in planned),
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (self.blocks[name],)),
-            new_block_ids_to_zero=None,
-            kv_cache_block_copies=None,
-        )
 
     def _invalidate(self, invalid: set[int]) -> None:
         for request in self.loading:

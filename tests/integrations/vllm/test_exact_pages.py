@@ -159,21 +159,13 @@ def make_engine(checkpoint: Path) -> MakeEngine:
 
 
 @pytest.fixture
-def make_bench() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
-
+def make_bench(bench: Callable[..., Bench]) -> Callable[..., Bench]:
     def make(engine: Engine, **changes: Any) -> Bench:
         setup = engine.setup()
-        made.append(
-            Bench(
-                profile=Profile.unlearned(setup.layout), cache=engine.found(), setup={"layers": setup.layers}, **changes
-            )
-        )
-        return made[-1]
+        own = {"cache": engine.found(), "setup": {"layers": setup.layers}}
+        return bench(profile=Profile.unlearned(setup.layout), **own, **changes)
 
-    yield make
-    for bench in made:
-        bench.worker.close()
+    return make
 
 
 def save(bench: Bench) -> None:
@@ -222,34 +214,6 @@ def test_a_load_from_the_middle_of_a_chunk_leaves_what_is_before_it(
     for name, first in was.items():
         assert torch.equal(engine.held(name, ELSEWHERE[0]), first)
         assert torch.equal(engine.held(name, ELSEWHERE[1]), engine.held(name, TABLE[1]))
-
-
-def test_vllms_kernel_chooses_by_restored_keys_as_by_its_own(
-    make_engine: MakeEngine, make_bench: Callable[..., Bench]
-) -> None:
-    """The one that scores keys on CPUs, for other models: it reads pages of the same format."""
-    engine = make_engine()
-    keys = torch.randn(TOKENS, CODES)
-    scales = torch.exp2((keys.abs().amax(1) / 448).log2().ceil())
-    codes = (keys / scales[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
-    name = "model.layers.1.self_attn.indexer.k_cache"
-    for at, block in enumerate(TABLE):
-        own = slice(at * BLOCK, (at + 1) * BLOCK)
-        engine.held(name, block).copy_(torch.cat([codes[own].flatten(), scales[own].float().view(torch.uint8)]))
-    bench = make_bench(engine)
-    save(bench)
-    assert not load(bench)
-    query, weights = torch.randn(1, 64, CODES).to(torch.float8_e4m3fn), torch.rand(1, 64)
-    scored = [
-        real("vllm._custom_ops").fp8_paged_mqa_logits_cpu(
-            query, engine.pages[name].flatten(1), weights, torch.tensor([TOKENS], dtype=torch.int32),
-            torch.tensor([table], dtype=torch.int32), BLOCK, TOKENS,
-        )
-        for table in (TABLE, ELSEWHERE)
-    ]  # fmt: skip
-    assert torch.equal(*scored)
-    exact = torch.einsum("qhd,td->qht", query.float(), codes.view(torch.float8_e4m3fn).float() * scales[:, None])
-    torch.testing.assert_close(scored[1], (exact.relu() * weights[..., None]).sum(1))
 
 
 def missing(bench: Bench, engine: Engine, make: MakeEngine) -> None:

@@ -5,7 +5,7 @@ No engine runs here: on a CPU without AMX, vLLM attends to nothing in front of w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,10 +53,8 @@ def engine(latents: Latents) -> Engine:
 
 
 @pytest.fixture
-def bench(engine: Engine) -> Iterator[Bench]:
-    made = Bench(profile=Profile.unlearned(engine.layout), cache=engine.found())
-    yield made
-    made.worker.close()
+def bench(engine: Engine, bench: Callable[..., Bench]) -> Bench:
+    return bench(profile=Profile.unlearned(engine.layout), cache=engine.found())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports

@@ -13,7 +13,7 @@ import pytest
 
 from cuvee.integrations.stores.base import TierCounters
 from cuvee.integrations.vllm.metric_table import METRICS
-from cuvee.integrations.vllm.metrics import Recorder, collect, interval_figures, merge
+from cuvee.integrations.vllm.metrics import Recorder, collect, merge
 
 
 def test_the_table_is_consistent() -> None:
@@ -249,23 +249,3 @@ def test_the_summary_is_one_line() -> None:
         "raw_bytes 1,100,000,000; stored 1,024 chunk, 7 tail; load_seconds 3; "
         "store_operations 500 memory:hit, 20 memory:miss, 2 disk:error"
     )
-
-
-def test_the_interval_in_a_few_figures() -> None:
-    recorder = Recorder()
-    assert interval_figures({}) == {"failures": 0, "not stored": 0}
-    recorder.count("load_seconds", 2)
-    recorder.count("load_seconds", 3)
-    recorder.count("loaded_tokens", 1024)
-    recorder.count("raw_bytes", 3e6)
-    recorder.count("stored_bytes", 1e6)
-    recorder.gauge("pending_bytes", 2e6)
-    recorder.count("failures", 1, "load")
-    recorder.count("store_operations", 5, "disk:dropped")
-    recorder.record_store({"memory": TierCounters(hits=3), "disk": TierCounters(misses=1, corrupt=1)})
-    data = recorder.drain()
-    assert data is not None
-    assert interval_figures(data) == {
-        "loads": 2, "loaded tokens": 1024, "chunk hit rate": 0.75, "raw MB": 3, "stored MB": 1, "ratio": 3,
-        "pending MB": 2, "failures": 2, "not stored": 5,
-    }  # fmt: skip

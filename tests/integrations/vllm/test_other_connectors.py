@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,10 +65,8 @@ def made(policy: str = "recompute") -> tuple[SimpleNamespace, Any]:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    d = Desk(blend={"segment_tokens": 12}, setup={"beside": True})
-    yield d
-    d.side.close()
+def desk(desk: Callable[..., Desk]) -> Desk:
+    return desk(blend={"segment_tokens": 12}, setup={"beside": True})
 
 
 def beside(d: Desk, tokens: int) -> tuple[Any, Any]:
