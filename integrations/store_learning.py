@@ -131,16 +131,10 @@ def _decode(blob: bytes, layout: KVLayout, bound: bytes, secrets: Sequence[bytes
 
 
 def _joined(layout: KVLayout, parts: Sequence[KVChunk]) -> KVChunk:
-    """Return the chunk of all heads; with fewer heads than ranks, several ranks hold the same one."""
-    heads = [layout.shard_heads(rank, len(parts)) for rank in range(len(parts))]
+    """Return the chunk of all heads; with fewer heads than ranks, each head is that of several ranks in a row."""
 
-    def join(which: str, layer: int) -> torch.Tensor:
-        found = {
-            head: getattr(part, which)[layer][:, at]
-            for part, own in zip(parts, heads, strict=True)
-            for at, head in enumerate(own[layer])
-        }
-        return torch.stack([found[head] for head in sorted(found)], dim=1)
+    def join(which: str) -> list[torch.Tensor]:
+        every = [max(len(parts) // layer.kv_heads, 1) for layer in layout.layers]
+        return [torch.cat([getattr(part, which)[at] for part in parts[::step]], 1) for at, step in enumerate(every)]
 
-    keys, values = ([join(which, layer) for layer in range(layout.num_layers)] for which in ("keys", "values"))
-    return KVChunk(keys, values, replace(layout, dtype=parts[0].layout.dtype), parts[0].start)
+    return KVChunk(join("keys"), join("values"), replace(layout, dtype=parts[0].layout.dtype), parts[0].start)
