@@ -358,6 +358,14 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
 
 
 @pytest.fixture(scope="session")
+def bundled() -> tuple[Any, Any]:
+    """The bundled model and its tokenizer."""
+    from cuvee.calibration.bundled import load_bundled_model
+
+    return load_bundled_model()
+
+
+@pytest.fixture(scope="session")
 def with_bos() -> Any:
     """The bundled tokenizer, which puts a token before every text, as those of Llama, Mistral and Gemma do."""
     from tokenizers.processors import TemplateProcessing

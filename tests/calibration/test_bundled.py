@@ -22,11 +22,6 @@ from cuvee.codec.errors import InputError
 TEXT_FOLDER = bundled_model_path().parents[1] / "texts"
 
 
-@pytest.fixture(scope="module")
-def bundled() -> tuple[Any, Any]:
-    return load_bundled_model()
-
-
 def nll_of_tails(model: Any, rows: Tensor, prefix: int, *, cached: bool) -> float:
     """Mean NLL in nats of tokens [prefix + 1:], given the whole row or only the row from `prefix` on."""
     seen = rows if cached else rows[:, prefix:]

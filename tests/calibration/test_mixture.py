@@ -11,7 +11,6 @@ import torch
 from tests.conftest import BOS
 
 from cuvee.calibration import kinds as module
-from cuvee.calibration.bundled import load_bundled_model
 from cuvee.calibration.kinds import KINDS, REREAD, SAMPLES, mixture, mixture_text, tokenized
 from cuvee.codec.errors import InputError
 
@@ -20,11 +19,6 @@ SHARES = {
     "prose": 0.15, "encyclopaedia": 0.15, "tokenized": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
     "reread": 0.08, "samples": 0.12,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def bundled() -> tuple[Any, Any]:
-    return load_bundled_model()
 
 
 @pytest.fixture(scope="module")

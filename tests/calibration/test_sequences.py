@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuvee.calibration.bundled import load_bundled_model
 from cuvee.calibration.sequences import LENGTH, PREFIX, reread, sample_text
 from cuvee.codec.errors import InputError
-
-
-@pytest.fixture(scope="module")
-def bundled() -> tuple[Any, Any]:
-    return load_bundled_model()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from cuvee.calibration.bundled import bundled_text, load_bundled_model
+from cuvee.calibration.bundled import bundled_text
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
@@ -131,11 +131,6 @@ def llama(lively: Callable[..., Any]) -> Callable[..., CuveeLM]:
         return CuveeLM(model, **{"tokenizer": word_tokenizer(), "batch_size": 4, **arguments})
 
     return make
-
-
-@pytest.fixture(scope="module")
-def bundled() -> tuple[Any, Any]:
-    return load_bundled_model()
 
 
 # The same as HFLM ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -87,6 +88,8 @@ def test_blends_are_timed_over_computing_in_the_same_turn() -> None:
         assert nothing["over_computed"]["median"] == pytest.approx((whole - entry["tokens"] - 24) / whole)
         assert everything["over_computed"]["median"] == 1
         assert nothing["kl"] > half["kl"] > everything["kl"] == 0
+        rest = [1 - math.exp(-0.1 - off) - math.exp(-3.0) for off in (0.0, 0.1)]  # exact, and blended at no cost
+        assert nothing["kl"] == pytest.approx(0.1 * math.exp(-0.1) + rest[0] * math.log(rest[0] / rest[1]))
     # In a turn all prompts are one, and the exact one comes last: the engine stores it.
     for at in range(documents, len(asked), 1 + len(SCOPE.costs)):
         turn = asked[at : at + 1 + len(SCOPE.costs)]

@@ -11,7 +11,6 @@ import torch
 from tests.conftest import Books
 
 from cuvee.blend import Blender, Nothing, Segment
-from cuvee.calibration.bundled import load_bundled_model
 from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
@@ -20,11 +19,6 @@ from cuvee.codec.models.forward import prefill
 from cuvee.eval.report.blending import BlendPrompt, blend_prompts, measure_blends, share_recovered
 from cuvee.eval.report.schema import BlendEntry
 from cuvee.eval.tasks import TASKS_PATH
-
-
-@pytest.fixture(scope="module")
-def bundled() -> tuple[Any, Any]:
-    return load_bundled_model()
 
 
 @pytest.fixture(scope="module")
