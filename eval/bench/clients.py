@@ -101,12 +101,23 @@ def serving(log: Path, model: Path, arguments: Sequence[str]) -> Iterator[str]:
             time.sleep(0.2)
         yield url
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)
+        deadline = time.monotonic() + _STOP_SECONDS
+        # Its engine is another process of the same session, and may still be closing its store.
+        while (process.poll() is None or _lives(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _lives(session: int) -> bool:
+    """Return whether any process of a session does."""
+    try:
+        os.killpg(session, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def counters(url: str) -> list[float]:
