@@ -45,7 +45,7 @@ $(error ISA: must be avx2 or not given, got $(ISA))
 endif
 TEST_MARKS  ?= not nightly
 # What `make nightly` repeats with vLLM's defaults on a GPU (tests/integrations/vllm/gpu_defaults.py).
-ENGINE_TESTS := $(patsubst %,tests/integrations/vllm/test_%.py,engine engine_windows engine_kinds engine_blend faults)
+ENGINE_TESTS := $(patsubst %,tests/integrations/vllm/test_%.py,engine engine_kinds engine_blend faults)
 # Of the files that `make check` runs, in tests/checked.txt: of every folder those that take at most a few seconds.
 CHECK_MARKS := not real and not slow and not nightly
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \

@@ -31,15 +31,13 @@ BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # two engines at a time wait for each other. The first two files compile different things: notebooks come third, when
 # the engines have filled Numba's cache, rather than compile the same loops at the same time.
 LONGEST = (
-    "integrations/vllm/test_engine", "kernels/test_static_costs", "package/test_notebooks", "eval/report/test_report",
-    "integrations/vllm/test_engine_blend", "eval/bench/test_engine", "kernels/test_transform",
-    "integrations/vllm/test_engine_windows", "package/cli/test_warmup", "codec/test_sections",
-    "integrations/vllm/test_engine_hybrids", "codec/test_hostile", "integrations/vllm/test_serve",
-    "codec/test_calibrate", "integrations/vllm/test_engine_kinds", "eval/test_tasks",
-    "integrations/vllm/test_engine_drafts", "integrations/vllm/test_guard", "integrations/vllm/test_docs",
-    "integrations/vllm/test_engine_tails", "integrations/vllm/test_faults", "kernels/test_backend",
-    "integrations/vllm/test_engine_gpu_defaults", "kernels/test_hostile", "fuzz/test_soak", "package/cli/test_profile",
-    "package/test_package", "package/test_docs",
+    "integrations/vllm/test_engine_kinds", "kernels/test_static_costs", "package/test_notebooks",
+    "integrations/vllm/test_engine", "eval/report/test_report", "integrations/vllm/test_engine_blend",
+    "eval/bench/test_engine", "kernels/test_transform", "package/cli/test_warmup", "codec/test_sections",
+    "codec/test_hostile", "integrations/vllm/test_serve", "codec/test_calibrate", "eval/test_tasks",
+    "integrations/vllm/test_guard", "integrations/vllm/test_docs", "integrations/vllm/test_faults",
+    "kernels/test_backend", "kernels/test_hostile", "fuzz/test_soak",
+    "package/cli/test_profile", "package/test_package", "package/test_docs",
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {

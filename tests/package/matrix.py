@@ -32,7 +32,7 @@ PLAIN = {
 }
 WHERE = ("engine", "classes", "refused")  # the best first
 SHOWN = {"drafts": "drafts by {}", "cache": "cache in {}", "runner": "runner {}"}  # of what differs from the plain case
-_RUNS = ("run_engines(", "Server(", "faults.run_group(")  # what a file that starts engines calls
+_RUNS = ("run_engines(", "Server.started(", "faults.run_group(")  # what a file that starts engines calls
 
 _HEAD = """# What engines serve
 

@@ -37,7 +37,7 @@ def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path
     with redis_server() as redis:
         transfer = cuvee(redis.url, chunk_tokens=CHUNK)
         blending = cuvee(redis.url, chunk_tokens=CHUNK, blend=BLEND)
-        with Server(folder / "server", bundled_model_path(), blending, "--no-enable-prefix-caching") as server:
+        with Server.started(folder / "server", bundled_model_path(), blending, "--no-enable-prefix-caching") as server:
             fresh = server.complete(first, cache_salt="alice")
             assert fresh.cached == 0
             server.wait_for_metric("vllm:cuvee_stored_total{kind=chunk}", 3)
@@ -90,7 +90,7 @@ def the_example_asks_about_a_folder_of_documents(server: Server, folder: Path) -
     text = bundled_text("orchard")
     for number, word in enumerate(("apples", "pears")):
         (documents / f"{word}.txt").write_text(f"{word} {text[2000 * number : 2000 * number + 600]}")
-    url, stored, said = f"http://127.0.0.1:{server.port}/v1", "vllm:cuvee_stored_total{kind=segment}", []
+    url, stored, said = f"{server.url}/v1", "vllm:cuvee_stored_total{kind=segment}", []
     before = server.metric(stored)
     for question in ("apples?", "pears?"):
         status, text = run_script(folder, str(EXAMPLES / "rag.py"), url, str(documents), question, timeout=120)
