@@ -312,8 +312,8 @@ def test_a_folder_of_another_user_is_refused_unless_that_is_root(root: Path, mon
 
 
 def test_neither_the_root_nor_its_lock_is_a_link(root: Path, tmp_path: Path) -> None:
-    late = DiskStore(tmp_path / "link")
-    assert DiskStore(root).put(KEY, b"x")
+    late, first = DiskStore(tmp_path / "link"), DiskStore(root)
+    assert first.put(KEY, b"x") and first.flush(20)
     (tmp_path / "link").symlink_to(root)
     with pytest.raises(InputError, match=r"^path: must be a folder, got .*/link, a link: name the folder that it"):
         DiskStore(tmp_path / "link")
