@@ -12,7 +12,7 @@ import pytest
 from tests.eval.report.world import draw, filled, write_plots
 
 from cuvee.eval.plots import plot_quality
-from cuvee.eval.quality import LayerCost, PerSequence, Quality
+from cuvee.eval.quality import PerSequence, Quality
 from cuvee.eval.report.families import family_rank
 from cuvee.eval.report.report_plots import PLOTS
 
@@ -29,7 +29,7 @@ def quality(name: str, bits: float, kl: float, **changes: Any) -> Quality:
         "encode_gb_per_s": None, "decode_gb_per_s": None, "chunk_tokens": 256, "sequences": 2,
         "cached_tokens": 768, "scored_tokens": 254,
         "per_sequence": PerSequence([bits] * 2, [kl] * 2, [kl] * 2, [0.9] * 2),
-        "layers": [LayerCost(kl * (i + 1), kl * (i + 2), None) for i in range(3)],
+        "layers": [],
     }  # fmt: skip
     return Quality(**{**fields, **changes})
 
@@ -49,19 +49,8 @@ def report() -> dict[str, Any]:
     ]  # fmt: skip
     for family, size in (("pca/all", 3.0), ("cuvee/all", 1.0), ("cuvee/layer", 1.7)):
         for rank, (setting, kind, bits) in enumerate(SETTINGS):
-            ours = family.startswith("cuvee/")
-            layers = [LayerCost(0.01 * (i + 1), 0.02, size if family == "cuvee/layer" else None) for i in range(3)]
-            found.append(
-                entry(
-                    f"{family}@{setting}",
-                    2 * bits * size,
-                    1e-3 * 5**rank,
-                    kind if ours else "curve",
-                    encode_gb_per_s=0.1 * (rank + 1) if ours else None,
-                    decode_gb_per_s=0.3 * (rank + 1) if ours else None,
-                    layers=layers,
-                )
-            )
+            shown = kind if family.startswith("cuvee/") else "curve"
+            found.append(entry(f"{family}@{setting}", 2 * bits * size, 1e-3 * 5**rank, shown))
     return {
         "model": {"name": "books-3m"},
         "text": {"evaluation": [{"name": "orchard"}], "sequences": 24},
