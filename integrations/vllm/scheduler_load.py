@@ -86,14 +86,14 @@ class SchedulerLoads:
             tracked.due = None  # there is no hurry if it is preempted from here on
 
     def take(self, report: Report) -> None:
-        """Count the deadlines of first tokens that are there; believe no lookup from before now if a load failed."""
-        now = self._state.clock()
-        for step, due in self._first_tokens:
-            if step in report.steps:
-                self._state.recorder.count("deadlines", label="met" if now <= due else "missed")
-        self._first_tokens = [(step, due) for step, due in self._first_tokens if step not in report.steps]
+        """Believe no lookup from before now if a load failed; count the deadlines of first tokens that are there."""
+        now, waiting = self._state.clock(), self._first_tokens
         if report.failed:
             self._distrusted = now
+        self._first_tokens = [(step, due) for step, due in waiting if step not in report.steps]
+        for step, due in waiting:
+            if step in report.steps:
+                self._state.recorder.count("deadlines", label="met" if now <= due else "missed")
 
     def note_delivery(self, delivery: Delivery) -> None:
         """Note what a rank restored, before the engine hears that the load is over. What its deadline leaves out is
