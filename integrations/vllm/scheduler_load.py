@@ -106,8 +106,6 @@ class SchedulerLoads:
         ends = list(accumulate(delivery.tokens, initial=delivery.start))
         if not delivery.complete:
             tracked.refused = True
-            # What is computed may be better than what the store has of it.
-            tracked.saved = min(tracked.saved, ends[-1] // self._state.chunk)
         worse = [end for end, parts in zip(ends, delivery.parts, strict=False) if parts < self._state.parts]
         if worse:
             first = worse[0] // self._state.block
@@ -208,7 +206,6 @@ class SchedulerLoads:
             state = Entry("state", found.state, end - self._state.block, self._state.block)
             load.state = state.within(held, sizes)
         self._loads[request_id], self._given[request_id] = load, tracked
-        tracked.saved = max(tracked.saved, found.chunks)
 
     def fail(self, request_id: str, first: int, blocks: list[int]) -> None:
         """Plan a load that fails in place of a request's own, which cannot begin.
