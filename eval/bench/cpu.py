@@ -47,7 +47,7 @@ from cuvee.eval.documents import ReportTable
 from cuvee.eval.formatting import format_bits, format_number
 from cuvee.eval.machine import hardware, torch_threads
 
-__all__ = ["BenchCache", "FlatCache", "compare", "methods_of", "run_cpu_bench", "show_cpu"]
+__all__ = ["BenchCache", "FlatCache", "compare", "methods_of", "show_cpu"]
 
 SYNTHETIC = "llama-3.1-8b, 4 of 32 layers"
 TOKENS = (64, 256)
@@ -248,25 +248,6 @@ def _own(profile: Profile, quality: str, source: FlatCache, target: FlatCache) -
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def run_cpu_bench(model: str, profile: Path | None = None, quick: bool = False) -> dict[str, Any]:
-    """Run the benchmark on a model's cache and on the synthetic one; return the report, as a dict for JSON.
-
-    Raises:
-        CuveeError: a round trip changed something, so nothing is reported.
-        see `real_cache`.
-    """
-    rounds = QUICK_ROUNDS if quick else ROUNDS
-    found = []
-    with torch_threads(1):
-        for name in (model, SYNTHETIC):
-            say(f"{name}: its cache, and a profile")
-            cache = synthetic_cache() if name == SYNTHETIC else real_cache(name, profile)
-            for tokens in TOKENS:
-                say(f"{name}, {tokens} tokens")
-                found.append(compare(cache, tokens, rounds))
-    return {"rounds": rounds, "hardware": hardware("zstandard"), "comparison": found}
-
-
 def compare(cache: BenchCache, tokens: int, rounds: int) -> dict[str, Any]:
     """Time every method on the first tokens of a cache.
 
@@ -355,7 +336,17 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
-    return run_cpu_bench(given.model, given.profile, given.quick)
+    """Measure on the model's cache and on the synthetic one."""
+    rounds = QUICK_ROUNDS if given.quick else ROUNDS
+    found = []
+    with torch_threads(1):
+        for name in (given.model, SYNTHETIC):
+            say(f"{name}: its cache, and a profile")
+            cache = synthetic_cache() if name == SYNTHETIC else real_cache(name, given.profile)
+            for tokens in TOKENS:
+                say(f"{name}, {tokens} tokens")
+                found.append(compare(cache, tokens, rounds))
+    return {"rounds": rounds, "hardware": hardware("zstandard"), "comparison": found}
 
 
 if __name__ == "__main__":

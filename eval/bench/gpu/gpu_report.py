@@ -69,12 +69,8 @@ def _speed(found: Mapping[str, Any]) -> list[str]:
     for group, kernels in found["kernels"].items():
         if not kernels:  # rehearsed
             continue
-        lines += [
-            "",
-            f"Kernels of one encode and one decode of the largest call, group {group}, in us on the device:",
-            "",
-        ]
-        lines += ["| kernel | launches | us |", "|---|---|---|"]
+        lines += ["", f"Kernels of one encode and one decode of the largest call, group {group}, in us on the device:"]
+        lines += ["", "| kernel | launches | us |", "|---|---|---|"]
         lines += [f"| {name} | {launches} | {spent:,.0f} |" for name, launches, spent in kernels]
     return [*lines, "", *(f"**{group} is wrong**: {error}" for group, error in found["errors"].items())]
 
