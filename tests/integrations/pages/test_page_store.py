@@ -124,6 +124,7 @@ def test_pages_at_another_position_are_not_those_that_were_stored(
     assert d.save(range(4), start=160) == [True] * 4
     assert d.load(range(4), range(20, 24), start=168) == [False] * 4
     assert d.counts.snapshot()["failures{decode}"] == 1 and "tokens from 160" in caplog.text
+    assert d.counts.snapshot()["missed_pages"] == 4
 
 
 def test_positions_must_be_known_unless_nothing_is_lost(

@@ -18,6 +18,7 @@ from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier.real_tiers import (
     BLOCK,
     BLOCKS,
+    CHUNK,
     Engine,
     Worker,
     key_of,
@@ -27,6 +28,7 @@ from tests.integrations.vllm_tier.real_tiers import (
 
 from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.integrations.pages import PageStore
 from cuvee.integrations.vllm_tier import chunk_rows
 
 
@@ -168,6 +170,28 @@ def test_draining_ends_all_jobs_and_reports_each(engine: Callable[..., Engine], 
     e.view.fill_(-1)
     found = [number for number in range(15) if e.load([number])]
     assert len(found) == e.counters["saved_pages"] - 1 < 15
+
+
+def test_a_job_is_stored_in_parts_between_which_it_can_be_given_up(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later parts are known to follow."""
+    told: list[int] = []
+    e, save = engine(), PageStore.save
+
+    def noting(self: PageStore, *arguments: Any, following: int = 0) -> list[bool]:
+        told.append(following)
+        if len(told) == 4:
+            e.tier._given_up = time.monotonic()
+        return save(self, *arguments, following=following)
+
+    monkeypatch.setattr(PageStore, "save", noting)
+    monkeypatch.setattr(real("cuvee.integrations.vllm_tier.tier"), "_TOGETHER", 2 * CHUNK)
+    e.save(range(5))
+    assert told == [3 * CHUNK, CHUNK, 0]
+    e.save(range(10, 15))
+    assert told[3:] == [3 * CHUNK]
+    assert (e.counters["saved_pages"], e.counters["unsaved_pages"]) == (7, 3)
 
 
 def test_vllm_closes_with_work_in_flight(
