@@ -221,6 +221,20 @@ def test_all_ranks_let_go_of_the_same_lookups(prefix_cache: Callable[..., Prefix
     assert not ranks[0].linker.load("4", with_slots), "other pages than were looked up"
 
 
+def test_fewer_pages_than_were_found_can_be_loaded(prefix_cache: Callable[..., PrefixCache]) -> None:
+    """All ranks load as many as the one that found the fewest."""
+    cache, kinds = prefix_cache(), real("sglang.srt.mem_cache.hicache_storage")
+    values = offloaded(cache, TOKENS[: 4 * PAGE])
+    cache.forget()
+    names = real("sglang.srt.mem_cache.utils").get_hash_str(TOKENS[: 4 * PAGE], None, PAGE)
+    transfer = kinds.PoolTransfer(name=kinds.PoolName.KV, keys=names)
+    assert cache.linker.lookup("r", [transfer]) == [1, 2, 3, 4]
+    slots = cache.alloc(2)
+    assert cache.linker.load("r", [replace(transfer, keys=names[:2], device_indices=slots)])
+    assert cache.linker.finish_layer_wise_loading(cache.linker.start_layer_wise_loading())
+    assert equal(cache.values(slots), [each[: 2 * PAGE] for each in values])
+
+
 def test_a_queued_load_can_be_cancelled(prefix_cache: Callable[..., PrefixCache]) -> None:
     cache = prefix_cache()
     offloaded(cache, TOKENS[: 4 * PAGE])
