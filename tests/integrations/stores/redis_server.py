@@ -90,9 +90,8 @@ class RedisServer:
             command += ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"] if self._cluster else []
             with (self.folder / "redis.log").open("ab") as log:
                 self._process = subprocess.Popen([*command, *self._arguments], stdout=log, stderr=log)
-            process = self._process
-            wait_until(lambda process=process: process.poll() is not None or self._answers(), "PONG")  # type: ignore[misc]
-            if process.poll() is None:
+            wait_until(lambda: self._has_ended() or self._answers(), "PONG")
+            if not self._has_ended():
                 return  # otherwise its port was taken
         pytest.fail(f"redis-server does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}")
 
@@ -118,6 +117,9 @@ class RedisServer:
     def _signal(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
+
+    def _has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
 
     def _answers(self) -> bool:
         import redis
