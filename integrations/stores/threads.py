@@ -110,6 +110,9 @@ class ThreadPool:
         now = self._clock()
         return sum(now - began > self._patience for began in self._began.values())
 
+    def _is_surplus(self) -> bool:
+        return self._alive - self._stuck() > self.threads
+
     def _hire(self) -> None:
         """Start another thread if the limit allows it."""
         stuck = self._stuck()
@@ -145,9 +148,8 @@ class ThreadPool:
         """Do one job; False if this thread should end. One call per job, so that no finished job stays referenced."""
         with self._changed:
             self._began.pop(number, None)
-            surplus = lambda: self._alive - self._stuck() > self.threads  # noqa: E731
-            self._changed.wait_for(lambda: self._jobs or self._dismissed or surplus())
-            if not self._jobs or surplus():
+            self._changed.wait_for(lambda: self._jobs or self._dismissed or self._is_surplus())
+            if not self._jobs or self._is_surplus():
                 self._alive -= 1
                 self._changed.notify_all()
                 return False
