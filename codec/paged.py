@@ -273,6 +273,9 @@ class PagedCache:
     ) -> None:
         """Write tokens `[T, H, D]` per layer, for each of `layers`, to `slots`, int64 `[T]`; -1 leaves a token out.
 
+        Finite values stay finite, and what is NaN or infinite stays so; in float8_e4m3fn, which has no infinities,
+        those become the largest number.
+
         Raises:
             InputError: the cache does not have one of the slots. Nothing is written then.
         """
@@ -287,7 +290,8 @@ class PagedCache:
             for unit, scale in zip(units, (self.key_scales[layer], self.value_scales[layer]), strict=True):
                 part = unit if whole else unit[wanted]
                 if self.scaled:
-                    part = saturated(part.float() / scale, self.dtype)
+                    finite = ~part.isinf() if self.dtype == torch.float8_e5m2 else None
+                    part = saturated(part.float() / scale, self.dtype, finite)
                 parts.append(_converted(part, self.dtype))
             put(layer, *parts)
 

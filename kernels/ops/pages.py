@@ -114,8 +114,8 @@ def store_pairs(  # type: ignore[no-untyped-def]
     at0, mask0, at1, mask1 = pair_addresses(places, tile, offset, exists, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST)
     if ELEMENT.primitive_bitwidth == 8:
         scale = tl.div_rn(1.0, tl.load(scales + tl.load(tile + TILE.UNIT)))
-        tl.store(at0, _to_fp8(a * scale, ELEMENT), mask=mask0)
-        tl.store(at1, _to_fp8(b * scale, ELEMENT), mask=mask1)
+        tl.store(at0, _to_fp8(a, scale, ELEMENT), mask=mask0)
+        tl.store(at1, _to_fp8(b, scale, ELEMENT), mask=mask1)
     else:
         tl.store(at0, a.to(ELEMENT), mask=mask0)
         tl.store(at1, b.to(ELEMENT), mask=mask1)
@@ -123,17 +123,11 @@ def store_pairs(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def saturated(x, which, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 within the range of `ELEMENT`, where `which` says so; FP8 saturates when it is stored."""
-    if ELEMENT.primitive_bitwidth != 8:
-        limit: tl.constexpr = (
-            65504.0
-            if tl.float16 == ELEMENT
-            else 3.3895313892515355e38
-            if tl.bfloat16 == ELEMENT
-            else 3.4028234663852886e38
-        )
-        x = tl.where(which & (x > limit), limit, tl.where(which & (x < -limit), -limit, x))
-    return x
+    """float32 within the range of `ELEMENT`, where `which` says so; of FP8 only finite: it saturates when stored."""
+    limit: tl.constexpr = (
+        65504.0 if tl.float16 == ELEMENT else 3.3895313892515355e38 if tl.bfloat16 == ELEMENT else 3.4028234663852886e38
+    )
+    return tl.where(which & (x > limit), limit, tl.where(which & (x < -limit), -limit, x))
 
 
 @triton.jit
@@ -159,8 +153,11 @@ def _from_fp8(byte, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _to_fp8(x, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 -> the bytes of the nearest FP8 `ELEMENT`, ties to even, saturated."""
+def _to_fp8(x, scale, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 times `scale` -> the bytes of the nearest FP8 `ELEMENT`, ties to even, saturated if `x` is finite.
+
+    NaN stays NaN, and infinity stays infinite in e5m2; e4m3 has none.
+    """
     e4m3: tl.constexpr = tl.float8e4nv == ELEMENT
     tl.static_assert(e4m3 or tl.float8e5 == ELEMENT)
     limit: tl.constexpr = 448.0 if e4m3 else 57344.0
@@ -169,11 +166,14 @@ def _to_fp8(x, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
     rebias: tl.constexpr = (127 - 7) << 3 if e4m3 else (127 - 15) << 2
     magic: tl.constexpr = 16384.0 if e4m3 else 128.0  # 2**23 smallest subnormals: the last bit of a sum counts them
     sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
-    size = tl.minimum(tl.abs(x), limit)
+    size = tl.minimum(tl.abs(x * scale), limit)
     bits = size.to(tl.uint32, bitcast=True)
     normal = ((bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) >> dropped) - rebias
     subnormal = (size + magic).to(tl.uint32, bitcast=True) & 0xFF
-    return (sign | tl.where(size < least, subnormal, normal)).to(tl.uint8)
+    code = tl.where(tl.abs(x) <= INFINITY, tl.where(size < least, subnormal, normal), 0x7F)
+    if not e4m3:
+        code = tl.where(tl.abs(x) == INFINITY, 0x7C, code)
+    return (sign | code).to(tl.uint8)
 
 
 @triton.jit

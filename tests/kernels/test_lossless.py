@@ -17,6 +17,7 @@ from tests.kernels.packing import launch
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.reference.byte_planes import byte_planes
 from cuvee.kernels.jobs import ChunkField
@@ -151,6 +152,36 @@ def test_pages_hold_the_bits_of_the_codec(
             error, size = (a.float() - b.float()).abs().amax(2), b.float().abs().amax(2)
             assert bool((error <= rounding * size).all())
     assert got.holds_only(kept) and want.holds_only(kept)
+
+
+@pytest.mark.parametrize("to", [10, 510])
+@pytest.mark.parametrize("element", OTHERS[:2])
+def test_what_is_not_finite_in_fp8_pages(
+    device: torch.device, layouts: dict[str, KVLayout], element: torch.dtype, to: int
+) -> None:
+    """NaN stays NaN, and infinity infinite where the type has it, and finite values finite; keys that move alike."""
+    batches = [setting(layouts["gqa"], at, 16) for at in (CPU, device)]
+    values = random_values(batches[0], noise=False)
+    for unit in values[0]:
+        unit[7, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])
+    source = fill(make_cache(batches[0].layout, 16, "dense", torch.bfloat16, CPU), batches[0], values)
+    caches = [make_cache(batch.layout, 16, "bthd", element, batch.device) for batch in batches]
+    profile = Profile.unlearned(batches[0].layout)
+    codecs = [Codec(profile, "lossless", backend=backend) for backend in ("auto", "triton")]
+    (blob,) = codecs[0].encode(PagedChunks(source.paged(), [source.slots], [10]))
+    for codec, cache in zip(codecs, caches, strict=True):
+        codec.decode_paged([blob], cache.paged(), [cache.slots], [to]).check()
+    for number in range(len(values[0])):
+        want, got = (cache.rows(number, slice(None)).cpu().float() for cache in caches)
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+        not_a_number, *others = want[7, 0, :4]
+        infinite = element == torch.float8_e5m2
+        assert bool(not_a_number.isnan())
+        if to == 10 or number % 2:
+            limit = torch.finfo(element).max
+            assert others == [torch.inf, -torch.inf, limit] if infinite else others == [limit, -limit, limit]
+        elif infinite:
+            assert not bool(torch.stack(others[:2]).isfinite().any())
 
 
 def poisoned(size: int, device: torch.device) -> torch.Tensor:

@@ -125,14 +125,16 @@ def test_fp8_agrees_with_torch(element: torch.dtype, device: torch.device) -> No
     near = torch.cat([ties, ties.nextafter(torch.tensor(1e9)), ties.nextafter(torch.tensor(-1e9)), grid])
     tiny = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-9, limit, -limit, 2 * limit, -1e30, 3e38])
     wild = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-8, 5, 4096)
-    values = torch.cat([near, tiny, wild])
+    values = torch.cat([near, tiny, wild, torch.tensor([torch.nan, torch.inf, -torch.inf])])
     values = torch.cat([values, torch.zeros(-len(values) % (HEADS * 64))])
     packed = values.view(-1, HEADS, 64).permute(1, 0, 2)
     packed = torch.cat([packed, packed]).contiguous().to(device)
     units = [dense(element, packed.shape[1], 64, device) for _ in range(2)]
     slots = torch.arange(packed.shape[1], device=device)
     assert launch(_write, tables, units, scales, slots, packed, element) == 0
-    want = values.clamp(-limit, limit).to(element).view(torch.uint8).to(device)
+    saturated = values.clamp(-limit, limit)
+    saturated = saturated if element == torch.float8_e4m3fn else torch.where(values.isinf(), values, saturated)
+    want = saturated.to(element).view(torch.uint8).to(device)
     for unit in units:
         assert torch.equal(bytes_of(unit).flatten(), want)
 
