@@ -257,6 +257,13 @@ def test_the_first_tokens_of_a_prompt_are_not_reused(
     assert told is not None and planned.reused(65) == reused == told["reused_tokens"]
 
 
+def test_a_piece_among_the_first_tokens_is_not_loaded(desk: Callable[..., Desk]) -> None:
+    d = desk(blend={"segment_tokens": 30})
+    d.put_segments(text(10), FIRST, SECOND)
+    planned = load(d, ask(d, segments=[(0, 10), (10, 39), (44, 65)])).blend
+    assert planned is not None and [piece.start for piece in planned.pieces] == [10, 44]
+
+
 @pytest.mark.parametrize(("tokens", "found"), [(15, 65), (18, 0)])
 def test_blends_that_reuse_too_little_are_not_made(desk: Callable[..., Desk], tokens: int, found: int) -> None:
     d = desk(blend={"segment_tokens": tokens})  # 20 or 24 tokens at least
