@@ -74,8 +74,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {"dtype": "bfloat16"},
 }
 FP8 = ("fp8_e4m3", "fp8_e5m2")
-DRAFTERS = ("draft_model", "eagle", "mtp")  # with layers of their own
-DRAFTS = ("ngram", *DRAFTERS)
+DRAFTERS: tuple[str, ...] = ("draft_model", "eagle", "mtp")  # with layers of their own
+DRAFTS: tuple[str, ...] = ("ngram", *DRAFTERS)
 KINDS = (*WINDOWS, *RECURRENT, *FP8, *DRAFTS, "few blocks")
 if gpu_defaults.wanted():
     # Triton's interpreter does not run the kernel by which vLLM's second model runner looks tokens up.
@@ -125,7 +125,7 @@ def options(folder: Path, kind: str) -> dict[str, Any]:
         return {"enable_prefix_caching": True, **RECURRENT[kind]}
     if kind in FP8:
         return {"kv_cache_dtype": kind}
-    drafters = {
+    drafters: dict[str, dict[str, Any]] = {
         "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
         "draft_model": {"model": str(folder / "drafter")},
         "eagle": {"model": str(folder / "head")},
@@ -483,9 +483,9 @@ def test_with_the_defaults_of_a_gpu_a_load_changes_no_bit(models: Path) -> None:
     once = Step([APART[0], *SHARED[:2]], forget=True, max_tokens=4)
     steps = [once, replace(once, together=True)]
     stored = Engine("stored", model, [replace(once, settles=True)], ours)
-    first = run_engines(models / "gpu first", [Engine("reference", model, steps), stored], **GPU)
+    first = run_engines(models / "gpu first", [Engine("reference", model, steps), stored], 600.0, False, **GPU)
     slept = replace(once, prompts=APART[:1], sleeps=True)
-    second = run_engines(models / "gpu second", [Engine("loaded", model, [*steps, slept], ours)], **GPU)
+    second = run_engines(models / "gpu second", [Engine("loaded", model, [*steps, slept], ours)], 600.0, False, **GPU)
     reference, ran = first["reference"], second["loaded"]
     assert cached(ran.steps[0]) == [loadable("")[at] for at in (0, 3, 4)]
     for answers, expected in zip(ran.steps, (*reference.steps, reference.steps[0][:1]), strict=True):

@@ -48,7 +48,14 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "layers": (1, 3, 0),
     "speculative": tuple(map(engines._drafts, DRAFTS)),
 }
-EXTRA = ({"blend": {}}, {"kl": 1}, {"quality": "small"}, {"refinements": 1}, {"nonsense": 1}, {"deadline_ms": 1})
+EXTRA: tuple[dict[str, Any], ...] = (
+    {"blend": {}},
+    {"kl": 1},
+    {"quality": "small"},
+    {"refinements": 1},
+    {"nonsense": 1},
+    {"deadline_ms": 1},
+)
 REMEDY = re.compile(r"\b(set|pass|use|serve|remove|give|leave|must|only|supported: |there are)")
 
 
