@@ -386,6 +386,16 @@ def test_a_left_padded_batch_without_its_mask_is_refused(model: Any, layout: KVL
         decode_cache(codec, blobs, model.config, attention_mask=torch.ones_like(mask))
 
 
+def test_a_right_padded_batch_without_a_mask_keeps_its_padding(model: Any, layout: KVLayout) -> None:
+    """Its real tokens are at the right positions; what is behind them is coded like tokens."""
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, 16:] = 0
+    cache = padded(model, mask)
+    codec = lossless_codec(layout)
+    decoded = decode_cache(codec, encode_cache(codec, cache, chunk_tokens=CHUNK), model.config)
+    same(decoded, cache)
+
+
 @pytest.mark.parametrize(
     ("order", "message"),
     [
