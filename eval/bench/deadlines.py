@@ -6,7 +6,8 @@
 
 Each prompt is stored as a base and a refinement. Over each link it is asked for without a deadline, once as it is
 stored and once from bases alone; then with deadlines of half, once and twice the time of loading everything, and of
-computing everything. The engine's own cache is emptied before each request.
+computing everything. The engine's own cache is emptied before each request. KLs are those of the first token, from what
+the engine says after computing everything, over the 1,000 tokens that are likeliest then and a rest.
 
 **Feasible** is what would be met by someone who knows all times: by loading every base, or by computing everything.
 Loading some chunks and computing the others takes a time between these, because later tokens are dearer to compute.
@@ -42,6 +43,8 @@ MB = 1e6  # bytes
 FACTORS = 0.5, 1.0, 2.0  # deadlines, over the time that loading or computing everything takes
 _QUALITY = "high"
 _GRAIN = 0.01  # seconds: what a link carries at once
+_TOP = 1000  # tokens whose logprobs are compared
+_REST = 1e-9  # least probability of all others
 
 
 class SlowStore:
@@ -142,7 +145,7 @@ def run_deadlines_bench(model: Path, profile: Path, tokens: int, number: int, ra
     need_vllm()
     prompts = _prompts(model, tokens, number)
     longest = tokens + QUESTION + 1
-    options = {"max_model_len": longest, "max_num_batched_tokens": longest, "block_size": 32}
+    options = {"max_model_len": longest, "max_num_batched_tokens": longest, "block_size": 32, "max_logprobs": _TOP}
     with (
         tempfile.TemporaryDirectory(prefix="cuvee-deadlines-") as folder,
         Engine(Path(folder) / "engine.log") as engine,
@@ -151,22 +154,26 @@ def run_deadlines_bench(model: Path, profile: Path, tokens: int, number: int, ra
         say("computing and storing")
         variant = EngineVariant("objects", _QUALITY, store.url)
         engine.start(model, options, variant, profile, more={"refinements": MAX_PARTS - 1})
-        computing = [_stored(engine, store, prompt) for prompt in prompts]
+        computed = [_stored(engine, store, prompt) for prompt in prompts]
+        computing = [answer.seconds for answer in computed]
         links = []
         for rate in rates:
             say(f"{rate:g} MB/s")
             store.rate, store.bases_only = rate * MB, True
-            bases = [_asked(engine, store, prompt).seconds for prompt in prompts]
+            of_bases = [_asked(engine, store, prompt) for prompt in prompts]
             store.bases_only = False
-            loading = [_asked(engine, store, prompt).seconds for prompt in prompts]
+            of_all = [_asked(engine, store, prompt) for prompt in prompts]
+            bases, loading = ([answer.seconds for answer in answers] for answers in (of_bases, of_all))
             loads = [
-                {"of": of, "factor": factor, "feasible": factor * whole >= min(times)}
-                | _aimed(engine, store, prompt, factor * whole)
+                {"of": of, "factor": factor, "feasible": factor * whole >= min(base, answer.seconds)}
+                | _aimed(engine, store, prompt, factor * whole, answer)
                 for of, wholes in (("loading", loading), ("computing", computing))
                 for factor in FACTORS
-                for prompt, whole, *times in zip(prompts, wholes, bases, computing, strict=True)
+                for prompt, whole, base, answer in zip(prompts, wholes, bases, computed, strict=True)
             ]
             links.append({"mb_per_s": rate, "loading": loading, "bases": bases, "loads": loads})
+            for name, answers in (("loading_kl", of_all), ("bases_kl", of_bases)):
+                links[-1][name] = [_kl(*each) for each in zip(computed, answers, strict=True)]
     said = {**conditions(model, _QUALITY, profile), "tokens": tokens, "prompts": number}
     return {**said, "computing": computing, "links": links}
 
@@ -182,50 +189,67 @@ def _prompts(model: Path, tokens: int, number: int) -> list[list[int]]:
     return found
 
 
-def _stored(engine: Engine, store: SlowStore, prompt: Sequence[int]) -> float:
-    """Have a prompt stored in parts; returns the seconds that computing it takes."""
+def _stored(engine: Engine, store: SlowStore, prompt: Sequence[int]) -> EngineAnswer:
+    """Have a prompt computed, and stored in parts."""
     least = len(store.objects) + MAX_PARTS * (len(prompt) // CHUNK)
-    seconds = engine.ask([prompt], expect_cached=[0], forget=True).seconds
+    answer = engine.ask([prompt], expect_cached=[0], forget=True, logprobs=_TOP)
     engine.idle()
     if lacks := least - len(store.objects):
         raise CuveeError(f"the store lacks {lacks} parts of a prompt")
-    return seconds
+    return answer
 
 
 def _asked(engine: Engine, store: SlowStore, prompt: Sequence[int], params: Any = None) -> EngineAnswer:
     """Ask for a prompt, and wait until the link is free again."""
-    answer = engine.ask([prompt], expect_cached=None, forget=True, params=params)
+    answer = engine.ask([prompt], expect_cached=None, forget=True, logprobs=_TOP, params=params)
     store.drain()
     return answer
 
 
-def _aimed(engine: Engine, store: SlowStore, prompt: Sequence[int], deadline: float) -> dict[str, Any]:
-    """Ask for a prompt by a deadline in seconds; returns what came of it."""
+def _aimed(
+    engine: Engine, store: SlowStore, prompt: Sequence[int], deadline: float, expected: EngineAnswer
+) -> dict[str, Any]:
+    """Ask for a prompt by a deadline in seconds; returns what came of it, beside the answer after computing it."""
     answer = _asked(engine, store, prompt, {"cuvee": {"deadline_ms": 1e3 * deadline}})
     computed, base, both = map(round, answer.loaded_at)
     if not computed + base + both:
         raise CuveeError(f"an engine must count the parts that it loads, it counted {answer.loaded_at}")
     tokens = {"both": both, "base": base, "computed": len(prompt) - QUESTION - base - both}
-    return {"deadline": deadline, "seconds": answer.seconds, "met": answer.seconds <= deadline, **tokens}
+    met, kl = answer.seconds <= deadline, _kl(expected, answer)
+    return {"deadline": deadline, "seconds": answer.seconds, "met": met, "kl": kl, **tokens}
+
+
+def _kl(expected: EngineAnswer, answer: EngineAnswer) -> float:
+    """Return the KL of an answer's first token, in nats; tokens that are not among the likeliest of both are one."""
+    first, other = expected.logprobs[0][0], answer.logprobs[0][0]
+    both = np.array([(first[token], other[token]) for token in first.keys() & other.keys()])
+    rest = np.log(np.maximum(1 - np.exp(both).sum(0), _REST))
+    p, q = np.vstack([both, rest]).T
+    return float((np.exp(p) * (p - q)).sum())
 
 
 def show_deadlines(report: Mapping[str, Any]) -> Shown:
     """Make the table of a report."""
     rows, links = [], report["links"]
     for link, rate in ((link, f"{link['mb_per_s']:g} MB/s") for link in links):
-        rows.append([rate, "none: bases alone", "", f"{np.median(link['bases']):.2f}", *[""] * 4])
+        for of, name in (("bases alone", "bases"), ("both parts", "loading")):
+            figures = f"{np.median(link[name]):.2f}", f"{np.mean(link[name + '_kl']):.4f}"
+            rows.append([rate, f"none: {of}", "", *figures, *[""] * 4])
         for of, factor in dict.fromkeys((load["of"], load["factor"]) for load in link["loads"]):
             loads = [load for load in link["loads"] if (load["of"], load["factor"]) == (of, factor)]
             due, seconds = (f"{np.median([load[name] for load in loads]):.2f}" for name in ("deadline", "seconds"))
             tokens = [f"{np.mean([load[name] for load in loads]):.0f}" for name in ("both", "base", "computed")]
-            rows.append([rate, f"{factor:g} x {of}", due, seconds, _share(loads), *tokens])
+            kl = f"{np.mean([load['kl'] for load in loads]):.4f}"
+            rows.append([rate, f"{factor:g} x {of}", due, seconds, kl, _share(loads), *tokens])
     preface = (
         f"{machine_and_vllm(report)}. {report['model']}, {report['quality']} in two parts, {report['prompts']} prompts "
         f"of {report['tokens']} tokens. Computed, the first token comes after {np.median(report['computing']):.2f} s. "
         f"Met, of the feasible deadlines: {_share([load for link in links for load in link['loads']])}."
     )
-    columns = ["link ", "deadline ", "s", "first token, s", "met of feasible", "both parts", "base alone", "computed"]
-    return Shown("Loads with a deadline, in vLLM", preface, [ReportTable(columns, rows, "Median seconds, mean tokens")])
+    columns = ["link ", "deadline ", "s", "first token, s", "KL", "met of feasible"]
+    columns += ["both parts", "base alone", "computed"]
+    table = ReportTable(columns, rows, "Median seconds, mean KL of the first token, mean tokens")
+    return Shown("Loads with a deadline, in vLLM", preface, [table])
 
 
 def _share(loads: Sequence[Mapping[str, Any]]) -> str:

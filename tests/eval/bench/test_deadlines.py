@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import threading
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +22,7 @@ from cuvee.naming.part_keys import part_key
 
 TOKENS, PROMPTS = 512, 2
 COMPUTED, LOADED, BASES, LATE = 0.5, 0.4, 0.1, 0.3  # seconds
+KL = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)  # of `Scripted`'s loads
 
 
 def test_a_slow_store_is_a_store() -> None:
@@ -88,30 +90,33 @@ class Scripted:
 
     def start(self, model: Path, options: dict[str, Any], variant: Any, profile: Any, more: Any) -> None:
         assert options["max_num_batched_tokens"] == TOKENS + QUESTION + 1
+        self._most = options["max_logprobs"]
         assert (more, variant.quality, profile) == ({"refinements": 1}, "high", Path("profile"))
         self._store = open_store(variant.store, guarded=False)
 
     def idle(self) -> None: ...
 
-    def ask(self, prompts: Any, *, expect_cached: Any, forget: bool, params: Any = None) -> EngineAnswer:
+    def ask(self, prompts: Any, *, expect_cached: Any, forget: bool, logprobs: int, params: Any = None) -> EngineAnswer:
         (prompt,) = prompts
-        assert forget and len(prompt) == TOKENS + QUESTION
+        assert forget and len(prompt) == TOKENS + QUESTION and logprobs == self._most
         keys = [part_key(f"ab/{sum(prompt):06x}{chunk:02x}", part) for chunk in range(2) for part in range(2)]
         if sum(prompt) not in self._stored:
             assert expect_cached == [0] and params is None
             self._stored.add(sum(prompt))
             for key in [] if self.stores_nothing else keys:
                 self._store.put(key, b"x" * 1000)
-            return self._answer(COMPUTED)
+            return self._answer(COMPUTED, exact=True)
         if params is None:
             return self._answer(LOADED if all(self._store.get_many(keys)) else BASES)
         tight = params["cuvee"]["deadline_ms"] < 1e3 * LOADED
         half = TOKENS / 2
         return self._answer(LATE, [half, half, 0]) if tight else self._answer(LOADED, [0, 0, TOKENS])
 
-    def _answer(self, seconds: float, loaded_at: list[float] | None = None) -> EngineAnswer:
+    def _answer(self, seconds: float, loaded_at: list[float] | None = None, exact: bool = False) -> EngineAnswer:
         loaded_at = [0, 0, 0] if loaded_at is None or self.says_nothing else loaded_at
-        return EngineAnswer(seconds, seconds, [[0]], [], [0], loaded_at)
+        # The second token is named by one of two answers, and so belongs to the rest.
+        first = {"1": math.log(0.5), "2": math.log(0.25)} if exact else {"1": math.log(0.25), "3": math.log(0.25)}
+        return EngineAnswer(seconds, seconds, [[0]], [[first]], [0], loaded_at)
 
 
 @pytest.fixture
@@ -133,10 +138,12 @@ def test_every_deadline_is_asked_for_over_every_link(scripted: type[Scripted], m
     assert report["computing"] == [COMPUTED] * PROMPTS
     for link in report["links"]:
         assert (link["loading"], link["bases"]) == ([LOADED] * PROMPTS, [BASES] * PROMPTS)
+        assert link["loading_kl"] == link["bases_kl"] == pytest.approx([KL] * PROMPTS)
         half, once, *_ = loads = [link["loads"][at] for at in range(0, len(link["loads"]), PROMPTS)]
         assert [load["deadline"] for load in loads] == pytest.approx([0.2, 0.4, 0.8, 0.25, 0.5, 1.0])
         assert half == {"of": "loading", "factor": 0.5, "feasible": True, "deadline": 0.2, "seconds": LATE,
-                        "met": False, "both": 0, "base": TOKENS // 2, "computed": TOKENS // 2}  # fmt: skip
+                        "met": False, "kl": pytest.approx(KL),
+                        "both": 0, "base": TOKENS // 2, "computed": TOKENS // 2}  # fmt: skip
         assert once["met"] and (once["both"], once["base"], once["computed"]) == (TOKENS, 0, 0)
         assert [load["met"] for load in loads] == [False, True, True, False, True, True]
     out = io.StringIO()
