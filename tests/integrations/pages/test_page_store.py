@@ -23,7 +23,7 @@ from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.arrays import I64
 from cuvee.integrations.entry_keys import EntryKeys
-from cuvee.integrations.pages import Counts, PageStore
+from cuvee.integrations.pages import Counts, PageStore, entries
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
@@ -345,6 +345,20 @@ def test_fetching_takes_no_longer_than_a_lookup(
     finally:
         go.set()
     assert len(waited) >= 2 and waited == sorted(waited, reverse=True) and waited[0] <= 0.5
+
+
+def test_nothing_behind_a_missing_page_is_loaded(
+    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is in what is fetched at a time, and though the pages of the next such batch are there."""
+    monkeypatch.setattr(entries, "_BATCH_TOKENS", 8 * PAGE)
+    d = desk()
+    d.save(range(16))
+    for gone in (0, 5, 7, 8, 12):
+        kept = store.entries.pop(d.key(gone))
+        assert d.load(range(16), range(20, 36)) == [True] * gone + [False] * (16 - gone)
+        assert len(d.pages.fetch(named(range(16)), 0)) == gone
+        store.entries[d.key(gone)] = kept
 
 
 # Deleting ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.stores.dict_store import hold
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, TENANT, Bench, Desk, generate, make_request
 
 from cuvee.codec.errors import UnsupportedModelError
@@ -96,6 +97,30 @@ def test_states_are_restored_exactly_into_their_own_blocks(bench: Callable[..., 
     assert b.counts()["loaded{state}"] == 1 and b.counts()["loaded_tokens"] == END
     size = sum(layer.nbytes for layer in LAYERS)
     assert b.counts()["raw_bytes"] == END * b.worker._state.bytes_per_token + size
+
+
+def test_a_state_is_stored_as_its_step_left_it(bench: Callable[..., Bench]) -> None:
+    """The engine goes on in the same blocks while the state waits to be encoded."""
+    held = caches()
+    before = copied(held)
+    b = bench(groups=GROUPS, setup=SETUP)
+    b.worker.attach(b.cache, states=StatePages(LAYERS, held, "bfloat16"))
+    b.fill(HELD[1], END)
+    waiting = hold(b.store, "contains")
+    try:
+        b.worker.saves.save([Save(TENANT, place(entry, HELD)) for entry in (*(b.chunk(at) for at in range(3)), STATE)])
+        assert waiting.begun.wait(60)
+        for tensors in held.values():
+            for each in tensors:
+                each.zero_()
+    finally:
+        waiting.set()
+    b.drain()
+    b.load_now([load()])
+    assert not b.worker.loads.take_failed(b.worker.loads.take_arrived())
+    for layer, (source, target) in zip(LAYERS, ((7, 11), (9, 12)), strict=True):
+        for tensor, was in zip(held[layer.name], before[layer.name], strict=True):
+            assert same(tensor[target], was[source])
 
 
 def test_a_state_is_bound_to_its_key_by_the_secret(bench: Callable[..., Bench]) -> None:
