@@ -77,7 +77,8 @@ def plain_tensors(
         raise InputError("cache: must hold tokens, got an empty one; run a forward pass first")
     for index, (keys, values) in enumerate(tensors):
         for name, tensor in (("keys", keys), ("values", values)):
-            if tensor.shape[0] != tensors[0][0].shape[0] or tokens[index] != tokens[0]:
+            alike = tensor.shape[0] == tensors[0][0].shape[0] and tensor.shape[2] == keys.shape[2]
+            if not alike or tokens[index] != tokens[0]:
                 raise InputError(
                     f"cache: must hold the same batch and tokens in every layer, got {name} {list(tensor.shape)} in "
                     f"layer {index} and keys {list(tensors[0][0].shape)} in layer 0"

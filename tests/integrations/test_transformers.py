@@ -386,6 +386,20 @@ def test_a_left_padded_batch_without_its_mask_is_refused(model: Any, layout: KVL
         decode_cache(codec, blobs, model.config, attention_mask=torch.ones_like(mask))
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("cut", ["tokens of values", "tokens", "batch"])
+def test_layers_that_hold_other_tokens_are_refused(model: Any, layout: KVLayout, layer: int, cut: str) -> None:
+    """All of a layer's tensors are looked at, not those of the last token alone."""
+    cache = prefill(model, prompt(2))
+    held = cache.layers[layer]
+    kept = (slice(1),) if cut == "batch" else (slice(None), slice(None), slice(-5))
+    held.values = held.values[kept]
+    if cut != "tokens of values":
+        held.keys = held.keys[kept]
+    with pytest.raises(InputError, match=r"^cache: must hold the same batch and tokens in every layer, got "):
+        encode_cache(lossless_codec(layout), cache)
+
+
 def test_a_right_padded_batch_without_a_mask_keeps_its_padding(model: Any, layout: KVLayout) -> None:
     """Its real tokens are at the right positions; what is behind them is coded like tokens."""
     mask = torch.ones(2, TOKENS, dtype=torch.int64)
