@@ -89,7 +89,8 @@ class Guided:
         0.5
 
     Args:
-        cost: share of the token-layers to spend, the query's pass included; 1 selects all cached tokens.
+        cost: share of the token-layers to spend, the query's pass included; 1 selects all cached tokens. If it does not
+            pay for the pass and a token, nothing is spent.
         run_overhead: what a run of adjacent tokens costs besides them, in tokens: the more, the fewer runs. On
             SmolLM2-135M, 2 makes a third as many runs. The KL stays the same where chunks were computed behind other
             text, and grows by a third where they were computed alone.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -402,6 +404,38 @@ def test_what_fails_is_left_out_and_nothing_else(
 
 def keys_of(data: dict[str, Any]) -> list[str]:
     return [entry["key"] for entry in data["quality"]]
+
+
+def test_a_full_disk_keeps_what_was_measured(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, config = tmp_path / "run", replace(CONFIG, methods=("kivi4", "kivi2", "cachegen"), tasks=())
+    write, left = os.replace, [3]
+
+    def full(*paths: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full)
+        with pytest.raises(InputError, match=r"^out: .*report.json cannot be written .No space left.* same command"):
+            run_report(config, out, console)
+    assert keys_of(json.loads((out / "report.json").read_text())) == ["bf16", "kivi4"]
+    assert [path.name for path in out.iterdir()] == ["report.json"]
+    data = run_report(config, out, console)
+    assert data["complete"] and keys_of(data) == ["bf16", "kivi4", "kivi2", "cachegen"]
+
+
+def test_a_log_says_what_is_measured_and_how_much_is_done(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w+", encoding="utf-8") as file:
+        run_report(replace(CONFIG, methods=("kivi4", "cuvee/layer"), tasks=()), tmp_path / "run", Console(file=file))
+        file.seek(0)
+        said = file.read()
+    assert "learning a profile, group layer" in said and "quality: cuvee/layer@" in said
+    counted = [(int(done), int(total)) for done, total in re.findall(r"(\d+) of (\d+): ", said)]
+    assert counted[0][0] == 1 and all(done <= total for done, total in counted)
 
 
 def no_method() -> Method:
