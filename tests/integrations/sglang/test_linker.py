@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -442,3 +443,38 @@ def test_memory_without_kernels_is_refused(
     monkeypatch.setattr(PageStore, "serves", lambda self, device: False)
     with pytest.raises(UnsupportedModelError, match="memory for which the codec has kernels, got cpu: install triton"):
         prefix_cache()
+
+
+def test_a_store_that_hangs_costs_one_lookup_and_one_offload_at_a_time(
+    prefix_cache: Callable[..., PrefixCache], store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = prefix_cache({"load_timeout": 0.3})
+    wait_for(lambda: (offloaded(cache, TOKENS[:PAGE]), store.entries)[1])  # the first encoding compiles
+    cache.forget()
+    held = hold(store, "get")
+    try:
+        assert cache.match(TOKENS[:PAGE])[1].host_hit_length == 0
+    finally:
+        held.set()
+    held = hold(store, "put")
+    store.calls.clear()
+    # No save begins before all are submitted: however busy the machine, the others have waited as long as one hangs.
+    submitted, save = threading.Event(), cache.linker._pages.save
+
+    def save_later(*arguments: Any, **options: Any) -> Any:
+        submitted.wait()
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(cache.linker._pages, "save", save_later)
+    try:
+        for first in range(2, 8):
+            cache.insert(TOKENS[first * PAGE : (first + 1) * PAGE], cache.alloc(1))
+        submitted.set()
+        cache.settle()
+    finally:
+        submitted.set()
+        held.set()
+    counts = cache.linker.counters()
+    assert counts["failures{fetch}"] == 1
+    assert counts["unsaved_pages"] == 6, "none keeps its slots"
+    assert store.calls.count("put") == 2, "those that waited behind two were given up"

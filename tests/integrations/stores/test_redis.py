@@ -401,3 +401,22 @@ def test_cluster_with_a_node_down(open_redis: Open) -> None:
         assert 0 < len(found) < 12 and set(found.values()) == {b"x"}
     with pytest.raises(StoreError, match="redis store"):
         open_redis(servers[0].url, cluster=True, timeout=1.0).get(KEY)
+
+
+def test_read_only_replica(server: RedisServer, open_redis: Open) -> None:
+    store = open_redis(server.url)
+    store.put(KEY, b"x")
+    with server.client() as client:
+        client.set(f"cuvee:{KEYS[1]}", b"garbage")
+        client.replicaof("127.0.0.1", "1")
+    try:
+        assert store.get_many(KEYS[:2]) == [b"x", None]
+        assert counted(store).corrupt == 1  # a failed deletion does not fail the get
+        with pytest.raises(StoreError, match=r"(?i)read ?only"):
+            store.put(KEY, b"y")
+        with pytest.raises(StoreError, match=r"(?i)read ?only"):
+            store.delete(KEY)
+    finally:
+        with server.client() as client:
+            client.replicaof("NO", "ONE")
+    assert store.put(KEY, b"y") and store.get(KEY) == b"y" and store.get(KEYS[1]) is None
