@@ -178,6 +178,8 @@ class _HubFiles(NamedFiles):
             raise StoreError(f"{self.shown}: is a commit, which never changes: push to a branch, or leave it out")
         operations = [CommitOperationAdd(name, data) for name, data in files.items()]
         named: dict[str, Any] = {"commit_message": "Push a cuvee profile", "revision": self._revision}
+        # Asked once first: create_commit asks a hub that is down six times, in half a minute.
+        self._ask(lambda: HfApi().model_info(self._repository, revision=self._revision))
         self._ask(lambda: HfApi().create_commit(self._repository, operations, **named))
 
     def _ask(self, call: Callable[[], _T]) -> _T | None:

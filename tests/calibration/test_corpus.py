@@ -86,51 +86,6 @@ def test_the_digest_tells_documents_apart(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
-def test_a_data_set_is_read_with_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "test.jsonl").write_text('{"body": "The wind", "n": 1}\n{"body": " rose.", "n": 2}\n')
-    text = read_corpus(f"hf:{folder}:test:body", BUNDLED_MODEL)
-    tokenizer = load_tokenizer(BUNDLED_MODEL)
-    assert [d.tolist() for d in text.documents] == [tokenizer(t).input_ids for t in ("The wind", " rose.")]
-    for wrong, message in (
-        (f"hf:{folder}:test:title", "cannot be loaded: .*title"),
-        (f"hf:{folder}:train:body", "cannot be loaded"),
-        (
-            "hf:who/what@main:test:body",
-            "must name a commit of 40 hexadecimal digits after @, got 'hf:who/what@main:test:body'",
-        ),
-        (f"hf:{folder}:test:n", "must hold texts or lists of token ids, but row 0 of .* is neither"),
-        ("hf:test:body", "must be hf:DATASET"),
-        ("hf::test:body", "must be hf:DATASET"),
-    ):
-        with pytest.raises(InputError, match=rf"^text: .*{message}"):
-            read_corpus(wrong, BUNDLED_MODEL)
-
-
-def test_a_data_set_of_the_hub_at_a_commit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    datasets = pytest.importorskip("datasets")
-    asked: list[Any] = []
-
-    def load_dataset(*where: str, **arguments: Any) -> Any:
-        asked.append((*where, arguments))
-        return datasets.Dataset.from_list([{"body": [1, 2, 3]}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    commit = "0123456789abcdef" * 2 + "01234567"
-    assert read_corpus(f"hf:who/what@{commit}:some:test:body", BUNDLED_MODEL).tokens == 3
-    assert not caplog.records
-    assert read_corpus("hf:who/what:test:body", BUNDLED_MODEL).tokens == 3
-    assert "hf:who/what:test:body may change on the hub; hf:who/what@COMMIT" in caplog.text
-    # Nor may code that a data set brings be asked for (trust_remote_code).
-    assert asked == [
-        ("who/what", "some", {"split": "test", "revision": commit}),
-        ("who/what", {"split": "test", "revision": None}),
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [

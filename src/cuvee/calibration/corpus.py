@@ -5,16 +5,12 @@ MODEL   a folder or hub name that transformers can load; "books-3m" for the bund
 TEXT    the name of a bundled text
         FILE.txt (or any suffix except .jsonl): one document
         FILE.jsonl: one document per line, either a list of token ids or an object with input_ids or text
-        hf:DATASET[@COMMIT][:CONFIG]:SPLIT:COLUMN: one document per row of a `datasets` data set; DATASET is a hub name
-        or a folder; without COMMIT, a commit on the hub, the text may change at any time
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import logging
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,8 +43,6 @@ __all__ = [
     "token_ids",
     "with_leading",
 ]  # fmt: skip
-
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -114,7 +108,9 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     path = model_path(name)
     coded_layout(load_config(path))  # refuses before any weights are read
     with as_input_error(name), no_progress_bar() if name in (BUNDLED_MODEL, REAL_MODEL) else nullcontext():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=False, local_files_only=_only_local(path)
+        )
     loaded: PreTrainedModel = model.to(place).eval()
     return loaded
 
@@ -124,17 +120,40 @@ def load_config(name: str) -> PreTrainedConfig:
     transformers = _transformers("a model")
     path = model_path(name)
     with as_input_error(name):
-        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=False, local_files_only=_only_local(path)
+        )
     return config
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. Errors: see `load_model`."""
+    transformers = _transformers("a tokenizer")
+    path = model_path(name)
     with as_input_error(name):
-        tokenizer: PreTrainedTokenizerBase = _transformers("a tokenizer").AutoTokenizer.from_pretrained(
-            model_path(name), trust_remote_code=False
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=_only_local(path)
         )
     return tokenizer
+
+
+def _only_local(path: str) -> bool:
+    """Whether to look for a model on this machine alone: it is in a folder, or the hub does not answer.
+
+    Without this, huggingface_hub asks a hub that is down six times, in half a minute, for what is not in its cache.
+    """
+    if Path(path).exists():
+        return True
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json"))
+    except HfHubHTTPError:  # an answer
+        return False
+    except Exception:  # of huggingface_hub's HTTP client, which is another one in each of its versions
+        return True
+    return False
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -170,7 +189,7 @@ def read_corpus(name: str, model_name: str) -> Corpus:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        InputError: the content of the file does not match its name, or the data set cannot be loaded.
+        InputError: the content of the file does not match its name.
 
     Example:
         >>> from cuvee.calibration.corpus import read_corpus, spread_sequences
@@ -234,9 +253,6 @@ def _documents(name: str) -> Iterator[str | list[int]]:
     if name in TEXTS:
         yield bundled_text(name)
         return
-    if name.startswith("hf:"):
-        yield from _rows(name)
-        return
     path = Path(name)
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "no such text file", name)
@@ -259,33 +275,6 @@ def _documents(name: str) -> Iterator[str | list[int]]:
             item = item.get("input_ids", item.get("text"))
         if not _is_document(item):
             raise InputError(f"{path}:{number}: must hold a list of token ids or an object with input_ids or text")
-        yield item
-
-
-def _rows(name: str) -> Iterator[str | list[int]]:
-    """Yield the rows of a data set."""
-    parts = name.split(":")[1:]
-    if len(parts) not in (3, 4) or not all(parts):
-        raise InputError(f"text: must be hf:DATASET:SPLIT:COLUMN or hf:DATASET:CONFIG:SPLIT:COLUMN, got {name!r}")
-    dataset, *config, split, column = parts
-    revision = None
-    if not Path(dataset).exists():
-        dataset, _, revision = dataset.partition("@")
-        if not revision:
-            _log.warning("text: %s may change on the hub; hf:%s@COMMIT:… does not", name, dataset)
-        elif not re.fullmatch(r"[0-9a-f]{40}", revision):
-            raise InputError(f"text: must name a commit of 40 hexadecimal digits after @, got {name!r}")
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError("a text from a data set needs datasets: pip install 'cuvee[eval]'") from error
-    try:
-        rows = datasets.load_dataset(dataset, *config, split=split, revision=revision or None)[column]
-    except Exception as error:  # of many foreign classes
-        raise InputError(f"text: {name} cannot be loaded: {error}") from error
-    for number, item in enumerate(rows):
-        if not _is_document(item):
-            raise InputError(f"text: must hold texts or lists of token ids, but row {number} of {name} is neither")
         yield item
 
 

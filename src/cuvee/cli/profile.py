@@ -62,9 +62,8 @@ def profile_learn(
         typer.Option(
             "--text",
             metavar="TEXT",
-            help="Add a text to the mixture, as a kind of its own, with a quarter of --sequences: a text file; a "
-            ".jsonl file whose lines are lists of token ids, or objects with input_ids or text; or "
-            "hf:DATASET:SPLIT:COLUMN. Repeatable.",
+            help="Add a text to the mixture, as a kind of its own, with a quarter of --sequences: a text file, or "
+            "a .jsonl file whose lines are lists of token ids, or objects with input_ids or text. Repeatable.",
         ),
     ] = None,
     group: Annotated[

@@ -126,7 +126,7 @@ def report(
 ) -> None:  # fmt: skip
     """Measure what compression costs a model, next to the baselines: sizes, KL, task scores, blends, plots.
 
-    A TEXT is a file (.jsonl: one document per line), hf:DATASET:SPLIT:COLUMN, or the name of a bundled text.
+    A TEXT is a file (.jsonl: one document per line), or the name of a bundled text.
 
     Results are saved as they come: whatever ends a run, the same command continues where it stopped.
 

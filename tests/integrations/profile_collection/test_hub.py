@@ -16,6 +16,8 @@ from tests.integrations.profile_collection.small_profiles import LAYOUT, WEIGHTS
 from tests.integrations.stores.fake_http import answer
 from tests.integrations.stores.loopback import Said
 
+from cuvee.calibration.bundled import bundled_model_path
+from cuvee.calibration.corpus import load_config, load_model, load_tokenizer
 from cuvee.codec.errors import FormatError
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.profile_file import VERSION
@@ -170,6 +172,28 @@ def test_a_hub_that_is_down_is_no_missing_profile(hub: FakeHub) -> None:
     hub.close()
     refuses("^hf://mine/profiles: the hub failed, or cannot be reached: ")
     refuses("the hub failed, or cannot be reached: ", f"{WHERE}@{commit}")
+
+
+def test_a_hub_that_is_down_is_asked_once(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is not on this machine: huggingface_hub would ask six times, and sleep for 23 seconds between."""
+    hub.close()
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is asked again"))
+    refuses("^hf://mine/profiles: the hub failed, or cannot be reached: ")
+    with pytest.raises(StoreError, match=r"^hf://mine/profiles: the hub failed, or cannot be reached: "):
+        push()
+    for load in (load_config, load_tokenizer, load_model):
+        with pytest.raises(OSError, match=rf"couldn't connect to '{constants.ENDPOINT}'"):
+            load("mine/model")
+
+
+def test_a_model_of_the_hub_is_loaded_from_its_cache_when_it_is_down(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.commit({"config.json": (bundled_model_path() / "config.json").read_bytes()})
+    assert load_config(REPOSITORY).num_hidden_layers == 6
+    hub.close()
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is asked again"))
+    assert load_config(REPOSITORY).num_hidden_layers == 6
 
 
 def test_a_repository_that_is_not_there_names_the_remedy(hub: FakeHub) -> None:

@@ -20,8 +20,8 @@ from cuvee.eval.report.report_config import ReportConfig
         (["report", "--data", "/home/me/data", "--profile=/tmp/a/p.cuvee"],
          "cuvee report --data data --profile=p.cuvee"),
         (["report", "--text", "/home/me/my notes.txt=0.5"], "cuvee report --text 'my notes.txt=0.5'"),
-        (["report", "--model", "org/model", "--text", "hf:org/texts:train:text"],
-         "cuvee report --model org/model --text hf:org/texts:train:text"),
+        (["report", "--model", "org/model", "--text", "a:b"],
+         "cuvee report --model org/model --text a:b"),
         (["report", "-o", "/"], "cuvee report -o /"),
     ],
 )  # fmt: skip
