@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cuvee.cli.files import SUFFIX, check_absent, named, read_profile, write_file, write_folder
+from cuvee.cli.files import SUFFIX, check_absent, named, read_profile, write_folder
 from cuvee.cli.options import DEFAULT_CHUNK_TOKENS, Config, Force, ProfileFile, need_one_of_profile_and_config
 from cuvee.cli.output import counted, make_console
-from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
@@ -30,9 +29,7 @@ def encode(
     ],
     target: Annotated[
         Path,
-        typer.Argument(
-            metavar="OUT", help="A folder for the blobs 00000.cuvee, 00001.cuvee, …; or x.cuvee for a single blob."
-        ),
+        typer.Argument(metavar="OUT", help="A folder for the blobs 00000.cuvee, 00001.cuvee, …"),
     ],
     profile: ProfileFile = None,
     config: Config = None,
@@ -75,20 +72,10 @@ def encode(
     known = read_profile(profile, config, dtype)
     codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst, dtype=dtype)
     chunk = read_cache_file(source, known.layout)
-    pieces = range(0, chunk.tokens, chunk_tokens)
-    single = target.suffix == SUFFIX
-    if single and len(pieces) > 1:
-        raise InputError(
-            f"{target}: must be a folder for {len(pieces)} chunks, got a {SUFFIX} file: "
-            f"name a folder, or pass --chunk-tokens {chunk.tokens}"
-        )
     check_absent(target, force)
     with named(source):
         blobs = _encode_all(codec, chunk, chunk_tokens)
-    if single:
-        write_file(target, blobs[0], force)
-    else:
-        write_folder(target, {f"{i:0{_NAME_DIGITS}}{SUFFIX}": blob for i, blob in enumerate(blobs)}, force)
+    write_folder(target, {f"{i:0{_NAME_DIGITS}}{SUFFIX}": blob for i, blob in enumerate(blobs)}, force)
     size = sum(map(len, blobs))
     values = chunk.tokens * chunk.layout.values_per_token
     print(

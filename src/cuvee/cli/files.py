@@ -14,7 +14,7 @@ from cuvee.codec.errors import CuveeError, InputError
 if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
 
-__all__ = ["SUFFIX", "blob_files", "check_absent", "named", "read_profile", "write_file", "write_folder"]
+__all__ = ["SUFFIX", "blob_files", "check_absent", "named", "read_profile", "write_folder"]
 
 SUFFIX = ".cuvee"
 
@@ -84,20 +84,6 @@ def check_absent(path: Path, force: bool) -> None:
         raise InputError(
             f"{path}: must be new, got a path that exists: choose another name, or pass --force to replace it"
         )
-
-
-def write_file(path: Path, data: bytes, force: bool) -> None:
-    """Write a file atomically.
-
-    Raises:
-        InputError: `path` exists.
-    """
-    from cuvee.codec.support.files import replacing
-
-    check_absent(path, force)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
 
 
 def write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -47,12 +47,11 @@ def store_info(
         for tier in tiers:
             row: dict[str, Any] = {"tier": tier.name, "reachable": True, "seconds": None, "error": None}
             try:
-                key = _check_key()
                 if check:
-                    row["seconds"] = _round_trip(tier, key)
+                    row["seconds"] = _round_trip(tier)
                 else:
                     _must_exist(tier)
-                    tier.contains([key])
+                    tier.contains([_new_key()])
             except StoreError as error:
                 row |= {"reachable": False, "error": str(error)}
             counted = tier.counters()[tier.name]
@@ -126,33 +125,31 @@ def _must_exist(tier: Store) -> None:
         raise StoreError(f"disk store {tier.root}: does not exist: a server creates it with its first entry")
 
 
-def _check_key() -> str:
+def _new_key() -> str:
     """Return a key that no server uses."""
     from cuvee.naming.identity import store_key
 
     return store_key("cuvee store info", secrets.token_bytes(32))
 
 
-def _round_trip(store: Store, key: str) -> float:
+def _round_trip(store: Store) -> float:
     """Put, get and delete an entry; return the seconds that this took.
 
     Raises:
-        StoreError: an operation failed, or the entry was not returned.
+        StoreError: an operation failed, or the store did not do what it said.
     """
-    blob = secrets.token_bytes(_CHECK_BYTES)
+    key, blob = _new_key(), secrets.token_bytes(_CHECK_BYTES)
     begin = time.perf_counter()
     try:
-        if not store.put(key, blob):
-            raise StoreError(f"{store.name} store: dropped an entry of {_CHECK_BYTES} bytes: is its budget smaller?")
-        if store.get(key) != blob:
-            raise StoreError(f"{store.name} store: lost an entry of {_CHECK_BYTES} bytes: is it full?")
+        kept = store.put(key, blob) and store.get(key) == blob
+    finally:
         store.delete(key)
-        if store.contains([key])[0]:
-            raise StoreError(f"{store.name} store: an entry could not be deleted")
-    except StoreError:
-        with suppress(StoreError):
-            store.delete(key)
-        raise
+    if not kept:
+        raise StoreError(
+            f"{store.name} store: lost an entry of {_CHECK_BYTES} bytes: is it full, or its budget too small?"
+        )
+    if store.contains([key])[0]:
+        raise StoreError(f"{store.name} store: an entry could not be deleted")
     return time.perf_counter() - begin
 
 

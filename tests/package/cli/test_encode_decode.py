@@ -64,13 +64,13 @@ def test_lossless_needs_no_profile_but_the_config(
     chunk = make_chunk(KVLayout.from_config(AutoConfig.from_pretrained(tmp_path), dtype="float16"), 9)
     cache = save_cache(chunk, tmp_path / "c")
     for where in (tmp_path, tmp_path / "config.json"):
-        blob = tmp_path / f"{where.name}.cuvee"
-        run("encode", cache, blob, "--config", where, "--quality", "lossless")
-        run("decode", blob, tmp_path / "back", "--config", where, "--force")
+        blobs = tmp_path / f"blobs of {where.name}"
+        run("encode", cache, blobs, "--config", where, "--quality", "lossless")
+        run("decode", blobs, tmp_path / "back", "--config", where, "--force")
         assert_same(tmp_path / "back", chunk)
     # Lossless is the default without a profile; with a profile it is balanced.
-    run("encode", cache, tmp_path / "default.cuvee", "--config", tmp_path)
-    assert cuvee.inspect((tmp_path / "default.cuvee").read_bytes()).scheme == "lossless"
+    run("encode", cache, tmp_path / "default", "--config", tmp_path)
+    assert cuvee.inspect((tmp_path / "default" / "00000.cuvee").read_bytes()).scheme == "lossless"
     for asked in (("--quality", "small"), ("--kl", "0.01"), ("--step", "0.5")):
         fails(
             "encode", cache, tmp_path / "x", "--config", tmp_path, *asked, match="learn a profile with `cuvee profile"
@@ -79,13 +79,14 @@ def test_lossless_needs_no_profile_but_the_config(
     # A configuration that names code, which is not run, and one without layers.
     for change in ({"model_type": "other", "auto_map": {"AutoConfig": "evil.Config"}}, {"num_hidden_layers": None}):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
-        fails("decode", tmp_path / "default.cuvee", tmp_path / "y", "--config", tmp_path, match="error: ")
+        fails("decode", tmp_path / "default", tmp_path / "y", "--config", tmp_path, match="error: ")
 
 
 def test_a_lossy_cache_is_the_codecs_and_moves(files: Files) -> None:
-    blob, back = files.folder / "x.cuvee", files.folder / "back"
-    done = run("encode", files.cache, blob, "--profile", files.profile, "--step", "0.25")
-    assert f"{blob}: 150 tokens" in done.stdout and "1 chunk\n" in done.stdout
+    out, back = files.folder / "blobs", files.folder / "back"
+    done = run("encode", files.cache, out, "--profile", files.profile, "--step", "0.25")
+    blob = out / "00000.cuvee"
+    assert f"{out}: 150 tokens" in done.stdout and "1 chunk\n" in done.stdout
     codec = Codec(Profile.load(files.profile), step=0.25)
     assert blob.read_bytes() == codec.encode(files.chunk)
     run("decode", blob, back, "--profile", files.profile, "--start", "7")
@@ -147,28 +148,21 @@ def test_nothing_is_replaced_without_force(files: Files) -> None:
     assert not [p for p in files.folder.iterdir() if p.name.startswith(".")]
 
 
-def test_one_file_holds_one_chunk(files: Files) -> None:
-    out = files.folder / "x.cuvee"
-    args = ("encode", files.cache, out, "--profile", files.profile, "--chunk-tokens", "64")
-    fails(*args, match="--chunk-tokens 150")
-    assert not out.exists()
-
-
 def test_missing_and_damaged_files_are_one_line(files: Files) -> None:
-    blob, none = files.folder / "x.cuvee", files.folder / "none"
-    profile = ("--profile", files.profile)
-    run("encode", files.cache, blob, *profile, "--quality", "lossless")
+    out, none = files.folder / "blobs", files.folder / "none"
+    blob, profile = out / "00000.cuvee", ("--profile", files.profile)
+    run("encode", files.cache, out, *profile, "--quality", "lossless")
     fails("decode", none, files.folder / "b", *profile, match="none: No such file")
     fails("encode", none, files.folder / "b", *profile, match="none")
     fails("encode", files.cache, files.folder / "b", "--profile", none, match="no profile at")
     fails("encode", files.profile, files.folder / "b", *profile, match="must hold tensors of one dtype")
     fails("encode", blob, files.folder / "b", *profile, match="must be a safetensors file")
     fails("inspect", none, match="none: No such file")
-    fails("inspect", files.folder, blob, files.cache, match="cache.safetensors: not a cuvee blob")
+    fails("inspect", out, blob, files.cache, match="cache.safetensors: not a cuvee blob")
     whole = blob.read_bytes()
     blob.write_bytes(whole[:-1])
-    assert "truncated" in fails("inspect", blob, match="x.cuvee: blob: has")
-    fails("decode", blob, files.folder / "b", *profile, match="x.cuvee: blob: has")
+    assert "truncated" in fails("inspect", blob, match="00000.cuvee: blob: has")
+    fails("decode", blob, files.folder / "b", *profile, match="00000.cuvee: blob: has")
     blob.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     fails("decode", blob, files.folder / "b", *profile, match="checksum")
     assert not (files.folder / "b").exists()

@@ -88,7 +88,7 @@ class Wrong(DiskStore):
 @pytest.mark.parametrize(
     ("fault", "message", "left"),
     [
-        ("put", "dropped an entry of 65536 bytes", 0),
+        ("put", "lost an entry of 65536 bytes", 0),
         ("get", "lost an entry of 65536 bytes", 0),
         ("get raises", "gone", 0),
         ("delete", "could not be deleted", 1),
