@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tests.package.cli.running import fails
 
-from cuvee.cli import warmup_steps as warmup
 from cuvee.codec.stages.compiled import compiler
 
 CODED = """
@@ -53,13 +52,13 @@ def python(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_nothing_is_left_to_compile_after_it(tmp_path: Path) -> None:
     code = (
-        "from cuvee.cli import warmup_steps as warmup; warmup.DTYPES = ('bfloat16',)\n"
+        "from cuvee.cli import warmup; warmup.DTYPES = ('bfloat16',)\n"
         "import sys; sys.argv = ['cuvee', 'warmup']; from cuvee.cli import main; main()"
     )
     done = python(tmp_path, "-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     *steps, place = done.stdout.splitlines()
-    assert [step.partition(" ... ")[0] for step in steps] == ["lossless, bfloat16", "with a profile, bfloat16"]
+    assert [step.partition(" ... ")[0] for step in steps] == ["bfloat16"]
     assert place.startswith(f"compiled code: {tmp_path}")
     compiled = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
     assert len(compiled) > 20
@@ -94,9 +93,3 @@ def test_a_read_only_folder_is_no_place(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert again(2) == 4 and sum(again.stats.cache_hits.values()) == 1
     with pytest.raises(OSError, match="no place for compiled code"):
         compiler.cache_folder(again)
-
-
-def test_every_step_is_for_a_dtype_of_caches() -> None:
-    assert [name for name, _ in warmup.steps()] == [
-        f"{how}, {dtype}" for dtype in ("bfloat16", "float32") for how in ("lossless", "with a profile")
-    ]
