@@ -62,15 +62,9 @@ def load_bundled_model(
     """
     if not dtype.is_floating_point:
         raise InputError(f"dtype: must be a floating-point type, got {dtype}")
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise ImportError("a model needs transformers: pip install 'cuvee[transformers]'") from error
+    from cuvee.calibration.corpus import BUNDLED_MODEL, load_model, load_tokenizer
 
-    path = bundled_model_path()
-    with no_progress_bar():
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return load_model(BUNDLED_MODEL, str(dtype).removeprefix("torch.")), load_tokenizer(BUNDLED_MODEL)
 
 
 def bundled_text(name: str) -> str:

