@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,14 +56,15 @@ class NamedFiles(ABC):
             StoreError: the place cannot be reached, or refuses a file. The files before it are written.
         """
 
-    def check_size(self, name: str, size: int | None, most: int) -> None:
-        """Refuse a file of more than `most` bytes, or of unknown size, by a StoreError."""
+    def check_size(self, name: str, size: int | None, most: int) -> bool:
+        """Refuse a file of more than `most` bytes, or of unknown size, by a StoreError; return True for others."""
         if size is None or size > most:
             got = "a file of unknown size" if size is None else size
             raise StoreError(
                 f"{name}: must be at most {most} bytes in {self.shown}, got {got}: it is not what cuvee pushed; push "
                 "it again"
             )
+        return True
 
 
 class _FolderFiles(NamedFiles):
@@ -119,15 +121,12 @@ class _ObjectFiles(NamedFiles):
         self._store = ObjectStore(location.place)
 
     def read(self, name: str, most: int) -> bytes | None:
-        size = self._store.size_of(name)
-        if size is None:
-            return None
-        self.check_size(name, size, most)
-        return self._store.read_object(name, most)
+        fits = partial(self.check_size, name, most=most)
+        return self._store.attempt(lambda: self._store.read_object(name, fits))
 
     def write(self, files: Mapping[str, bytes]) -> None:
         for name, data in files.items():
-            self._store.write_object(name, data)
+            self._store.attempt(partial(self._store.write_object, name, data))
 
 
 class _HubFiles(NamedFiles):

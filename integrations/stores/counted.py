@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.integrations.guard import Once
@@ -18,12 +19,14 @@ from cuvee.integrations.stores.redaction import scrubbed
 
 _LONGEST_MESSAGE = 1000  # characters of an error's message that are shown
 
+_T = TypeVar("_T")
+
 
 class CountedStore(Store):
     """A store whose subclass only moves bytes. Safe to call from several threads if the subclass's methods are.
 
-    Subclasses implement `_read`, `_write`, `_there`, `_remove` and `_pages`, whose arguments have been checked, and
-    raise what `_failure` returns when the store fails.
+    Subclasses implement `_read`, `_write`, `_there`, `_remove` and `_pages`, whose arguments have been checked. What
+    these raise is counted, and becomes a StoreError.
 
     Attributes:
         ttl: seconds an entry lives after it was written; None means forever.
@@ -78,7 +81,7 @@ class CountedStore(Store):
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key, verified. A bad or expired entry is deleted, counted, and a miss."""
-        blobs = self._read(_checked(keys))
+        blobs = self.attempt(lambda: self._read(_checked(keys)))
         hits = [len(blob) for blob in blobs if blob is not None]
         self._count(hits=len(hits), hit_bytes=sum(hits), misses=len(blobs) - len(hits))
         return blobs
@@ -88,26 +91,31 @@ class CountedStore(Store):
         check_key(key)
         if len(blob) > self.max_entry:
             return self._too_large(len(blob), self.max_entry)
-        if not self._write(key, blob):
+        if not self.attempt(lambda: self._write(key, blob)):
             return False
         self._count(puts=1, put_bytes=len(blob))
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key is there now. An expired entry counts until it is read or deleted."""
-        return self._there(_checked(keys))
+        return self.attempt(lambda: self._there(_checked(keys)))
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
-        return self._remove(_checked([key])) > 0
+        return self.attempt(lambda: self._remove(_checked([key]))) > 0
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete every entry of a tenant; return how many there were. Entries that are put meanwhile may stay."""
-        return sum(map(self._remove, self._pages(check_tenant(tenant))))
+        return sum(self.attempt(partial(self._remove, page)) for page in self._listed(tenant))
 
     def keys(self, tenant: str) -> Iterator[str]:
         """Yield the keys of a tenant's entries."""
-        yield from chain.from_iterable(self._pages(check_tenant(tenant)))
+        yield from chain.from_iterable(self._listed(tenant))
+
+    def _listed(self, tenant: str) -> Iterator[list[str]]:
+        pages = self._pages(check_tenant(tenant))
+        while (page := self.attempt(lambda: next(pages, None))) is not None:
+            yield page
 
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot."""
@@ -126,7 +134,7 @@ class CountedStore(Store):
         return self._verified(key, entry[:HEADER_BYTES], entry[HEADER_BYTES:], partial(self._remove, [key]))
 
     def _verified(self, key: str, header: bytes, blob: bytes, delete: Callable[[], object]) -> bytes | None:
-        """Return the blob of an entry in two parts, as `_opened`. `delete` may raise a StoreError or an OSError."""
+        """Return the blob of an entry in two parts, as `_opened`."""
         try:
             verify(key, header, blob, self.ttl)
             return blob
@@ -136,7 +144,7 @@ class CountedStore(Store):
             self._bad(key, problem)
         try:
             delete()
-        except (StoreError, OSError) as error:
+        except Exception as error:
             self._warn("not deleted", "cannot delete a bad entry; it stays a miss: %s", error)
         return None
 
@@ -163,15 +171,28 @@ class CountedStore(Store):
         shown = [self._shown(part) if isinstance(part, Exception) else part for part in details]
         self._once(kind, "%s: " + message, self._label, *shown)
 
-    def _failure(self, error: Exception, hint: str = "", *, with_type: bool = True) -> StoreError:
-        """Count an operation that failed; return the error to raise.
+    def attempt(self, work: Callable[[], _T]) -> _T:
+        """Return `work()`; count an operation that fails.
 
-        Servers and proxies that do not know AUTH send its arguments back, and with them the password, so the message
-        holds no secrets. If there are any, raise the error without its cause.
+        Servers and proxies that do not know AUTH send its arguments back, and with them the password, so neither the
+        message nor a cause of the error holds secrets.
+
+        Raises:
+            StoreError: it failed.
         """
-        self._count(errors=1)
-        kind = f"{type(error).__name__}: " if with_type else ""
-        return StoreError(f"{self._label}: {kind}{self._shown(error)}{hint}")
+        try:
+            return work()
+        except (StoreError, InputError):
+            raise
+        except Exception as error:
+            self._count(errors=1)
+            failure = StoreError(f"{self._label}: {type(error).__name__}: {self._shown(error)}{self._hint(error)}")
+            cause = None if self._secrets else error
+        raise failure from cause
+
+    def _hint(self, error: Exception) -> str:
+        """Return what to add to the message of an error."""
+        return ""
 
     def _shown(self, error: Exception) -> str:
         return scrubbed(error, self._secrets)[:_LONGEST_MESSAGE]

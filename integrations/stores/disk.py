@@ -29,7 +29,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 
@@ -103,7 +103,7 @@ class DiskStore(CountedStore):
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         blobs: list[bytes | None] = [None] * len(keys)
-        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
+        with suppress(FileNotFoundError), open_store_folder(self.root) as root:
             for at, key in enumerate(keys):
                 with suppress(FileNotFoundError):
                     blobs[at] = self._blob(root, key)
@@ -113,31 +113,29 @@ class DiskStore(CountedStore):
         size = HEADER_BYTES + len(blob)
         if self.max_bytes is not None and size > int(_KEEP * self.max_bytes):
             return self._too_large(len(blob), int(_KEEP * self.max_bytes) - HEADER_BYTES)
-        with self._errors(), open_store_folder(self.root, create=True) as root, temporary_file(root) as (name, file):
+        with open_store_folder(self.root, create=True) as root, temporary_file(root) as (name, file):
             safe_files.write_all(file, make_header(key, blob, time.time()))
             safe_files.write_all(file, blob)
             return self._name(root, name, key, size)
 
     def _there(self, keys: Sequence[str]) -> list[bool]:
         there = [False] * len(keys)
-        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
+        with suppress(FileNotFoundError), open_store_folder(self.root) as root:
             for at, key in enumerate(keys):
-                with suppress(FileNotFoundError), folder.open_shard(root, key) as shard:
-                    size = folder.size_of(folder.id_of(key), shard)
-                    there[at] = size is not None and 0 <= size - HEADER_BYTES <= self.max_entry
+                size = folder.size_of(root, key)
+                there[at] = size is not None and 0 <= size - HEADER_BYTES <= self.max_entry
         return there
 
     def _remove(self, keys: Sequence[str]) -> int:
-        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
+        with suppress(FileNotFoundError), open_store_folder(self.root) as root:
             return sum(folder.remove_entry(root, key) for key in keys)
         return 0
 
     def _pages(self, tenant: str) -> Iterator[list[str]]:
-        with self._errors(), suppress(FileNotFoundError), open_store_folder(self.root) as root:
+        with suppress(FileNotFoundError), open_store_folder(self.root) as root:
             entries = folder.entries_of(root, tenant)
             while page := [key for key, _ in islice(entries, 1000)]:
                 yield page
-            folder.remove_empty_folders(root, tenant)
 
     def _held(self) -> tuple[int | None, int | None]:
         """Return the figures of all processes; there are none without a budget."""
@@ -189,17 +187,17 @@ class DiskStore(CountedStore):
 
     def _name(self, root: int, temporary: str, key: str, size: int) -> bool:
         """Give an entry its name; False if there is no room."""
-        # The lock is taken before the folders are opened or created, so that no scan removes them meanwhile.
+        # The lock is taken before the folders are opened or created, so that no deletion removes them meanwhile.
         with folder.locked(root) as figures:
             self._lost |= not figures.added and any(map(is_tenant, os.listdir(root)))
-            with folder.open_shard(root, key, create=True) as shard:
-                earlier = folder.size_of(folder.id_of(key), shard)
-                fits = self.max_bytes is None or figures.bytes - (earlier or 0) + size <= self.max_bytes
-                if fits:
+            earlier = folder.size_of(root, key)
+            fits = self.max_bytes is None or figures.bytes - (earlier or 0) + size <= self.max_bytes
+            if fits:
+                with folder.open_shard(root, key, create=True) as shard:
                     os.replace(temporary, folder.id_of(key), src_dir_fd=root, dst_dir_fd=shard)
-                    if earlier is not None:
-                        figures.remove(earlier)
-                    figures.add(size)
+                if earlier is not None:
+                    figures.remove(earlier)
+                figures.add(size)
             due = self._counts(figures) or time.monotonic() - self._scanned_at >= self._interval
         if not fits:
             self._wanted = max(self._wanted, size)
@@ -257,7 +255,6 @@ class DiskStore(CountedStore):
                     self._count(expired=1)
                 else:
                     found.append((info.st_mtime_ns, info.st_ino, info.st_size, key))
-            folder.remove_empty_folders(root, tenant)
         if not counts or self.max_bytes is None:
             return
         self._lost = False
@@ -271,10 +268,3 @@ class DiskStore(CountedStore):
                 if folder.remove_entry(root, key, (inode, used)):
                     self._count(evictions=1)
                     held -= size
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self._failure(error, with_type=False) from error

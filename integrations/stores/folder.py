@@ -105,22 +105,34 @@ def open_shard(root: int, key: str, *, create: bool = False) -> Iterator[int]:
         yield shard
 
 
-def size_of(name: str, parent: int) -> int | None:
-    """Return the bytes of a file in an open folder; None if there is none."""
-    with suppress(FileNotFoundError):
-        info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+def size_of(root: int, key: str) -> int | None:
+    """Return the bytes of an entry's file; None if there is none."""
+    with suppress(FileNotFoundError), open_shard(root, key) as shard:
+        info = os.stat(id_of(key), dir_fd=shard, follow_symlinks=False)
         return info.st_size if stat.S_ISREG(info.st_mode) else None
     return None
 
 
 def remove_entry(root: int, key: str, seen: tuple[int, int] | None = None) -> bool:
-    """Delete an entry; return whether it was there. Another one, or one used since it was `seen` (inode, ns), stays."""
-    with suppress(FileNotFoundError), open_shard(root, key) as shard, locked(root) as figures:
-        info = os.stat(id_of(key), dir_fd=shard, follow_symlinks=False)
+    """Delete an entry, and folders that become empty; return whether it was there.
+
+    Another one, or one used since it was `seen` (inode, ns), stays.
+    """
+    tenant, _, name = key.partition("/")
+    with (
+        suppress(FileNotFoundError),
+        open_folder(tenant, root) as folder,
+        open_folder(name[:2], folder) as shard,
+        locked(root) as figures,
+    ):
+        info = os.stat(name, dir_fd=shard, follow_symlinks=False)
         if seen in (None, (info.st_ino, info.st_mtime_ns)):
-            os.unlink(id_of(key), dir_fd=shard)
+            os.unlink(name, dir_fd=shard)
             if stat.S_ISREG(info.st_mode):
                 figures.remove(info.st_size)
+            with suppress(OSError):  # a folder that is not empty stays
+                os.rmdir(name[:2], dir_fd=folder)
+                os.rmdir(tenant, dir_fd=root)
             return True
     return False
 
@@ -135,13 +147,3 @@ def entries_of(root: int, tenant: str) -> Iterator[tuple[str, os.stat_result]]:
                     if is_key(key) and name[:2] == shard:
                         with suppress(FileNotFoundError):
                             yield key, os.stat(name, dir_fd=files, follow_symlinks=False)
-
-
-def remove_empty_folders(root: int, tenant: str) -> None:
-    """Remove the folders of a tenant that are empty."""
-    # Puts create a folder and its first entry under the lock. A folder that is not empty stays.
-    with suppress(OSError), locked(root), open_folder(tenant, root) as folder:
-        for shard in os.listdir(folder):
-            with suppress(OSError):
-                os.rmdir(shard, dir_fd=folder)
-        os.rmdir(tenant, dir_fd=root)

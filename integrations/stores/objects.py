@@ -17,11 +17,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
@@ -96,35 +96,28 @@ class ObjectStore(CountedStore):
         if threads is not None and not threads.dismiss(_CLOSE_SECONDS):
             self._warn("hang", "closed while requests hang")
 
-    def size_of(self, path: str) -> int | None:
-        """Return the bytes of an object below the prefix; None if there is none. Errors are those of `get`."""
-        info = self._call(lambda: obstore.head(self._place, path))
-        return None if info is None else int(info["size"])
-
-    def read_object(self, path: str, most: int) -> bytes | None:
-        """Return an object below the prefix; None if there is none, or if the server announces more than `most` bytes,
-        which it cannot exceed.
+    def read_object(self, path: str, fits: Callable[[int], bool]) -> bytes | None:
+        """Return an object below the prefix; None if there is none, or if the bytes that the server announces, and
+        cannot exceed, do not fit.
         """
-
-        def read() -> bytes:
-            found = obstore.get(self._place, path)
-            if found.meta["size"] <= most:
-                return bytes(found.bytes())
-            self._beyond(path, most - HEADER_BYTES)
-            raise FileNotFoundError
-
-        return self._call(read)
+        found = _call(lambda: obstore.get(self._place, path))
+        return bytes(found.bytes()) if found is not None and fits(found.meta["size"]) else None
 
     def write_object(self, path: str, data: bytes) -> None:
-        """Write an object below the prefix, all or nothing. Errors are those of `put`."""
-        if self._call(lambda: obstore.put(self._place, path, data, use_multipart=False)) is None:
-            raise self._error(FileNotFoundError("there is no such bucket"))
+        """Write an object below the prefix, all or nothing."""
+        if _call(lambda: obstore.put(self._place, path, data, use_multipart=False)) is None:
+            raise FileNotFoundError("there is no such bucket")
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         return self._map(self._blob, keys)
 
     def _blob(self, key: str) -> bytes | None:
-        entry = self.read_object(_path(key), HEADER_BYTES + self.max_entry)
+        def fits(size: int) -> bool:
+            if size > HEADER_BYTES + self.max_entry:
+                self._beyond(key, self.max_entry)
+            return size <= HEADER_BYTES + self.max_entry
+
+        entry = self.read_object(_path(key), fits)
         return None if entry is None else self._opened(key, entry)
 
     def _write(self, key: str, blob: bytes) -> bool:
@@ -132,42 +125,24 @@ class ObjectStore(CountedStore):
         return True
 
     def _there(self, keys: Sequence[str]) -> list[bool]:
-        sizes = self._map(self.size_of, list(map(_path, keys)))
-        return [size is not None and size <= HEADER_BYTES + self.max_entry for size in sizes]
+        infos = self._map(lambda key: _call(lambda: obstore.head(self._place, _path(key))), keys)
+        return [info is not None and info["size"] <= HEADER_BYTES + self.max_entry for info in infos]
 
     def _remove(self, keys: Sequence[str]) -> int:
         paths = list(map(_path, keys))
-        self._call(lambda: obstore.delete(self._place, paths if len(paths) > 1 else paths[0]))
+        _call(lambda: obstore.delete(self._place, paths if len(paths) > 1 else paths[0]))
         return len(keys)
 
     def _pages(self, tenant: str) -> Iterator[list[str]]:
-        pages: Any = self._call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
-        while page := self._call(lambda: next(pages, None)):
+        pages: Any = _call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
+        while page := _call(lambda: next(pages, None)):
             # A server may list anything, so what has not the name of an entry of this tenant is passed over.
             names = [_PATH.fullmatch(each["path"]) for each in page]
             if keys := [f"{tenant}/{name[3]}" for name in names if name is not None and name[1] == tenant]:
                 yield keys
 
-    def _call(self, request: Callable[[], _T]) -> _T | None:
-        """Return `request()`; None if there is no such object.
-
-        Raises:
-            StoreError: it failed otherwise.
-        """
-        try:
-            if _Runtime.process not in (None, os.getpid()):  # there, obstore would never return
-                raise RuntimeError("a forked process cannot use obstore: start it by spawn")
-            _Runtime.process = os.getpid()
-            return request()
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            failure = self._error(error)
-        raise failure  # outside, because the cause may hold a password that the server sent back
-
-    def _error(self, error: Exception) -> StoreError:
-        """Count a failed operation; return the error to raise. What obstore adds for its developers is left out."""
-        return self._failure(RuntimeError(str(error).partition(_DEBUG)[0]), with_type=False)
+    def _shown(self, error: Exception) -> str:
+        return super()._shown(error).partition(_DEBUG)[0]
 
     def _map(self, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
         """Apply `function` to each item, in threads if there are several; return the results in order."""
@@ -178,6 +153,16 @@ class ObjectStore(CountedStore):
                 self._threads = ThreadPool(_THREADS, "cuvee-object-store")
             futures = [self._threads.submit(function, item) for item in items]
         return [future.result() for future in futures]
+
+
+def _call(request: Callable[[], _T]) -> _T | None:
+    """Return `request()`; None if there is no such object."""
+    if _Runtime.process not in (None, os.getpid()):  # there, obstore would never return
+        raise RuntimeError("a forked process cannot use obstore: start it by spawn")
+    _Runtime.process = os.getpid()
+    with suppress(FileNotFoundError):
+        return request()
+    return None
 
 
 def _path(key: str) -> str:

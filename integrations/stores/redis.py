@@ -15,11 +15,10 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.redaction import redacted, secrets_of
@@ -40,8 +39,6 @@ _SCAN_PAGE = 1000
 _SCAN_SECONDS = 3600.0  # twice the time for 10^9 keys; bounds a scan that the server never ends
 _PREFIX = "cuvee:"
 _ENTRY = re.compile(rb"cuvee:([0-9a-f]{1,64}/[0-9a-f]{1,128})")
-
-_T = TypeVar("_T")
 
 
 class RedisStore(CountedStore):
@@ -114,7 +111,7 @@ class RedisStore(CountedStore):
         expiry = () if self.ttl is None else ("PX", max(1, round(1000 * self.ttl)))
         (reply,) = self._pipelined([("SET", _PREFIX + key, seal(key, blob, time.time()), *expiry)], bool | bytes)
         if reply not in (True, b"OK"):
-            raise self._error(InvalidResponse("SET: must be answered by OK"))
+            raise InvalidResponse("SET: must be answered by OK")
         return True
 
     def _there(self, keys: Sequence[str]) -> list[bool]:
@@ -127,56 +124,42 @@ class RedisStore(CountedStore):
     def _pages(self, tenant: str) -> Iterator[list[str]]:
         """Yield the keys of a tenant's entries in all nodes, found by SCAN, which may find one twice."""
         pattern, spent = f"{_PREFIX}{tenant}/*", 0.0
-        for server in self._tried(self._servers):
-            cursor = 0
-            while True:
+        client = self._connected()
+        nodes = [client.get_redis_connection(node) for node in client.get_primaries()] if self._cluster else [client]
+        for server in nodes:
+            cursor = None
+            while cursor != 0:
                 begun = time.monotonic()
-                cursor, keys = self._tried(lambda _, at=cursor, on=server: _page(on, at, pattern))  # type: ignore[misc]
+                cursor, names = server.scan(cursor or 0, pattern, _SCAN_PAGE)
+                found = [_ENTRY.fullmatch(name) for name in names]
                 spent += time.monotonic() - begun
-                yield keys
-                if not cursor:
-                    break
-                if spent > _SCAN_SECONDS:
-                    raise self._error(InvalidResponse(f"SCAN: must end within {_SCAN_SECONDS:g} s"))
-
-    def _servers(self, client: Any) -> list[Any]:
-        return [client.get_redis_connection(node) for node in client.get_primaries()] if self._cluster else [client]
+                yield [match[1].decode() for match in found if match is not None]
+                if cursor and spent > _SCAN_SECONDS:
+                    raise InvalidResponse(f"SCAN: must end within {_SCAN_SECONDS:g} s")
 
     def _pipelined(self, commands: Sequence[tuple[Any, ...]], kind: Any) -> list[Any]:
         """Run commands with one round trip to each node; return the replies, which must be of `kind`."""
-
-        def run(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                replies: list[Any] = pipeline.execute(raise_on_error=False)
-            for reply in replies:
-                if isinstance(reply, Exception):
-                    raise reply
-                if not isinstance(reply, kind):
-                    raise InvalidResponse(f"unexpected reply: {type(reply).__name__}")
-            return replies
-
-        return self._tried(run) if commands else []
-
-    def _tried(self, work: Callable[[Any], _T]) -> _T:
-        """Return `work(client)`.
-
-        Raises:
-            StoreError: it failed. redis-py passes on exceptions of other libraries, and of any class if a server
-                misbehaves.
-        """
-        try:
-            with self._lock:
-                if self._client is None:
-                    self._client = self._connected()
-                client = self._client
-            return work(client)
-        except Exception as error:
-            failure = self._error(error)
-        raise failure  # outside, because the cause may hold a password that the server sent back
+        if not commands:
+            return []
+        with self._connected().pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = pipeline.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+            if not isinstance(reply, kind):
+                raise InvalidResponse(f"unexpected reply: {type(reply).__name__}")
+        return replies
 
     def _connected(self) -> Any:
+        """Return the client, made by the first call."""
+        with self._lock:
+            if self._client is None:
+                self._client = self._new_client()
+            return self._client
+
+    def _new_client(self) -> Any:
         """Return a client. One of a cluster asks a node for the slots now."""
         options: dict[str, Any] = {
             "socket_timeout": self._timeout, "socket_connect_timeout": self._timeout, "protocol": 2,
@@ -190,20 +173,9 @@ class RedisStore(CountedStore):
         pool = redis.BlockingConnectionPool.from_url(self._url, timeout=self._timeout, retry=retry, **options)
         return redis.Redis.from_pool(pool)
 
-    def _error(self, error: Exception) -> StoreError:
-        """Count a failed operation; return the error to raise."""
-        if isinstance(error, StoreError):
-            return error
-        hint = ""
+    def _hint(self, error: Exception) -> str:
         if isinstance(error, redis.TimeoutError):
-            hint = f" (no answer within timeout={self._timeout:g} s)"
-        elif isinstance(error, OutOfMemoryError):
-            hint = " (the server is full and may not evict: raise its maxmemory or set allkeys-lru)"
-        return self._failure(error, hint)
-
-
-def _page(server: Any, cursor: int, pattern: str) -> tuple[int, list[str]]:
-    """Return the next cursor of a scan, and the keys of entries that it finds from `cursor` on."""
-    following, names = server.scan(cursor, pattern, _SCAN_PAGE)
-    found = [_ENTRY.fullmatch(name) for name in names]
-    return int(following), [match[1].decode() for match in found if match is not None]
+            return f" (no answer within timeout={self._timeout:g} s)"
+        if isinstance(error, OutOfMemoryError):
+            return " (the server is full and may not evict: raise its maxmemory or set allkeys-lru)"
+        return ""

@@ -162,25 +162,21 @@ def test_a_folder_that_is_removed_is_made_again_and_a_put_meanwhile_fails(
         shutil.rmtree(root / gone)
 
 
-def test_no_scan_removes_a_folder_that_waits_for_its_first_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_deletion_removes_a_folder_that_waits_for_an_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DiskStore(root)
+    store.put(f"{KEY}00", b"the last one")
     replace = os.replace
-
-    def scanned() -> None:
-        with safe_files.open_store_folder(store.root) as opened:
-            folder.remove_empty_folders(opened, "ab")
-
-    scanner = threading.Thread(target=scanned)
+    deleter = threading.Thread(target=store.delete, args=(f"{KEY}00",))
 
     def meanwhile(source: str, target: str, **folders: int) -> None:
-        scanner.start()
-        scanner.join(0.2)
+        deleter.start()
+        deleter.join(0.2)
         replace(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", meanwhile)
     assert store.put(KEY, b"x")
-    scanner.join()
-    assert store.get(KEY) == b"x"
+    deleter.join()
+    assert list(store.keys("ab")) == [KEY] and store.get(KEY) == b"x"
 
 
 # --- links, and folders of other users ---
