@@ -489,12 +489,12 @@ def test_what_is_dropped_while_it_loads_is_not_placed(bench: Callable[..., Bench
 
 
 def test_what_is_placed_waits_for_the_other_ranks_as_long_as_it_takes(bench: Callable[..., Bench]) -> None:
-    b, blender = bench(load_timeout=0.2), FakeBlender()
+    b, blender = bench(), FakeBlender()
     store_segments(b)
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
     b.worker.loads.start([load])
     place(b)
-    time.sleep(0.3)
+    b.worker._state.timeout = 0.0  # since which it waits
     assert b.worker.loads.take_arrived() == set()
     compute(b, ["r"], blender)
     assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()

@@ -77,11 +77,14 @@ def test_a_chunk_that_is_being_stored_is_not_stored_again(bench: Callable[..., B
 
 
 def test_a_store_that_hangs_while_it_deletes_keeps_nobody_waiting(bench: Callable[..., Bench]) -> None:
-    b = bench(load_timeout=0.2)
+    b = bench()
     b.store_all()
     b.store.entries[b.key(1)] = b"garbage"
     go = hold(b.store, "delete")
-    b.load_now([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
+    b.worker.loads.start([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
+    assert go.begun.wait(30)
+    b.worker._state.timeout = 0.0  # since which it hangs
+    b.wait()
     assert b.worker.loads.take_invalid_blocks() == {12, 13}
     go.set()
 
@@ -639,17 +642,19 @@ def test_no_more_loads_decode_at_a_time_than_threads_code(
     b = bench(threads=threads)
     b.store_all(chunks=1)
     coding = b.worker._state.pages.io
-    place, lock, now, most = coding.place, threading.Lock(), 0, 0
+    place, changed, now, most = coding.place, threading.Condition(), 0, 0
 
     def counted(*given: Any, **more: Any) -> Any:
         nonlocal now, most
-        with lock:
+        with changed:
             now, most = now + 1, max(most, now + 1)
-        threading.Event().wait(0.02)
+            changed.notify_all()
+            changed.wait_for(lambda: most >= threads, 10)
+            changed.wait(0.02)  # for one more than there may be
         try:
             return place(*given, **more)
         finally:
-            with lock:
+            with changed:
                 now -= 1
 
     monkeypatch.setattr(coding, "place", counted)
@@ -659,7 +664,7 @@ def test_no_more_loads_decode_at_a_time_than_threads_code(
 
 
 def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench]) -> None:
-    b = bench(threads=1, load_timeout=0.2)
+    b = bench(threads=1, load_timeout=0.5)
     b.worker._state.store = guarded = GuardedStore(b.store)
     guarded.first_backoff = guarded.max_backoff = 1e-3
     blocks = list(range(16))
@@ -667,7 +672,7 @@ def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench])
     go = hold(b.store, "put", once=True)
     b.worker.saves.save(b.saves(blocks, range(1)))
     assert go.begun.wait(10)
-    threading.Event().wait(0.3)
+    threading.Event().wait(0.6)
     b.worker.saves.save(b.saves(blocks, range(1, 3)))
     wait_until(lambda: not b.worker.saves._sizes.keys() & set(b.digests[1:3]), "chunks are stored")
     assert b.worker._state.store.counters()["memory"].errors == 1, "the one that hangs, once"
