@@ -23,51 +23,37 @@ HICCUP = 0.02  # seconds by which anything may be late because another thread or
 _REFINED = 0.15  # what a chunk of both parts loses, over what its base alone loses
 _COMPUTED = 0.75  # what computing a chunk counts for, on the same scale: the engine's time has other uses
 _CANDIDATES = 12  # numbers of chunks that are compared
+_HALF_LIFE, _GIVEN = 0.2, 0.1  # seconds after which a rate's sample weighs half, and for which the initial rate counts
+_STALE = 60.0  # seconds without a sample after which a rate is forgotten: a tier that looks too slow is not asked
 # Times that transfers and computing may take longer than expected where something must be in time.
 _SLOW = 1.64, 1.28
 
 
 class RecentRates:
-    """Amounts per unit, such as bytes per second of tiers, by the last samples. May be used from several threads.
-
-    Args:
-        initial: amounts per unit by name, until there are samples.
-        otherwise: of all other names.
-        half_life: units after which a sample weighs half.
-        given: units that the initial amount counts for.
-        stale: seconds without a sample after which a rate is forgotten. A tier that looks too slow is not asked, and
-            would look so for ever.
-
-    Example:
-        >>> rates = RecentRates({"memory": 1e9}, otherwise=5e7)
-        >>> rates("memory"), rates("s3")
-        (1000000000.0, 50000000.0)
+    """Amounts per second, such as bytes of tiers, by the last samples; without any, those of `initial`, or `otherwise`.
+    May be used from several threads.
     """
 
-    def __init__(
-        self, initial: Mapping[str, float], otherwise: float, half_life: float = 0.2, given: float = 0.1,
-        stale: float = 60.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, initial: Mapping[str, float], otherwise: float) -> None:
         self._initial, self._otherwise = initial, otherwise
-        self._half_life, self._given, self._stale = half_life, given, stale
-        self._sums: dict[str, tuple[float, float, float]] = {}  # decayed amount and units, and the time of the last
+        self._sums: dict[str, tuple[float, float, float]] = {}  # decayed amount and seconds, and the time of the last
 
     def __call__(self, name: str) -> float:
-        """Return the amount per unit to expect."""
-        amount, units = self._current(name)
-        return amount / units
+        """Return the amount per second to expect."""
+        amount, seconds = self._current(name)
+        return amount / seconds
 
-    def observe(self, name: str, amount: float, units: float) -> None:
-        """Note an amount."""
+    def observe(self, name: str, amount: float, seconds: float) -> None:
+        """Note what came in so many seconds."""
         before, counted = self._current(name)
-        decay = 0.5 ** (units / self._half_life)
-        self._sums[name] = decay * before + amount, decay * counted + max(units, 1e-6), time.monotonic()
+        decay = 0.5 ** (seconds / _HALF_LIFE)
+        self._sums[name] = decay * before + amount, decay * counted + max(seconds, 1e-6), time.monotonic()
 
     def _current(self, name: str) -> tuple[float, float]:
-        amount, units, last = self._sums.get(name, (0.0, 0.0, -math.inf))
-        if time.monotonic() - last > self._stale or not units:
-            return self._given * self._initial.get(name, self._otherwise), self._given
-        return amount, units
+        amount, seconds, last = self._sums.get(name, (0.0, 0.0, -math.inf))
+        if time.monotonic() - last > _STALE:
+            return _GIVEN * self._initial.get(name, self._otherwise), _GIVEN
+        return amount, seconds
 
 
 class Choice(NamedTuple):

@@ -70,7 +70,7 @@ class Options(CodingOptions):
         self._check_positive("max_pending_gb", "close_timeout")
         if type(self.refinements) is not int or not 0 <= self.refinements < MAX_PARTS:
             raise InputError(f"refinements: must be 0 … {MAX_PARTS - 1}, got {self.refinements!r}")
-        if self.deadline is not None and self.blend is not None:
+        if read_deadline("", self.deadline_ms) is not None and self.blend is not None:
             raise InputError(
                 "deadline_ms: must be left out with blend, because loads with a deadline are not blended; requests may "
                 "name it"
@@ -80,15 +80,6 @@ class Options(CodingOptions):
         blend: Any = self.blend
         if not isinstance(blend, BlendOptions | None):
             object.__setattr__(self, "blend", BlendOptions.from_json(blend))
-
-    @property
-    def deadline(self) -> float | None:
-        """Seconds from a request's arrival to its first token, unless the request names another deadline.
-
-        Raises:
-            InputError: a value of the wrong type or range.
-        """
-        return read_deadline("", self.deadline_ms)
 
     @property
     def least_tokens(self) -> int:

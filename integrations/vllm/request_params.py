@@ -48,13 +48,12 @@ def deadline_of(params: Any, default: float | None) -> float | None:
 
     Args:
         params: `kv_transfer_params`; a `deadline_ms` that is `null` asks for no deadline.
-        default: the engine's, in seconds.
+        default: the engine's `deadline_ms`.
 
     Raises:
         InputError: an unknown field, or a value of the wrong type or range.
     """
-    fields = request_fields(params) or {}
-    return read_deadline(f"{PARAMETERS}.", fields["deadline_ms"]) if "deadline_ms" in fields else default
+    return read_deadline(f"{PARAMETERS}.", (request_fields(params) or {}).get("deadline_ms", default))
 
 
 def read_deadline(source: str, given: Any) -> float | None:

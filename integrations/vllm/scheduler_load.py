@@ -69,7 +69,7 @@ class SchedulerLoads:
         request = tracked.request
         reason, why = "engine", "windows and recurrent layers load a prefix as a whole or not at all"
         try:
-            deadline = deadline_of(request.kv_transfer_params, self._state.options.deadline)
+            deadline = deadline_of(request.kv_transfer_params, self._state.options.deadline_ms)
         except InputError as error:
             reason, why, deadline = "parameters", str(error), 0.0
         if deadline and self._in_part:

@@ -220,7 +220,7 @@ class Setup:
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
             layers=cached, codes=codes, pages=pages, stages=stages,
         )  # fmt: skip
-        if options.deadline is not None and not setup.loads_in_part:
+        if options.deadline_ms is not None and not setup.loads_in_part:
             raise UnsupportedModelError(
                 f"deadline_ms: a model with {'recurrent layers' if cached.recurrent else 'sliding windows'} loads a "
                 "prefix as a whole or not at all; remove it"

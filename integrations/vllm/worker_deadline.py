@@ -22,9 +22,8 @@ from cuvee.integrations.chunk_io import BATCH
 from cuvee.integrations.costs import LinearCost, prefill_quantities
 from cuvee.integrations.loading import HICCUP, Choice, choose
 from cuvee.integrations.vllm.messages import Aim, Entry
-from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob, Restorer
+from cuvee.integrations.vllm.worker_restore import Answer, Fetched, LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
-from cuvee.naming.part_keys import part_key
 
 _DECODING = "decoding"
 _REQUEST_SECONDS = 0.015  # of transfer that one request is for
@@ -59,12 +58,9 @@ class _Request:
     chunks: Sequence[_Chunk]
     part: int
     tier: str
-    nbytes: int
+    nbytes: float
     sent: float
-    answer: Future[tuple[list[Fetched], float]]
-
-    def is_wanted(self, choice: Choice) -> bool:
-        return self.chunks[0].at < (choice.refined if self.part else choice.chunks)
+    answer: Future[Answer]
 
 
 class DeadlineLoad:
@@ -80,15 +76,12 @@ class DeadlineLoad:
 
     def __init__(self, state: WorkerState, pools: WorkerPools, restorer: Restorer, job: LoadJob, aim: Aim) -> None:
         self._state, self._pools, self._restorer, self._job = state, pools, restorer, job
-        load, parts = job.load, state.parts
-        keys = [state.keys.written(load.tenant, entry.digest) for entry in load.prefix]
-        tiers = state.store.locate([part_key(key, number) for key in keys for number in range(parts)])
+        load, parts, tiers = job.load, state.parts, restorer.tiers(job.load)
         self._chunks = [_Chunk(at, each, tiers[parts * at :][:parts]) for at, each in enumerate(load.prefix)]
         self._edges = list(accumulate((len(load.placed(entry)) for entry in load.prefix), initial=load.start))
         self._prefill, self._end = LinearCost(*aim.prefill), self._edges[-1] + aim.rest
         self._deadline = job.begun + aim.seconds
         self._requests: deque[_Request] = deque()
-        self._answered = 0.0  # when the last one was
 
     def fetched(self) -> Iterator[list[tuple[Entry, Fetched]]]:
         """Yield entries, some at a time: those that are to be refined with their refinements, once these are there, and
@@ -103,7 +96,7 @@ class DeadlineLoad:
         while not self._job.over and going_on:
             choice = self._choose(time.monotonic())
             self._ask(choice)
-            going_on = any(request.is_wanted(choice) for request in self._requests)
+            going_on = any(request.chunks[0].at < choice[request.part] for request in self._requests)
             if going_on and wait([self._requests[0].answer], _WAKE_SECONDS).done:
                 self._take()
             while batch := self._due(choice.refined if going_on else 0):
@@ -123,24 +116,24 @@ class DeadlineLoad:
             return [
                 math.inf if each.gone and not part
                 else 0.0 if part < each.asked or part == len(each.tiers)
-                else max(self._size(each, part) / rates(each.tiers[part]), decode * each.entry.tokens)
+                else max(self._state.nbytes(each.entry, part) / rates(each.tiers[part]), decode * each.entry.tokens)
                 for each in self._chunks
             ]  # fmt: skip
 
         coming = 0.0
         if self._requests:
             first = self._requests[0]
-            rate, passed = rates(first.tier), now - max(first.sent, self._answered)
+            rate, passed = rates(first.tier), now - max(first.sent, self._job.answered)
             left = max(sum(request.nbytes for request in self._requests) / rate - passed, 0.0)
             coming = passed if passed > first.nbytes / rate + HICCUP else left  # one that is late takes as long again
         undecoded = [decode * each.entry.tokens for each in self._chunks if each.asked > each.decoded == 0]
         under_way = max(coming + max(undecoded, default=0.0), sum(undecoded))  # what has come is decoded meanwhile
         loaded = sum(1 for _ in takewhile(lambda each: each.parts, self._chunks))
-        return choose(self._deadline - now, self._edges, self._compute, under_way, loaded, seconds(0), seconds(1))
 
-    def _compute(self, chunks: int) -> float:
-        """Return the seconds to compute what follows so many chunks."""
-        return self._prefill(*prefill_quantities(self._edges[chunks], self._end))
+        def compute(chunks: int) -> float:
+            return self._prefill(*prefill_quantities(self._edges[chunks], self._end))
+
+        return choose(self._deadline - now, self._edges, compute, under_way, loaded, seconds(0), seconds(1))
 
     def _ask(self, choice: Choice) -> None:
         """Ask for the next parts of a choice, so that the link is busy: for one part of several chunks in one tier. No
@@ -153,40 +146,29 @@ class DeadlineLoad:
             if not several:
                 return
             part = int(not bases)
-            tier, nbytes = several[0].tiers[part], max(self._size(several[0], part), 1)
-            most = 1 + int(_REQUEST_SECONDS * self._state.rates(tier) / nbytes)
-            chunks: list[_Chunk] = []
-            for each in several[:most]:
-                if each.tiers[part] != tier:
-                    break
+            tier = several[0].tiers[part]
+            most = 1 + int(_REQUEST_SECONDS * self._state.rates(tier) / self._state.nbytes(several[0].entry, part))
+            chunks = [each for each in several if each.tiers[part] == tier][:most]
+            if part:
+                held = [each.held for each in chunks if each.held is not None]
+                answer = self._pools.fetchers.submit(self._restorer.refine, held)
+            else:
+                digests = [each.entry.digest for each in chunks]
+                answer = self._pools.fetchers.submit(self._restorer.get, self._job.load.tenant, digests, 1)
+            for each in chunks:
                 each.asked = part + 1
-                chunks.append(each)
-            nbytes = sum(self._size(each, part) for each in chunks)
-            answer = self._pools.fetchers.submit(self._fetch, chunks, part)
+            nbytes = sum(self._state.nbytes(each.entry, part) for each in chunks)
             self._requests.append(_Request(chunks, part, tier, nbytes, time.monotonic(), answer))
-
-    def _fetch(self, chunks: Sequence[_Chunk], part: int) -> tuple[list[Fetched], float]:
-        if part:
-            found = self._restorer.refine([each.held for each in chunks if each.held is not None])
-        else:
-            found = self._restorer.get(self._job.load.tenant, [each.entry.digest for each in chunks], 1)
-        return found, time.monotonic()
-
-    def _size(self, chunk: _Chunk, part: int) -> int:
-        return round(chunk.entry.tokens * self._state.sizes(str(part)))
 
     def _take(self) -> None:
         """Take the first answer."""
-        request, nbytes = self._requests.popleft(), 0
-        found, answered = request.answer.result()
-        for chunk, fetched in zip(request.chunks, found, strict=True):
+        request, nbytes = self._requests.popleft(), 0.0
+        answer = request.answer.result()
+        for chunk, fetched in zip(request.chunks, answer.found, strict=True):
             chunk.held = fetched
-            for part, blob in enumerate(fetched.parts[request.part :], request.part):
-                nbytes += len(blob)
-                self._state.sizes.observe(str(part), len(blob), chunk.entry.tokens)
-        if nbytes:
-            self._state.rates.observe(request.tier, nbytes, answered - max(request.sent, self._answered))
-        self._answered = answered
+            if chunk.parts > request.part:
+                nbytes += self._state.nbytes(chunk.entry, request.part)
+        self._restorer.learn(self._job, request.tier, nbytes, answer)
 
     def _due(self, refined: int) -> list[tuple[Entry, Fetched]]:
         """Return some entries to decode: those of which more is there than in the pages, unless more is to come."""

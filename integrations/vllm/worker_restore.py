@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.open_blob import Expected
@@ -39,6 +38,14 @@ class Fetched:
     drafts: Fetched | None = None
 
 
+class Answer(NamedTuple):
+    """What the store has of some entries, and when it was asked and had answered."""
+
+    found: list[Fetched]
+    asked: float
+    at: float
+
+
 @dataclass(slots=True)
 class LoadJob:
     """A load under way.
@@ -55,6 +62,7 @@ class LoadJob:
         computed, compute_seconds: tokens that were recomputed, and the engine loop's seconds for them.
         bad: store keys of entries that are not sound, and the first part of each that is not.
         parts: of how many parts each of the prefix's entries was restored, by its position.
+        answered: when the store last answered.
         as_planned: what is restored will do, and the rest is computed because of a deadline.
     """
 
@@ -70,6 +78,7 @@ class LoadJob:
     compute_seconds: float = 0.0
     bad: list[tuple[str, int]] = field(default_factory=list)
     parts: dict[int, int] = field(default_factory=dict)
+    answered: float = 0.0
     as_planned: bool = False
 
 
@@ -84,14 +93,32 @@ class Restorer:
         """Yield a load's entries in order, some at a time, while the next ones are on their way."""
         if job.over:  # given up before a thread was free for it
             return
+        load, state = job.load, self._state
+        tiers = set(self.tiers(load)) if state.parts > 1 else set()  # a load with a deadline wants to know their rates
 
-        def fetch(entries: Sequence[Entry]) -> list[Fetched]:
-            return self.get(job.load.tenant, [entry.digest for entry in entries], self._state.parts)
+        def fetch(entries: Sequence[Entry]) -> Answer:
+            return self.get(load.tenant, [entry.digest for entry in entries], state.parts)
 
-        for entries, found in fetch_ahead(self._pools.fetchers, fetch, job.load.entries, Future.result):
-            yield list(zip(entries, found, strict=True))
+        for entries, answer in fetch_ahead(self._pools.fetchers, fetch, load.entries, Future.result):
+            batch = list(zip(entries, answer.found, strict=True))
+            if len(tiers) == 1:
+                nbytes = sum(state.nbytes(entry, part) for entry, each in batch for part in range(len(each.parts)))
+                self.learn(job, *tiers, nbytes, answer)
+            yield batch
 
-    def get(self, tenant: str, digests: Sequence[bytes], parts: int) -> list[Fetched]:
+    def tiers(self, load: Load) -> list[str]:
+        """Return the tier of each part of a load's prefix."""
+        state = self._state
+        keys = [state.keys.written(load.tenant, entry.digest) for entry in load.prefix]
+        return state.store.locate([part_key(key, number) for key in keys for number in range(state.parts)])
+
+    def learn(self, job: LoadJob, tier: str, nbytes: float, answer: Answer) -> None:
+        """Note how fast a tier is. What a load asked for before its last answer came, came after that."""
+        if nbytes:
+            self._state.rates.observe(tier, nbytes, answer.at - max(answer.asked, job.answered))
+        job.answered = answer.at
+
+    def get(self, tenant: str, digests: Sequence[bytes], parts: int) -> Answer:
         """Read entries, of so many parts at most."""
         state = self._state
 
@@ -99,29 +126,33 @@ class Restorer:
             answers = state.keys.find(tenant, digests, lambda _, keys: state.store.get_parts(keys, parts))
             return [Fetched(*answer) for answer in answers]
 
-        with self._fetching():
+        def ask() -> list[Fetched]:
             entries, drafts = find(digests, parts), state.drafts
             if drafts is None:
                 return entries
             beside = find([drafts.digest(digest) for digest in digests], 1)
             return [replace(entry, drafts=each) for entry, each in zip(entries, beside, strict=True)]
 
-    def refine(self, bases: Sequence[Fetched]) -> list[Fetched]:
+        return self._timed(ask)
+
+    def refine(self, bases: Sequence[Fetched]) -> Answer:
         """Read the refinements of entries; where there is none, the base alone is returned."""
-        with self._fetching():
+
+        def ask() -> list[Fetched]:
             found = self._state.store.get_many([part_key(base.key, 1) for base in bases])
             return [
                 base if more is None else replace(base, parts=(base.parts[0], more))
                 for base, more in zip(bases, found, strict=True)
             ]
 
-    @contextmanager
-    def _fetching(self) -> Iterator[None]:
-        begun = time.monotonic()
+        return self._timed(ask)
+
+    def _timed(self, ask: Callable[[], list[Fetched]]) -> Answer:
+        asked = time.monotonic()
         try:
-            yield
+            return Answer(ask(), asked, time.monotonic())
         finally:
-            self._state.recorder.count("work_seconds", time.monotonic() - begun, "fetch")
+            self._state.recorder.count("work_seconds", time.monotonic() - asked, "fetch")
 
     def restore(self, job: LoadJob, batch: Sequence[tuple[Entry, Fetched]]) -> None:
         """Decode some of a load's entries in order, as far as they are there and sound.

@@ -350,8 +350,6 @@ class WorkerSaves:
                 if beside is not None and drafted:
                     recorder.count("stored", label="drafts")
                     recorder.count("stored_bytes", len(beside[1][0]))
-                for number, part in enumerate(parts if save.entry.kind != "state" else ()):
-                    self._state.sizes.observe(str(number), len(part), save.entry.tokens)
             self._saved(save, kept > 0)
 
     def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -26,7 +26,7 @@ from cuvee.integrations.vllm.state_pages import StatePages
 # Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms
 # each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `_LOADS` times two batches.
 _WRITES, _FETCHES, _LOADS = 16, 16, 8
-_BITS, _LOSSLESS_BITS = 1.0, 11.0  # of a value in a part, until some were seen
+_BITS = 8.0  # of a value in a part, where the profile does not say
 # What to expect before anything is measured: bytes per second of tiers, and tokens of parts that are decoded.
 _RATES, _REMOTE = {"memory": 1e9, "disk": 3e8, "decoding": 1e4}, 5e7
 
@@ -89,8 +89,8 @@ class WorkerState:
         recorder: figures, drained into the reports.
         tells: whether to report what is stored.
         parts: most parts that an entry has; 1: entries are whole blobs.
-        sizes: bytes per token of parts, by their numbers.
-        rates: bytes per second of tiers, and tokens per second of "decoding".
+        sizes: expected bytes per token of each part.
+        rates: of these bytes per second of tiers, and tokens per second of "decoding".
         lock: guards `report`, `closed` and the tables of the tasks.
         progress: notified when a load is over or placed.
         report: what happened since the last report.
@@ -117,8 +117,9 @@ class WorkerState:
         self.tells = setup.tells
         self.parts = 1 + codec.refinements
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
-        guess = values * (_LOSSLESS_BITS if codec.lossless else _BITS) / 8
-        self.sizes = RecentRates({}, guess, half_life=8 * self.chunk, given=1, stale=math.inf)
+        bits = [part.bits for part in codec.settings.expected_parts()]  # of a base, and of both parts
+        known = [_BITS * number if None in bits else each or 0.0 for number, each in enumerate(bits, 1)]
+        self.sizes = [max(after - before, 0.01) * values / 8 for before, after in pairwise((0.0, *known))]
         self.rates = RecentRates(_RATES, _REMOTE)
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
@@ -182,6 +183,10 @@ class WorkerState:
         if self.states is None:
             raise RuntimeError("no states are attached")
         return self.states
+
+    def nbytes(self, entry: Entry, part: int) -> float:
+        """Return the expected size of a part."""
+        return entry.tokens * self.sizes[part]
 
     def slots(self, entry: Entry, placed: range | None = None) -> list[torch.Tensor]:
         """Return the slot of each of an entry's tokens in every group of layers, int64 `[T]`; recurrent layers have

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,13 +99,3 @@ def test_a_rate_without_samples_for_long_is_forgotten(monkeypatch: pytest.Monkey
     assert rates("far") < 1.0
     now += 2
     assert rates("far") == MB
-
-
-def test_sizes_begin_with_a_guess_and_follow_what_is_seen() -> None:
-    sizes = RecentRates({}, 12.0, half_life=800, given=1, stale=math.inf)
-    assert sizes("0") == sizes("1") == 12
-    sizes.observe("1", 777, 100)
-    assert sizes("1") == pytest.approx(7.77, rel=0.01) and sizes("0") == 12
-    for _ in range(60):
-        sizes.observe("1", 100, 100)
-    assert sizes("1") == pytest.approx(1.0, rel=0.05)

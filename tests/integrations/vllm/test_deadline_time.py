@@ -22,10 +22,10 @@ from tests.integrations.vllm.test_worker_deadline import BLOCKS, PARTS, STEP, ke
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.loading import RecentRates
 from cuvee.integrations.stores.tiered import TieredStore
-from cuvee.integrations.vllm import worker_deadline
+from cuvee.integrations.vllm import worker_deadline, worker_restore
 from cuvee.integrations.vllm.messages import Aim
 from cuvee.integrations.vllm.worker_deadline import DeadlineLoad
-from cuvee.integrations.vllm.worker_restore import Fetched, LoadJob
+from cuvee.integrations.vllm.worker_restore import Answer, LoadJob
 
 CHUNKS, REST = 8, 4  # that are loaded, and tokens behind them
 LATENCY, DECODE = 0.004, 0.01  # seconds until the first byte, and to decode a part of a chunk
@@ -48,27 +48,39 @@ class Simulation:
         self._done: dict[int, float] = {}  # when each answer is there
         self.state, self.restorer = bench.worker._state, bench.worker.loads._restorer
         initial = {tier: told * rate(0.0) for tier, rate in rates.items()}
+        self.state.sizes = [each / (CHUNKS * CHUNK) for each in bytes_of(bench)]
         self.state.rates = RecentRates({**initial, "decoding": CHUNK / DECODE}, otherwise=1e9)
-        self.tier: Callable[[bytes], str] = lambda digest: "memory"
-        monkeypatch.setattr(worker_deadline, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.pools: Any = SimpleNamespace(fetchers=self)
+        for module in (worker_deadline, worker_restore):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(worker_deadline, "wait", self._wait)
+        monkeypatch.setattr(self.restorer, "_pools", self.pools)
 
-    def submit(
-        self, fetch: Callable[..., tuple[list[Fetched], float]], *given: Any
-    ) -> Future[tuple[list[Fetched], float]]:
+        def get_many(store: DictStore, keys: Sequence[str]) -> list[bytes | None]:
+            return self._get_many(store, keys)
+
+        monkeypatch.setattr(DictStore, "get_many", get_many)
+
+    def submit(self, fetch: Callable[..., Answer], *given: Any) -> Future[Answer]:
         """Fetch, and have the answer there once its link has brought it."""
-        answer: Future[tuple[list[Fetched], float]] = Future()
-        tier = self.tier(given[0][0].entry.digest)
+        answer: Future[Answer] = Future()
+        asked = self.now
         try:
-            found, _ = fetch(*given)
+            answer.set_result(fetch(*given))
         except Exception as error:
             answer.set_exception(error)
-            self._done[id(answer)] = self.now + LATENCY
-            return answer
-        self._busy[tier] = done = self._end(tier, sum(len(each.parts[-1]) for each in found if each.parts))
-        answer.set_result((found, done))
-        self._done[id(answer)] = done
+        self._done[id(answer)], self.now = self.now, asked
         return answer
+
+    def _get_many(self, store: DictStore, keys: Sequence[str]) -> list[bytes | None]:
+        try:
+            found = [store.get(key) for key in keys]
+        except OSError:
+            self.now += LATENCY
+            raise
+        if nbytes := sum(len(blob) for blob in found if blob):
+            self.now = self._busy[store.name] = self._end(store.name, nbytes)
+        return found
 
     def _end(self, tier: str, nbytes: int) -> float:
         at, left = max(self.now + LATENCY, self._busy[tier]), float(nbytes)
@@ -90,8 +102,7 @@ class Simulation:
         job, parts = LoadJob(load, begun, 0), [0] * CHUNKS
         try:
             aim = Aim(deadline, REST, (token, 0.0, 0.0))
-            pools: Any = SimpleNamespace(fetchers=self)
-            for batch in DeadlineLoad(self.state, pools, self.restorer, job, aim).fetched():
+            for batch in DeadlineLoad(self.state, self.pools, self.restorer, job, aim).fetched():
                 for entry, fetched in batch:
                     assert len(fetched.parts) > parts[entry.start // CHUNK], "nothing is decoded twice for nothing"
                     parts[entry.start // CHUNK] = len(fetched.parts)
@@ -101,6 +112,12 @@ class Simulation:
         kept = parts[: parts.index(0)] if 0 in parts else parts
         computed = token * ((CHUNKS - len(kept)) * CHUNK + REST)
         return self.now - begun + computed, kept, job
+
+    def load(self) -> None:
+        """Load all parts, without a deadline."""
+        job = LoadJob(self.bench.load(BLOCKS, 0, CHUNKS * CHUNK), self.now, 0)
+        assert sum(len(batch) for batch in self.restorer.fetched(job)) == CHUNKS
+        self.now = job.answered
 
 
 @pytest.fixture
@@ -179,6 +196,38 @@ def test_a_link_that_stops_does_not_keep_the_engine_from_computing(
     assert end <= 1.5 and 0 < len(parts) < CHUNKS and job.as_planned
 
 
+def test_loads_without_a_deadline_tell_that_a_link_has_become_faster(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bases that took longer than computing are loaded again once they would be in time: from 1 to 4 MB/s, say."""
+    b = bench()
+    b.store_all(CHUNKS)
+    bases, _ = bytes_of(b)
+    token = 0.5 / (CHUNKS * CHUNK + REST)
+    simulation = Simulation(b, {"memory": lambda at: bases / (1.0 if at < 10 else 0.25)}, 1.0, monkeypatch)
+    assert simulation.run(0.4, token)[1] == [], "computing everything is late by least"
+    simulation.now += 10
+    simulation.load()
+    end, parts, _ = simulation.run(0.4, token)
+    assert end <= 0.4 and len(parts) > CHUNKS / 2
+
+
+def test_a_load_from_several_tiers_tells_the_speed_of_none(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    b.store_all(CHUNKS)
+    bases, _ = bytes_of(b)
+    far, near = DictStore(), b.store
+    far.name = "far"
+    far.entries[keys_of(b, 1)[0]] = near.entries.pop(keys_of(b, 1)[0])
+    b.worker._state.store = tiers = TieredStore([near, far])
+    simulation = Simulation(b, {"memory": lambda at: bases / 0.01, "far": lambda at: bases / 9}, 1.0, monkeypatch)
+    simulation.load()
+    assert simulation.state.rates("memory") == bases / 0.01
+    tiers.close()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_two_tiers_that_fail_at_random_cost_no_more_than_computing(
     bench: Callable[..., Bench], seed: int, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +245,7 @@ def test_two_tiers_that_fail_at_random_cost_no_more_than_computing(
                 draw.choice([first, second]).entries[key] = b.store.entries[key]
     tiers = TieredStore([first, second])
     b.worker._state.store = tiers
-    rates = {"memory": lambda at: bases / 0.05, "far": jumping(bases / 0.5, seed), "": lambda at: 1e9}
+    rates = {"memory": lambda at: bases / 0.05, "far": jumping(bases / 0.5, seed)}
     simulation = Simulation(b, rates, draw.choice([0.3, 1.0, 3.0]), monkeypatch)
 
     def fail(operation: str) -> None:
@@ -204,8 +253,6 @@ def test_two_tiers_that_fail_at_random_cost_no_more_than_computing(
             raise OSError("planted")
 
     first.before = second.before = fail
-    located = {digest: tiers.locate([keys_of(b, at)[0]])[0] for at, digest in enumerate(b.digests)}
-    simulation.tier = lambda digest: located[digest] or "memory"
     deadline, token = draw.choice([0.05, 0.3, 1.0, 3.0]), draw.choice([2e-3, 8e-3])
     end, kept, job = simulation.run(deadline, token)
     computing = token * (CHUNKS * CHUNK + REST)
