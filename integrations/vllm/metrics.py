@@ -3,10 +3,10 @@
     worker, rank 0   Recorder --drain--+
     worker, rank 1   Recorder --drain--+--> merge --> absorb, scheduler's Recorder --drain--> API process: Prometheus
 
-Recorders exchange plain dicts of numbers, which hold changes only. Their keys are `name|label|rank`: the label's value
-if the metric has a label, and the rank for a gauge that ranks add up. A histogram's label is the observed value to 3
-digits, and its number the count of that value; so all but gauges merge by addition. Totals count observations without
-their values, so they do not grow with the load.
+Recorders exchange plain dicts of numbers, which hold changes only. Their keys are `name|label`: the label's value if
+the metric has one. A histogram's label is the observed value to 3 digits, and its number the count of that value. What
+workers send adds up, of a gauge the change; the scheduler's Recorder sends on the values of gauges. Totals count
+observations without their values, so they do not grow with the load.
 """
 
 from __future__ import annotations
@@ -34,28 +34,34 @@ _OF_TIERS = {
 
 def metric_of(key: str) -> tuple[Metric, str]:
     """Return the metric of a key of `Recorder.drain`, and its label's value (for a histogram: the observation)."""
-    name, label, _ = key.split("|")
+    name, _, label = key.partition("|")
     return METRICS[name], label
 
 
-def merge(first: Mapping[str, float], second: Mapping[str, float]) -> Data:
-    """Merge two drained dicts, of two ranks or of two intervals, into a new one.
-
-    Counters and histograms add up. A gauge takes the second value: gauges that ranks add up have a key per rank.
-    """
+def merge(first: Mapping[str, float], second: Mapping[str, float], replace: bool = False) -> Data:
+    """Add two drained dicts to a new one; `replace`: gauges take the second one's value."""
     merged = dict(first)
     for key, value in second.items():
-        merged[key] = value if metric_of(key)[0].kind == "gauge" else merged.get(key, 0) + value
+        replaced = replace and metric_of(key)[0].kind == "gauge"
+        merged[key] = value if replaced else merged.get(key, 0) + value
     return merged
 
 
-def collect(data: Mapping[str, float]) -> dict[tuple[str, str], float]:
-    """Return the figures of a drained dict by name and label, summed over ranks."""
-    figures: dict[tuple[str, str], float] = {}
+def figures(data: Mapping[str, float]) -> dict[str, int | float]:
+    """Return what was counted of a drained dict, or of totals, by the names that it has in the log; no gauges."""
+    shown: dict[str, float] = {}
     for key, value in data.items():
         metric, label = metric_of(key)
-        figures[metric.name, label] = figures.get((metric.name, label), 0) + value
-    return figures
+        if metric.kind == "gauge":
+            continue
+        name = f"{metric.name} {'count' if metric.kind == 'histogram' else label}".strip()
+        shown[name] = shown.get(name, 0) + value
+    return {name: round(value, 3) for name, value in sorted(shown.items())}
+
+
+def summary(data: Mapping[str, float]) -> str:
+    """Return `figures` in one line."""
+    return "; ".join(f"{name} {value:,}" for name, value in figures(data).items()) or "nothing counted"
 
 
 class Recorder:
@@ -67,10 +73,9 @@ class Recorder:
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._totals: Data = {}
         self._pending: Data = {}
-        self._ranks: set[str] = set()  # that have gauges of their own
         self._stores: dict[str, dict[str, float]] = {}  # figures of tiers, as counted so far
 
     def count(self, name: str, value: float = 1, label: str = "") -> None:
@@ -79,11 +84,10 @@ class Recorder:
         Raises:
             KeyError: no such counter or histogram, or a label it does not take.
         """
-        metric = _declared(name, label)
-        if metric.kind == "histogram":
-            self._add(metric, f"{name}|{value:.3g}|", 1)
+        if _declared(name, label).kind == "histogram":
+            self._add(f"{name}|{value:.3g}", 1)
         elif value:
-            self._add(metric, f"{name}|{label}|", value)
+            self._add(f"{name}|{label}", value)
 
     def gauge(self, name: str, value: float, label: str = "") -> None:
         """Set a gauge.
@@ -91,11 +95,12 @@ class Recorder:
         Raises:
             KeyError: no such gauge, or a label it does not take.
         """
-        metric = _declared(name, label)
-        if metric.ranks == "sum":
-            self._set(f"{name}|{label}|{self._rank}", value)
-        elif self._rank == 0:
-            self._set(f"{name}|{label}|", value)
+        _declared(name, label)
+        key = f"{name}|{label}"
+        with self._lock:
+            last = self._totals.get(key)
+            if value != last:
+                self._add(key, value - (last or 0))
 
     def record_store(self, counters: Mapping[str, TierCounters], fields: Iterable[str] = _OF_TIERS) -> None:
         """Count what a store did since the last call, and set the gauges of its tiers.
@@ -122,76 +127,37 @@ class Recorder:
                 seen[name] = value
 
     def absorb(self, data: Mapping[str, float]) -> None:
-        """Add what another recorder drained."""
+        """Add what workers drained."""
         for key, value in data.items():
-            metric, _ = metric_of(key)
-            if metric.kind == "gauge":
-                self._set(key, value)
-            else:
-                self._add(metric, key, value)
+            self._add(key, value, send_gauge=True)
 
     def drain(self) -> Data | None:
-        """Return the changes since the last drain, or None; a gauge only if it changed, then for every rank."""
+        """Return the changes since the last drain, or None."""
         with self._lock:
             data, self._pending = self._pending, {}
-            for gauge in {key.rpartition("|")[0] for key in data if not key.endswith("|")}:
-                keys = [f"{gauge}|{rank}" for rank in self._ranks]
-                data |= {key: self._totals[key] for key in keys if key in self._totals}
         return data or None
 
     def totals(self) -> dict[tuple[str, str], float]:
-        """Return all figures since the start by name and label, as `collect`: of this process, whatever its rank, and
-        those it absorbed; of a histogram the number of observations.
+        """Return all figures since the start by name and label: of this process, whatever its rank, and those it
+        absorbed; of a histogram the number of observations.
         """
         with self._lock:
-            return collect(self._totals)
+            several = [(*metric_of(key), value) for key, value in self._totals.items()]
+        return {(metric.name, label): value for metric, label, value in several}
 
     def summary(self) -> str:
-        """Return everything that was counted since the start, but not gauges, in one line."""
-        totals, parts = self.totals(), []
-        for metric in METRICS.values():
-            own = [f"{_shown(value)} {label}".strip() for (name, label), value in totals.items() if name == metric.name]
-            if own and metric.kind != "gauge":
-                parts.append(f"{metric.name} {', '.join(own)}")
-        return "; ".join(parts) or "nothing counted"
-
-    def _add(self, metric: Metric, key: str, value: float) -> None:
+        """Return what was counted since the start in one line."""
         with self._lock:
-            total = f"{metric.name}||" if metric.kind == "histogram" else key
+            return summary(self._totals)
+
+    def _add(self, key: str, value: float, send_gauge: bool = False) -> None:
+        metric, _ = metric_of(key)
+        with self._lock:
+            total = f"{metric.name}|" if metric.kind == "histogram" else key
             self._totals[total] = self._totals.get(total, 0) + value
             if metric.ranks == "sum" or self._rank == 0:
-                self._pending[key] = self._pending.get(key, 0) + value
-
-    def _set(self, key: str, value: float) -> None:
-        with self._lock:
-            if self._totals.get(key) != value:
-                self._totals[key] = self._pending[key] = value
-                if rank := key.rpartition("|")[2]:
-                    self._ranks.add(rank)
-
-
-def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
-    """Return the figures of an interval for the engine's log line; `data` was drained in the interval."""
-    figures = collect(data)
-
-    def total(name: str, *results: str) -> int:
-        """Add up a metric's figures, or those of the results that are named."""
-        of_name = ((label.rpartition(":")[2], value) for (of, label), value in figures.items() if of == name)
-        return int(sum(value for result, value in of_name if not results or result in results))
-
-    line: dict[str, int | float] = {}
-    if loads := total("load_seconds"):
-        line |= {"loads": loads, "loaded tokens": total("loaded_tokens")}
-    if asked := total(_OPERATIONS, "hit", "miss"):
-        line["chunk hit rate"] = round(total(_OPERATIONS, "hit") / asked, 3)
-    if stored := total("stored_bytes"):
-        raw = total("raw_bytes")
-        line |= {"raw MB": round(raw / 1e6, 3), "stored MB": round(stored / 1e6, 3), "ratio": round(raw / stored, 2)}
-    if ("pending_bytes", "") in figures:
-        line["pending MB"] = round(total("pending_bytes") / 1e6, 3)
-    line["failures"] = total("failures") + total(_OPERATIONS, "error", "corrupt")
-    line["not stored"] = total("stores_skipped") + total(_OPERATIONS, "dropped", "skipped")
-    return line
+                of_gauge = send_gauge and metric.kind == "gauge"
+                self._pending[key] = self._totals[key] if of_gauge else self._pending.get(key, 0) + value
 
 
 def _declared(name: str, label: str) -> Metric:
@@ -201,8 +167,3 @@ def _declared(name: str, label: str) -> Metric:
     if bool(first) != bool(metric.label) or (metric.values and last not in metric.values) or "|" in label:
         raise KeyError(f"{name!r} with the label {label!r} is not in metric_table")
     return metric
-
-
-def _shown(value: float) -> str:
-    """Show a figure in the log: whole, or to 3 digits if it is small."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

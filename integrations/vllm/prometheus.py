@@ -10,12 +10,9 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from cuvee.integrations.vllm.metric_table import METRICS, Metric
-from cuvee.integrations.vllm.metrics import collect, interval_figures, merge
+from cuvee.integrations.vllm.metrics import figures, merge, metric_of
 
 NAMESPACE = "vllm:cuvee_"
-
-# Metrics of this process, by class and name: prometheus_client refuses a second metric of the same name.
-_registered: dict[tuple[Any, str, tuple[str, ...]], Any] = {}
 
 
 class CuveeStats(KVConnectorStats):
@@ -26,17 +23,17 @@ class CuveeStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> CuveeStats:
-        """Add later figures, or another rank's. Changes neither dict, because Prometheus may be reading them."""
-        self.data = merge(self.data, other.data)
+        """Add later figures. Changes neither dict, because Prometheus may be reading them."""
+        self.data = merge(self.data, other.data, replace=True)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Return the figures for the log."""
-        return interval_figures(self.data)
+        return figures(self.data)
 
     def is_empty(self) -> bool:
-        """Return whether there are no figures."""
-        return not self.data
+        """Return whether there is nothing for the log."""
+        return not self.reduce()
 
 
 class CuveePrometheus(KVConnectorPromMetrics):
@@ -65,8 +62,8 @@ class CuveePrometheus(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record the figures of an engine."""
-        for (name, label), value in collect(transfer_stats_data).items():
-            metric = METRICS[name]
+        for key, value in transfer_stats_data.items():
+            metric, label = metric_of(key)
             if metric.kind == "counter":
                 self._child(metric, label, engine_idx).inc(value)
             elif metric.kind == "gauge":
@@ -77,8 +74,6 @@ class CuveePrometheus(KVConnectorPromMetrics):
                     child.observe(float(label))
 
     def _register(self, metric: Metric) -> Any:
-        name = NAMESPACE + metric.name
-        labelnames = [*self._labelnames, *filter(None, (metric.label, metric.second))]
         extra: dict[str, Any] = {}
         if metric.kind == "counter":
             kind = self._counter_cls
@@ -87,15 +82,8 @@ class CuveePrometheus(KVConnectorPromMetrics):
             kind, extra = self._gauge_cls, {"multiprocess_mode": "mostrecent"}
         else:
             kind, extra = self._histogram_cls, {"buckets": list(metric.buckets)}
-        key = (kind, name, tuple(labelnames))
-        try:
-            _registered[key] = kind(name=name, documentation=metric.help, labelnames=labelnames, **extra)
-        except ValueError:
-            # Another engine of this process registered the metric. vLLM unregisters all of its metrics when it makes a
-            # logger, so this is a second logger beside the first: they share metrics.
-            if key not in _registered:
-                raise
-        return _registered[key]
+        labelnames = [*self._labelnames, *filter(None, (metric.label, metric.second))]
+        return kind(name=NAMESPACE + metric.name, documentation=metric.help, labelnames=labelnames, **extra)
 
     def _child(self, metric: Metric, label: str, engine: int) -> Any:
         """Return the metric for these label values; prometheus_client keeps one object for each."""

@@ -26,7 +26,7 @@ from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.draft_layers import DraftPages, Drafts
 from cuvee.integrations.vllm.messages import Report
-from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.metrics import Recorder, summary
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.state_pages import StatePages
 from cuvee.integrations.vllm.step_times import StepTimes
@@ -238,6 +238,4 @@ class WorkerSide:
         state.recorder.record_store(state.store.counters())
         rest = state.recorder.drain()
         if rest is not None:
-            last = Recorder()
-            last.absorb(rest)
-            logger.info("cuvee: rank %d, after its last report: %s", state.rank, last.summary())
+            logger.info("cuvee: rank %d, after its last report: %s", state.rank, summary(rest))
