@@ -11,7 +11,6 @@ at cost 1 it is what the engine makes of another batch size.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.errors import InputError
+from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.eval.bench.engine_process import Engine, EngineAnswer, EngineVariant, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.bench.timing import paired, spread
@@ -44,23 +44,20 @@ class BlendScope:
         costs: of blends.
         rounds: measured turns, after one that warms up.
         document: tokens of each document.
-        quality: of the store.
     """
 
     lengths: tuple[int, ...] = (1024, 2048, 4096)
     costs: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3, 1.0)
     rounds: int = 5
     document: int = 512
-    quality: str = "lossless"
 
 
-def run_blend_bench(scope: BlendScope, model: Path, profile: Path | None = None) -> dict[str, Any]:
+def run_blend_bench(scope: BlendScope, model: Path) -> dict[str, Any]:
     """Run the benchmark.
 
     Args:
         scope: what to measure.
         model: folder of a checkpoint, with its tokenizer.
-        profile: of this model, for a lossy quality.
 
     Returns:
         The report, as a dict for JSON.
@@ -82,10 +79,10 @@ def run_blend_bench(scope: BlendScope, model: Path, profile: Path | None = None)
         "max_num_batched_tokens": longest + BLOCK,
         "block_size": BLOCK,
     }
-    variant = EngineVariant("blend", scope.quality, "memory://?max_gb=8")
+    variant = EngineVariant("blend", LOSSLESS, "memory://?max_gb=8")
     with tempfile.TemporaryDirectory() as folder, Engine(Path(folder) / "engine.log") as engine:
         say("starting an engine")
-        engine.start(model, options, variant, profile, more={"blend": {}})
+        engine.start(model, options, variant, more={"blend": {}})
         say(f"computing {len(documents)} documents")
         for number, document in enumerate(documents):
             before = [*head, *documents[number - 1][:BLOCK]]
@@ -94,11 +91,10 @@ def run_blend_bench(scope: BlendScope, model: Path, profile: Path | None = None)
                 [[*before, *document, *question]], expect_cached=[0], forget=True,
                 params={"cuvee": {"segments": [span]}},
             )  # fmt: skip
-        engine.reach("segment", len(documents))
         engine.idle()
         measured = [_length(scope, engine, length, documents, head, question) for length in scope.lengths]
     return {
-        **conditions(model, scope.quality, profile),
+        **conditions(model, LOSSLESS, None),
         "document_tokens": scope.document,
         "rounds": scope.rounds,
         "lengths": measured,
@@ -145,20 +141,11 @@ def _length(
             {
                 "cost": cost,
                 "over_computed": paired([[answers[cost].seconds] for _, answers in turns], full),
-                "kl": fmean(_moved(answers[cost], exact) for exact, answers in turns),
+                "kl": fmean(answers[cost].first_token_kl(exact) for exact, answers in turns),
             }
             for cost in scope.costs
         ],
     }
-
-
-def _moved(answer: EngineAnswer, exact: EngineAnswer) -> float:
-    """KL of the first token, in nats, over the twenty likeliest tokens and the rest."""
-    (ours,), (theirs,) = answer.logprobs[0][:1], exact.logprobs[0][:1]
-    floor = min(ours.values())  # what is not among ours is less likely than all of them
-    pairs = [(logprob, ours.get(token, floor)) for token, logprob in theirs.items()]
-    rest = [max(1 - sum(math.exp(pair[side]) for pair in pairs), 1e-12) for side in (0, 1)]
-    return max(sum(math.exp(p) * (p - q) for p, q in pairs) + rest[0] * math.log(rest[0] / rest[1]), 0.0)
 
 
 def _tokens(model: Path, length: int) -> list[int]:
@@ -179,8 +166,8 @@ def show_blends(report: Mapping[str, Any]) -> Shown:
         cells = (f"{one['over_computed']['median']:.2f} (KL {one['kl']:.3g})" for one in found)
         rows.append([f"blended at cost {blend['cost']:g}, ratio", *cells])
     title = (
-        f"Time to first token: {report['model']}, documents of {report['document_tokens']} tokens at "
-        f"{report['quality']}; ratio to computing the prompt (median)"
+        f"Time to first token: {report['model']}, lossless documents of {report['document_tokens']} tokens; ratio to "
+        "computing the prompt (median)"
     )
     table = ReportTable(["tokens ", *(str(entry["tokens"]) for entry in lengths)], rows, title)
     return Shown("Blended prompts in vLLM", machine_and_vllm(report), [table])
@@ -189,18 +176,16 @@ def show_blends(report: Mapping[str, Any]) -> Shown:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="two turns for each length")
     parser.add_argument("--model", "-m", required=True, help="folder of a checkpoint, or smollm2")
-    parser.add_argument("--profile", type=Path, help="of the model, for a lossy quality")
-    parser.add_argument("--quality", default="lossless", help="of the stored documents")
     parser.add_argument(
         "--length", action="append", type=int, default=[], metavar="TOKENS", help="of documents; repeatable"
     )
 
 
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
-    scope = BlendScope(rounds=2 if given.quick else 5, quality=given.quality)
+    scope = BlendScope(rounds=2 if given.quick else 5)
     if given.length:
         scope = replace(scope, lengths=tuple(sorted(set(given.length))))
-    return run_blend_bench(scope, checkpoint(given.model), given.profile)
+    return run_blend_bench(scope, checkpoint(given.model))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ FACTORS = 0.5, 1.0, 2.0  # deadlines, over the time that loading or computing ev
 _QUALITY = "high"
 _GRAIN = 0.01  # seconds: what a link carries at once
 _TOP = 1000  # tokens whose logprobs are compared
-_REST = 1e-9  # least probability of all others
 
 
 class SlowStore:
@@ -173,7 +172,7 @@ def run_deadlines_bench(model: Path, profile: Path, tokens: int, number: int, ra
             ]
             links.append({"mb_per_s": rate, "loading": loading, "bases": bases, "loads": loads})
             for name, answers in (("loading_kl", of_all), ("bases_kl", of_bases)):
-                links[-1][name] = [_kl(*each) for each in zip(computed, answers, strict=True)]
+                links[-1][name] = [each.first_token_kl(exact) for exact, each in zip(computed, answers, strict=True)]
     said = {**conditions(model, _QUALITY, profile), "tokens": tokens, "prompts": number}
     return {**said, "computing": computing, "links": links}
 
@@ -215,17 +214,8 @@ def _aimed(
     if not computed + base + both:
         raise CuveeError(f"an engine must count the parts that it loads, it counted {answer.loaded_at}")
     tokens = {"both": both, "base": base, "computed": len(prompt) - QUESTION - base - both}
-    met, kl = answer.seconds <= deadline, _kl(expected, answer)
+    met, kl = answer.seconds <= deadline, answer.first_token_kl(expected)
     return {"deadline": deadline, "seconds": answer.seconds, "met": met, "kl": kl, **tokens}
-
-
-def _kl(expected: EngineAnswer, answer: EngineAnswer) -> float:
-    """Return the KL of an answer's first token, in nats; tokens that are not among the likeliest of both are one."""
-    first, other = expected.logprobs[0][0], answer.logprobs[0][0]
-    both = np.array([(first[token], other[token]) for token in first.keys() & other.keys()])
-    rest = np.log(np.maximum(1 - np.exp(both).sum(0), _REST))
-    p, q = np.vstack([both, rest]).T
-    return float((np.exp(p) * (p - q)).sum())
 
 
 def show_deadlines(report: Mapping[str, Any]) -> Shown:

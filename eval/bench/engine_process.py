@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ __all__ = ["CHUNK", "DTYPE", "QUESTION", "Engine", "EngineAnswer", "EngineVarian
 CHUNK = 256
 QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits are as long as the engine's own
 DTYPE = "bfloat16"
+_REST = 1e-9  # least probability of the tokens that are not named
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,14 @@ class EngineAnswer:
     cached: list[int]
     loaded_at: Sequence[float] = (0.0, 0.0, 0.0)
 
+    def first_token_kl(self, exact: EngineAnswer) -> float:
+        """Return the KL of the first token from another answer's, in nats, over what that names and a rest."""
+        ours, theirs = self.logprobs[0][0], exact.logprobs[0][0]
+        floor = min(ours.values())  # what is not among ours is less likely than all of them
+        pairs = [(logprob, ours.get(token, floor)) for token, logprob in theirs.items()]
+        rest = [max(1 - sum(math.exp(pair[side]) for pair in pairs), _REST) for side in (0, 1)]
+        return max(sum(math.exp(p) * (p - q) for p, q in pairs) + rest[0] * math.log(rest[0] / rest[1]), 0.0)
+
 
 class Engine:
     """A process that runs an engine, because vLLM sets global state, pins cores and logs as it likes.
@@ -67,7 +77,6 @@ class Engine:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._closed = False
-        self._stored = 0  # chunks that the running engine should have stored
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cuvee.eval.bench.engine_served"],
@@ -155,15 +164,6 @@ class Engine:
         if expect_cached is not None and answer.cached != list(expect_cached):
             raise CuveeError(f"the engine found {answer.cached} tokens in a cache, expected {list(expect_cached)}")
         return answer
-
-    def settle(self, chunks: int) -> None:
-        """Wait until this many more chunks are stored."""
-        self._stored += chunks
-        self.reach("chunk", self._stored)
-
-    def reach(self, kind: str, least: float) -> None:
-        """Wait until the connector has stored this many chunks or segments since the engine started."""
-        self._call("reach", kind, least)
 
     def idle(self) -> None:
         """Wait until nothing is being stored."""

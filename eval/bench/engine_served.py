@@ -15,7 +15,7 @@ from typing import Any
 
 from cuvee.codec.errors import CuveeError
 
-SETTLE_SECONDS = 120.0
+IDLE_SECONDS = 120.0
 
 
 class _Served:
@@ -88,25 +88,14 @@ class _Served:
             "loaded_at": [now - then for now, then in zip(_loaded_at(), loaded, strict=True)],
         }
 
-    def reach(self, kind: str, least: float) -> None:
-        self._wait(lambda: _told("stored_total", kind) >= least, f"the engine has not stored {least:.0f} {kind}s")
-
     def idle(self) -> None:
-        self._wait(lambda: not _told("pending_bytes"), "the engine is still storing")
-
-    def _wait(self, done: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + SETTLE_SECONDS
+        deadline = time.monotonic() + IDLE_SECONDS
         while True:
             self.ask([[1]], 1, False, None, None)  # the figures arrive with the engine's steps
-            if done():
+            if not sum(sample.value for sample in _samples("pending_bytes")):
                 return
             if time.monotonic() > deadline:
-                raise CuveeError(f"{otherwise} after {SETTLE_SECONDS:.0f} s")
-
-
-def _told(figure: str, kind: str | None = None) -> float:
-    """Return what the connector told last, of a kind or of all, added up over engines."""
-    return float(sum(sample.value for sample in _samples(figure) if kind is None or kind in sample.labels.values()))
+                raise CuveeError(f"the engine is still storing after {IDLE_SECONDS:.0f} s")
 
 
 def _loaded_at() -> list[float]:

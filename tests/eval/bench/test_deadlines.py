@@ -22,7 +22,7 @@ from cuvee.naming.part_keys import part_key
 
 TOKENS, PROMPTS = 512, 2
 COMPUTED, LOADED, BASES, LATE = 0.5, 0.4, 0.1, 0.3  # seconds
-KL = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)  # of `Scripted`'s loads
+KL = 0.5 * math.log(0.5 / 0.25) + 0.25 * math.log(0.25 / 0.5)  # of `Scripted`'s loads
 
 
 def test_a_slow_store_is_a_store() -> None:
@@ -114,7 +114,7 @@ class Scripted:
 
     def _answer(self, seconds: float, loaded_at: list[float] | None = None, exact: bool = False) -> EngineAnswer:
         loaded_at = [0, 0, 0] if loaded_at is None or self.says_nothing else loaded_at
-        # The second token is named by one of two answers, and so belongs to the rest.
+        # The second token is not among those of a load: it counts as the least likely of them.
         first = {"1": math.log(0.5), "2": math.log(0.25)} if exact else {"1": math.log(0.25), "3": math.log(0.25)}
         return EngineAnswer(seconds, seconds, [[0]], [[first]], [0], loaded_at)
 

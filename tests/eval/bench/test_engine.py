@@ -97,8 +97,7 @@ class Scripted:
         logprob = [[{str(token): self._logprob}]] * len(prompts)
         return EngineAnswer(seconds, 2 * seconds, answers, logprob, list(expect_cached))
 
-    def settle(self, chunks: int) -> None:
-        assert chunks > 0
+    def idle(self) -> None: ...
 
 
 def engines(**changes: Any) -> Any:
@@ -189,9 +188,6 @@ def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tm
     child(ECHO)
     with Engine(tmp_path / "log") as engine:
         assert engine._call("ask", [1, 2], None) == ["ask", [1, 2], None]
-        engine.settle(3)
-        engine.settle(2)
-        assert engine._stored == 5
 
 
 def test_a_closed_engine_is_gone_and_may_be_closed_again(child: Callable[[str], None], tmp_path: Path) -> None:
@@ -215,7 +211,7 @@ def test_an_engine_that_fails_is_an_error_with_the_end_of_its_log(
 ) -> None:
     child(program)
     with Engine(tmp_path / "log") as engine, pytest.raises(CuveeError, match=message):
-        engine.settle(1)
+        engine.idle()
 
 
 def test_an_engine_that_computes_other_tokens_than_expected_is_an_error(
@@ -232,14 +228,14 @@ def test_an_engine_that_computes_other_tokens_than_expected_is_an_error(
 
 def test_a_failed_command_is_answered_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
-        def reach(self, kind: str, least: int) -> int:
+        def ask(self, least: int) -> int:
             if least > 1:
                 raise CuveeError("too many")
             return least
 
     monkeypatch.setattr(served, "_Served", Failing)
     replies: list[str] = []
-    served._serve(iter([f'["reach", "chunk", {least}]' for least in (1, 2, 1)]), replies.append)
+    served._serve(iter([f'["ask", {least}]' for least in (1, 2, 1)]), replies.append)
     assert [json.loads(reply) for reply in replies] == [{"result": 1}, {"error": "CuveeError: too many"}]
 
 
@@ -249,24 +245,19 @@ def test_waits_are_for_what_the_connector_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(prometheus, "REGISTRY", registry)
     depth = prometheus.Gauge("vllm:cuvee_pending_bytes", "", ["engine"], registry=registry).labels("0")
     prometheus.Gauge("vllm:cuvee_store_queue_depth", "", registry=registry).set(5)
-    stored = prometheus.Counter("vllm:cuvee_stored", "", ["kind"], registry=registry)
     engine = served._Served()
     left = [2, 1, 0]
 
     def ask(*_: Any) -> dict[str, Any]:
-        depth.set(left.pop(0) if left else 0)
-        stored.labels("chunk").inc()
-        stored.labels("tail").inc(9)
+        depth.set(left.pop(0) if left else 1)
         return {}
 
     monkeypatch.setattr(engine, "ask", ask)
     engine.idle()
     assert not left
-    engine.reach("chunk", 5)
-    assert stored.labels("chunk")._value.get() == 5
-    monkeypatch.setattr(served, "SETTLE_SECONDS", -1.0)
-    with pytest.raises(CuveeError, match="the engine has not stored 9 chunks after"):
-        engine.reach("chunk", 9)
+    monkeypatch.setattr(served, "IDLE_SECONDS", -1.0)
+    with pytest.raises(CuveeError, match="the engine is still storing after"):
+        engine.idle()
 
 
 def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
