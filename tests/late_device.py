@@ -94,14 +94,6 @@ class Stream:
             behind, end = event.stream, event.end
             self.give(lambda: behind.run(end) if behind else None)
 
-    def wait_stream(self, other: Stream) -> None:
-        event = Event()
-        event.record(other)
-        self.wait_event(event)
-
-    def synchronize(self) -> None:
-        self.owner.wait("stream.synchronize", self, self.given)
-
 
 class Event:
     """See `torch.cuda.Event`."""
@@ -168,16 +160,8 @@ class DeviceTensor(torch.Tensor):
         owner.wait("item", owner.stream, owner.stream.given)
         return self.held.item()
 
-    def tolist(self) -> Any:
-        owner = _current()
-        owner.wait("tolist", owner.stream, owner.stream.given)
-        return self.held.tolist()
-
     def __int__(self) -> int:
         return int(self.item())
-
-    def __float__(self) -> float:
-        return float(self.item())
 
     def __bool__(self) -> bool:
         return bool(self.item())
@@ -272,11 +256,6 @@ class LateDevice:
         with self.lock:
             for stream in self.streams:
                 stream.run(stream.given)
-
-    def synchronize(self) -> None:
-        """See `torch.cuda.synchronize`."""
-        for stream in self.streams:
-            stream.synchronize()
 
     # Streams ----------------------------------------------------------------------------------------------------
 
@@ -408,11 +387,7 @@ class LateDevice:
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in bare_args[1]
         )
         if here in _WAITING or masked:
-            self.wait(f"aten.{here}", self.stream, self.stream.given)
-            out = func(*bare_args, **bare_kwargs)
-            if func._schema.is_mutable:
-                return args[0]
-            return tree_map(lambda t: self._filled(t) if isinstance(t, torch.Tensor) else t, out)
+            raise RuntimeError(f"{here}: the host waits for a value of the device")
         if func._schema.is_mutable:
             self._give(f"aten.{here}", lambda: func(*bare_args, **bare_kwargs))
             return kwargs.get("out", args[0])
@@ -428,11 +403,6 @@ class LateDevice:
         self._give(f"aten.{here}", work)
         left = iter(outs)
         return tree_map(lambda _: next(left), shapes)
-
-    def _filled(self, value: torch.Tensor) -> DeviceTensor:
-        made = self._allocate(value)
-        made.held.copy_(value)
-        return made
 
     def launch(self, name: str, work: Callable[..., None]) -> Callable[..., None]:
         """Return a launcher that gives its work to the current stream."""
@@ -522,7 +492,6 @@ def late_device(patch: pytest.MonkeyPatch, hasty: set[int] | None = None) -> Ite
         "device": device.made_current,
         "current_stream": lambda _=None: device.stream,
         "current_device": lambda: 0,
-        "synchronize": lambda _=None: device.synchronize(),
         "is_current_stream_capturing": lambda: device.stream.capturing,
     }.items():
         patch.setattr(cuda, name, value)
