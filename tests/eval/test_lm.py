@@ -16,7 +16,6 @@ import torch
 import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
-from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tests.conftest import Books, fitted_to, synthetic_chunk
@@ -492,6 +491,7 @@ def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) ->
         ({"method": Uncompressed(), "tp_plan": "auto"}, "tp_plan: .* in one process"),
         ({"method": Uncompressed(), "max_length": 65}, "max_length: the model has 64 positions, got 65"),
         ({"method": "kivi5"}, "kivi5"),
+        ({"kl": 0.01}, "^kl: must be quality='lossless' with an unlearned profile"),
         ({"quality": "lossless", "codec_backend": "cobol"}, "cobol"),
     ],
 )
@@ -509,11 +509,6 @@ def test_several_processes_are_refused(llama: Callable[..., CuveeLM], monkeypatc
     monkeypatch.setattr(CuveeLM, "world_size", 2)
     with pytest.raises(InputError, match="accelerate: several processes are not supported"):
         llama(method=Uncompressed())
-
-
-def test_a_lossy_quality_needs_a_profile(llama: Callable[..., CuveeLM]) -> None:
-    with pytest.raises(InputError, match=r"^kl: must be quality='lossless' with an unlearned profile"):
-        llama(kl=0.01)
 
 
 def test_what_cannot_work_fails_before_weights_are_read(
@@ -669,7 +664,3 @@ def test_the_exit_status(
 def test_the_help_names_our_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["run", "--help"]) == 0
     assert re.search(r"--tasks.*--data DIR.*profile=FILE.*quality=NAME", capsys.readouterr().out, re.DOTALL)
-
-
-def test_the_model_is_registered() -> None:
-    assert get_model("cuvee") is CuveeLM

@@ -12,7 +12,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.eval.baselines.kakeyalattice import KAKEYA_RANGES, KakeyaLattice
-from cuvee.eval.baselines.turboquant import TURBOQUANT_BITS, TurboQuant
+from cuvee.eval.baselines.turboquant import TurboQuant
 from cuvee.eval.report.candidates import peers
 
 pytest.importorskip("kakeyalattice", reason="needs kakeyalattice")
@@ -103,11 +103,6 @@ def test_without_its_package_the_report_leaves_a_method_out_by_name(
             candidate.make()
 
 
-def test_the_report_names_every_setting() -> None:
-    keys = [candidate.key for candidate in peers()]
-    assert keys[:2] == ["kakeyalattice/d4@4", "kakeyalattice/d4@10"]
-    assert keys[-3:] == [f"turboquant@{bits}" for bits in TURBOQUANT_BITS]
-    assert {candidate.label for candidate in peers()} == {"KakeyaLattice, D4", "KakeyaLattice, E8", "TurboQuant"}
-    assert all(candidate.kind == "curve" for candidate in peers())
+def test_the_report_makes_what_it_names() -> None:
     made = {candidate.key: candidate.make() for candidate in peers()}
     assert made["kakeyalattice/e8@38"] == KakeyaLattice("e8", 38) and made["turboquant@3"] == TurboQuant(3)

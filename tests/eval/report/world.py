@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from cuvee.eval.report import report_documents, report_plots, report_run, sections
+from cuvee.eval.report import report_documents, report_plots, report_run
 from cuvee.eval.report.report_plots import PLOTS
 from cuvee.eval.report.schema import REPORT_FORMAT, REPORT_VERSION, Report
 
@@ -64,7 +64,3 @@ def write_plots(data: Mapping[str, Any], folder: Path) -> list[str]:
 
 def draw(name: str, data: Mapping[str, Any]) -> Any:
     return PLOTS[name][0](filled(data))
-
-
-def report_sections(data: Mapping[str, Any]) -> Any:
-    return sections.report_sections(filled(data))
