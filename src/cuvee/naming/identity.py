@@ -7,8 +7,6 @@ A chunk has digests of these kinds, BLAKE2b over canonical bytes:
     tail                     digest 0 ───> digest         the first tokens of an unfinished chunk after digest 0
     content   root ───> digest of one run of tokens       these tokens at any position, for blending
     page      root ───> digest of an engine's own name    a page of an engine that does not say its tokens
-    run       root ─┬─> digest of several pages           adjacent pages that one blob holds
-                 pages
     beside    digest 0 ───> digest                        further tensors of chunk 0, such as a drafter's layers
 
 The root holds everything that determines a token's KV (`Identity`) and who may read it (`Scope`). The key of an entry
