@@ -114,9 +114,9 @@ TOGETHER = Step(list(PROMPTS.values()), together=True, forget=True)
 
 # Five requests grow to seven blocks each, where there are thirteen: the engine must preempt.
 CROWD = [ids(150, 20 + index) for index in range(5)]
-CROWDED = {"num_gpu_blocks_override": 14, "max_model_len": 256}
+CROWDED = {"num_gpu_blocks_override": 12, "max_model_len": 256}  # of two requests, the second to grow preempts one
 CROWD_CHUNK = 64
-RUSH = Step(CROWD, together=True, forget=True, max_tokens=60)
+RUSH = Step(CROWD, together=True, forget=True, max_tokens=100)
 PREFIX = 192  # tokens of a passage that are cached; `books` is calibrated with as many
 PARTS: dict[str, Any] = {"quality": "high", "refinements": 1, "chunk_tokens": PREFIX}
 BALANCED: dict[str, Any] = {"quality": "balanced", "chunk_tokens": PREFIX}
@@ -189,7 +189,7 @@ def first_process(
     again = [Step(step.prompts, step.together) for step in (ALONE, TOGETHER)]
     more = {
         "books": [next_tokens(passages)],
-        "llama": [Step(CROWD, forget=True, max_tokens=60), Step(CROWD, max_tokens=60), RUSH],
+        "llama": [Step(CROWD, forget=True, max_tokens=100), Step(CROWD, max_tokens=100), RUSH],
     }
     engines = []
     for family, case in CASES.items():
