@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -50,7 +50,7 @@ class TieredStore(Store):
         >>> store.close()
 
     Args:
-        stores: at least one store, fastest first. They are closed with this store.
+        stores: at least one store, fastest first, none of them a `TieredStore`. They are closed with this store.
 
     Raises:
         InputError: `stores` is empty.
@@ -62,7 +62,10 @@ class TieredStore(Store):
         if not stores:
             raise InputError("stores: must hold at least one store, got none")
         self.shared = any(store.shared for store in stores)
-        self._tiers = [_Tier(store, level) for level, store in enumerate(stores)]
+        self._tiers: list[_Tier] = []
+        for level, store in enumerate(stores):
+            same = sum(tier.store.name == store.name for tier in self._tiers)
+            self._tiers.append(_Tier(store, level, f"{store.name}-{same + 1}" if same else store.name))
         self._closed = False
         self._epoch = 0  # the number of deletions that have ended
         self._deleting = 0
@@ -100,11 +103,8 @@ class TieredStore(Store):
 
     def locate(self, keys: Sequence[str]) -> list[str]:
         """Return the name of the first tier that has each key, in its store or queue; the last tier is not asked."""
-        names: list[str] = []
-        for tier in self._tiers:
-            names.append(_unique(tier.store.name, names))
         found = dict(self._levels(keys, self._tiers[:-1]))
-        return [names[found.get(key, -1)] for key in keys]
+        return [self._tiers[found.get(key, -1)].name for key in keys]
 
     def delete(self, key: str) -> bool:
         """Delete an entry from all tiers and queues; return whether any had it.
@@ -135,11 +135,7 @@ class TieredStore(Store):
 
     def counters(self) -> dict[str, TierCounters]:
         """Return the counters of each tier, including hits in its queue. A second "redis" is named "redis-2"."""
-        counters: dict[str, TierCounters] = {}
-        for tier in self._tiers:
-            for name, counted in tier.counters().items():
-                counters[_unique(name, counters)] = counted
-        return counters
+        return {tier.name: tier.counters() for tier in self._tiers}
 
     def report_overdue(self, operation: str, seconds: float) -> None:
         """Report the calls to every tier. The tier that hangs recognizes its own calls."""
@@ -231,8 +227,8 @@ class _Tier:
     No two threads write the same key, so the last put of a key wins. `_counts`: events that do not reach the store.
     """
 
-    def __init__(self, store: Store, level: int) -> None:
-        self.store = store
+    def __init__(self, store: Store, level: int, name: str) -> None:
+        self.store, self.name = store, name
         self._label = f"tier {level} ({store.name})"
         self._counts = TierCounters()
         self._once = Once(_log)
@@ -306,17 +302,16 @@ class _Tier:
         self._threads.dismiss(0 if busy else None, cancel=True)
         self.store.close()
 
-    def counters(self) -> dict[str, TierCounters]:
+    def counters(self) -> TierCounters:
         """Return the counters of the store, with the events of the queue added."""
-        counters = self.store.counters()
-        counted = counters.setdefault(self.store.name, TierCounters())
+        counted = self.store.counters().get(self.store.name, TierCounters())
         with self._changed:
             counted.hits += self._counts.hits
             counted.hit_bytes += self._counts.hit_bytes
             counted.errors += self._counts.errors
             counted.dropped += self._counts.dropped
             counted.queued += len(self._waiting) + len(self._writing)
-        return counters
+        return counted
 
     def _has_thread(self, key: str) -> bool:
         """Have a thread write a key, unless one will; False if the system prevents it."""
@@ -344,12 +339,3 @@ class _Tier:
             with self._changed:
                 self._bytes -= len(self._writing.pop(key))
                 self._changed.notify_all()
-
-
-def _unique(name: str, others: Collection[str]) -> str:
-    """Return a name that no other tier has: a second "redis" is "redis-2"."""
-    unique, number = name, 1
-    while unique in others:
-        number += 1
-        unique = f"{name}-{number}"
-    return unique
