@@ -122,11 +122,11 @@ class _ObjectFiles(NamedFiles):
 
     def read(self, name: str, most: int) -> bytes | None:
         fits = partial(self.check_size, name, most=most)
-        return self._store.attempt(lambda: self._store.read_object(name, fits))
+        return self._store.attempt(self._store.read_object, name, fits)
 
     def write(self, files: Mapping[str, bytes]) -> None:
         for name, data in files.items():
-            self._store.attempt(partial(self._store.write_object, name, data))
+            self._store.attempt(self._store.write_object, name, data)
 
 
 class _HubFiles(NamedFiles):

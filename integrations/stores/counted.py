@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.integrations.guard import Once
@@ -81,7 +81,7 @@ class CountedStore(Store):
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key, verified. A bad or expired entry is deleted, counted, and a miss."""
-        blobs = self.attempt(lambda: self._read(_checked(keys)))
+        blobs = self.attempt(self._read, _checked(keys))
         hits = [len(blob) for blob in blobs if blob is not None]
         self._count(hits=len(hits), hit_bytes=sum(hits), misses=len(blobs) - len(hits))
         return blobs
@@ -91,22 +91,22 @@ class CountedStore(Store):
         check_key(key)
         if len(blob) > self.max_entry:
             return self._too_large(len(blob), self.max_entry)
-        if not self.attempt(lambda: self._write(key, blob)):
+        if not self.attempt(self._write, key, blob):
             return False
         self._count(puts=1, put_bytes=len(blob))
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key is there now. An expired entry counts until it is read or deleted."""
-        return self.attempt(lambda: self._there(_checked(keys)))
+        return self.attempt(self._there, _checked(keys))
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
-        return self.attempt(lambda: self._remove(_checked([key]))) > 0
+        return self.attempt(self._remove, _checked([key])) > 0
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete every entry of a tenant; return how many there were. Entries that are put meanwhile may stay."""
-        return sum(self.attempt(partial(self._remove, page)) for page in self._listed(tenant))
+        return sum(self.attempt(self._remove, page) for page in self._listed(tenant))
 
     def keys(self, tenant: str) -> Iterator[str]:
         """Yield the keys of a tenant's entries."""
@@ -114,7 +114,7 @@ class CountedStore(Store):
 
     def _listed(self, tenant: str) -> Iterator[list[str]]:
         pages = self._pages(check_tenant(tenant))
-        while (page := self.attempt(lambda: next(pages, None))) is not None:
+        while (page := self.attempt(next, pages, None)) is not None:
             yield page
 
     def counters(self) -> dict[str, TierCounters]:
@@ -171,8 +171,8 @@ class CountedStore(Store):
         shown = [self._shown(part) if isinstance(part, Exception) else part for part in details]
         self._once(kind, "%s: " + message, self._label, *shown)
 
-    def attempt(self, work: Callable[[], _T]) -> _T:
-        """Return `work()`; count an operation that fails.
+    def attempt(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Return `work(*arguments)`; count an operation that fails.
 
         Servers and proxies that do not know AUTH send its arguments back, and with them the password, so neither the
         message nor a cause of the error holds secrets.
@@ -181,8 +181,8 @@ class CountedStore(Store):
             StoreError: it failed.
         """
         try:
-            return work()
-        except (StoreError, InputError):
+            return work(*arguments)
+        except StoreError:
             raise
         except Exception as error:
             self._count(errors=1)

@@ -155,7 +155,7 @@ class DiskStore(CountedStore):
     def _blob(self, root: int, key: str) -> bytes | None:
         """Return the blob of an entry; None if it is damaged or expired, and then deleted."""
         try:
-            with folder.open_shard(root, key) as shard, safe_files.open_file(folder.id_of(key), shard) as file:
+            with folder.open_shard(root, key) as (shard, name), safe_files.open_file(name, shard) as file:
                 info = os.fstat(file)
                 if info.st_size > HEADER_BYTES + self.max_entry:
                     self._beyond(key, self.max_entry)
@@ -190,11 +190,12 @@ class DiskStore(CountedStore):
         # The lock is taken before the folders are opened or created, so that no deletion removes them meanwhile.
         with folder.locked(root) as figures:
             self._lost |= not figures.added and any(map(is_tenant, os.listdir(root)))
-            earlier = folder.size_of(root, key)
-            fits = self.max_bytes is None or figures.bytes - (earlier or 0) + size <= self.max_bytes
+            room = math.inf if self.max_bytes is None else self.max_bytes - figures.bytes
+            fits = size <= room or size <= room + (folder.size_of(root, key) or 0)
             if fits:
-                with folder.open_shard(root, key, create=True) as shard:
-                    os.replace(temporary, folder.id_of(key), src_dir_fd=root, dst_dir_fd=shard)
+                with folder.open_shard(root, key, create=True) as (shard, name):
+                    earlier = folder.size_in(shard, name)
+                    os.replace(temporary, name, src_dir_fd=root, dst_dir_fd=shard)
                 if earlier is not None:
                     figures.remove(earlier)
                 figures.add(size)

@@ -92,23 +92,25 @@ def _parse(data: bytes) -> Figures:
     return Figures(*figures) if magic == _MAGIC and min(figures) >= 0 else Figures()
 
 
-def id_of(key: str) -> str:
-    """Return the id in a key, which is the name of its file."""
-    return key.partition("/")[2]
-
-
 @contextmanager
-def open_shard(root: int, key: str, *, create: bool = False) -> Iterator[int]:
-    """Open the folder that holds an entry, or create it; yield its descriptor."""
+def open_shard(root: int, key: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
+    """Open the folder that holds an entry, or create it; yield its descriptor, and the name of the file."""
     tenant, _, name = key.partition("/")
     with open_folder(tenant, root, create=create) as folder, open_folder(name[:2], folder, create=create) as shard:
-        yield shard
+        yield shard, name
 
 
 def size_of(root: int, key: str) -> int | None:
     """Return the bytes of an entry's file; None if there is none."""
-    with suppress(FileNotFoundError), open_shard(root, key) as shard:
-        info = os.stat(id_of(key), dir_fd=shard, follow_symlinks=False)
+    with suppress(FileNotFoundError), open_shard(root, key) as (shard, name):
+        return size_in(shard, name)
+    return None
+
+
+def size_in(folder: int, name: str) -> int | None:
+    """Return the bytes of a file in an open folder; None if there is none."""
+    with suppress(FileNotFoundError):
+        info = os.stat(name, dir_fd=folder, follow_symlinks=False)
         return info.st_size if stat.S_ISREG(info.st_mode) else None
     return None
 

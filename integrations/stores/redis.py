@@ -139,8 +139,6 @@ class RedisStore(CountedStore):
 
     def _pipelined(self, commands: Sequence[tuple[Any, ...]], kind: Any) -> list[Any]:
         """Run commands with one round trip to each node; return the replies, which must be of `kind`."""
-        if not commands:
-            return []
         with self._connected().pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)

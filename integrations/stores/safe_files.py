@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 # Without O_NONBLOCK, opening a FIFO without a writer, in place of a file, would never return.
@@ -57,8 +58,8 @@ def open_folder(name: str, parent: int | None, *, create: bool = False, mode: in
     except FileNotFoundError:
         if not create:
             raise
-        if parent is None:
-            _make_parents(name)
+        for above in reversed(Path(name).parents) if parent is None else ():
+            above.mkdir(0o755, exist_ok=True)
         with suppress(FileExistsError):
             os.mkdir(name, mode, dir_fd=parent)
         folder = os.open(name, _FOLDER, dir_fd=parent)
@@ -66,14 +67,6 @@ def open_folder(name: str, parent: int | None, *, create: bool = False, mode: in
         yield folder
     finally:
         os.close(folder)
-
-
-def _make_parents(path: str) -> None:
-    parent = os.path.dirname(path)
-    if not os.path.isdir(parent):
-        _make_parents(parent)
-        with suppress(FileExistsError):
-            os.mkdir(parent, 0o755)
 
 
 def read_exactly(file: int, length: int) -> bytes:

@@ -234,7 +234,7 @@ def test_no_link_is_followed_and_no_fifo_waited_for(root: Path, treasure: Path, 
     store = DiskStore(root, max_bytes=2000, ttl=10**10)
     found: list[object] = []
     actions: list[Callable[[], object]] = [
-        lambda: found.append(store.get(KEY)), lambda: found.extend(store.contains([KEY])), lambda: scan(store),
+        lambda: found.extend(store.contains([KEY])), lambda: found.append(store.get(KEY)), lambda: scan(store),
         lambda: store.delete(KEY), lambda: store.delete_tenant("ab"),
         *(lambda name=name: store.put(f"ab/01{name:02x}", bytes(300)) for name in range(20)),
         lambda: store.put(KEY, bytes(300)),
@@ -636,6 +636,7 @@ def test_a_put_that_finds_no_room_is_given_up_and_the_next_one_has_it(
         store.put(f"ab/{name:04x}", bytes(1000 - HEADER_BYTES))
     for kept in (False, True):
         assert store.put("cd/0000", bytes(8000 - HEADER_BYTES)) is kept and store.flush(20)
+        assert (root / "cd").exists() is kept
     now = counters(store)
     assert (now.evictions, now.dropped) == (8, 1) and used(root) <= 10_000 and caplog.text.count("is full") == 1
     assert store.delete_tenant("ab") == 1 and store.delete_tenant("cd") == 1
