@@ -132,6 +132,21 @@ def test_a_report_holds_the_ratios_of_every_length() -> None:
     assert storing["tokens_per_second"][NO_CONNECTOR]["median"] == 2 * (272 + 4) / 4.0
 
 
+def test_a_slow_turn_changes_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = engines()
+
+    def slower(what: str) -> None:
+        if what == "first token: round 2":
+            for engine in of.values():
+                engine._compute, engine._hit = 10 * engine._compute, 10 * engine._hit
+
+    monkeypatch.setattr("cuvee.eval.bench.engine.say", slower)
+    for entry in measure_first_token(replace(SMALL, rounds=2), MODEL, of, VARIANTS[:1])["lengths"]:
+        found = entry["variants"][VARIANTS[0].name]
+        assert found["hit_over_recompute"] == {"median": 0.25, "p20": 0.25, "p80": 0.25, "runs": 4}
+        assert found["miss_over_recompute"] == {"median": 1.5, "p20": 1.5, "p80": 1.5, "runs": 2}
+
+
 def test_storing_is_compared_with_not_storing_in_the_same_engine() -> None:
     of = engines()
     engine = of[VARIANTS[0].name]
