@@ -51,7 +51,7 @@ def pairs(count: int, seed: int) -> dict[str, Any]:
 
 
 def jsonl(items: list[Any]) -> str:
-    return "".join(json.dumps(item) + "\n" for item in items)
+    return "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
 
 
 @pytest.fixture
@@ -64,7 +64,8 @@ def folder(tmp_path: Path) -> Path:
     path("xquad").write_text(json.dumps(squad()))
     path("kv_uuid").write_bytes(gzip.compress(jsonl([pairs(12, seed) for seed in range(6)]).encode()))
     path("wikitext2").write_text(" \n = Title = \n \n" + "".join(f" word{i} goes{i} on{i} .{i}\n" for i in range(600)))
-    paragraphs = [{"title": f"P{i}", "paragraph_text": f"P{i} lies in Q{i}."} for i in range(3)]
+    # JSON may hold a line separator as it is; it ends no line of the file.
+    paragraphs = [{"title": f"P{i}", "paragraph_text": f"P{i} lies\u2028in Q{i}."} for i in range(3)]
     path("musique").write_text(
         jsonl([{"question": f"Where is P{i}?", "answer": f"Q{i}", "paragraphs": paragraphs} for i in range(3)])
     )
@@ -191,7 +192,7 @@ def test_musique(folder: Path) -> None:
     assert len(docs) == 3
     for doc in docs:
         place = re.findall(r"Where is P(\d)\?", doc["question"])[0]
-        assert doc["context"] == "P0\nP0 lies in Q0.\n\nP1\nP1 lies in Q1.\n\nP2\nP2 lies in Q2.\n\n"
+        assert doc["context"] == "".join(f"P{i}\nP{i} lies\u2028in Q{i}.\n\n" for i in range(3))
         assert doc["continuation"] == f" Q{place}"
 
 

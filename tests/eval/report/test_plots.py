@@ -8,35 +8,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from tests.eval.report.world import draw, filled, write_plots
+from tests.eval.report.world import draw, entry, filled, quality, write_plots
 
 from cuvee.eval.plots import plot_quality
-from cuvee.eval.quality import PerSequence, Quality
 from cuvee.eval.report.families import family_rank
 from cuvee.eval.report.report_plots import PLOTS
 
 pytest.importorskip("matplotlib")
 
 SETTINGS = (("high", "preset", 1.0), ("balanced", "preset", 0.5), ("small", "preset", 0.25), ("2^0", "curve", 0.125))
-
-
-def quality(name: str, bits: float, kl: float, **changes: Any) -> Quality:
-    fields: dict[str, Any] = {
-        "name": name, "counts": "every byte", "bits_per_value": bits, "ratio": 16 / bits if bits else None,
-        "kl": kl, "kl_stderr": kl / 10, "nll": 3.0 + kl, "delta_nll": kl, "delta_nll_stderr": kl / 5,
-        "top1": 0.9, "top1_stderr": 0.01, "encode_seconds": None, "decode_seconds": None,
-        "encode_gb_per_s": None, "decode_gb_per_s": None, "chunk_tokens": 256, "sequences": 2,
-        "cached_tokens": 768, "scored_tokens": 254,
-        "per_sequence": PerSequence([bits] * 2, [kl] * 2, [kl] * 2, [0.9] * 2),
-        "layers": [],
-    }  # fmt: skip
-    return Quality(**{**fields, **changes})
-
-
-def entry(key: str, bits: float, kl: float, kind: str = "point", **changes: Any) -> dict[str, Any]:
-    family, _, setting = key.partition("@")
-    measured = quality(key, bits, kl, **changes).to_dict()
-    return {"key": key, "family": family, "label": f"{key} label", "kind": kind, "setting": setting, **measured}
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import html as entities
 import io
 import json
@@ -18,14 +17,12 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
-from tests.eval.report.world import html, markdown, print_summary, write_report
+from tests.eval.report.world import entry, html, markdown, print_summary, write_report
 
-from cuvee.codec.codec import Codec
-from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Kivi, Uncompressed
 from cuvee.eval.documents import escape
 from cuvee.eval.formatting import format_interval, format_ratio, with_error
 from cuvee.eval.methods import family_label
-from cuvee.eval.quality import CodecMethod, Method, QualityBench
+from cuvee.eval.quality import LayerCost
 from cuvee.eval.report.schema import Ratio
 
 pytest.importorskip("matplotlib")
@@ -40,39 +37,28 @@ MINUS = "\N{MINUS SIGN}"
 
 
 @pytest.fixture(scope="session")
-def measured(books: Any) -> dict[str, Any]:
-    """A report of the bundled model: measured figures, made-up scores, the joint basis and PCA made up from them."""
-    bench = QualityBench(books.model, books.orchard[:4], books.prefix, dtype="bfloat16")
-    quality: list[dict[str, Any]] = []
+def made_up() -> dict[str, Any]:
+    """A report of made-up figures: baselines, and three curves at the same KLs."""
+    timed = {"encode_gb_per_s": 0.45, "decode_gb_per_s": 1.3}
 
-    def measure(key: str, label: str, kind: str, method: Method) -> None:
-        family, _, setting = key.partition("@")
-        found = bench.run(label, method).to_dict()
-        quality.append({"key": key, "family": family, "label": label, "kind": kind, "setting": setting, **found})
+    def layers(bits: float | None) -> list[LayerCost]:
+        return [LayerCost(0.011 * n, 0.023 * n, bits and bits * (0.8 + n / 20)) for n in range(1, 7)]
 
-    baselines: list[tuple[str, str, Method]] = [
-        ("bf16", "16-bit cache", Uncompressed()),
-        ("fp8-e4m3", "FP8 e4m3", Float8()),
-        ("kivi4", "KIVI int4", Kivi(4)),
-        ("cachegen", "CacheGen as shipped", CacheGen()),
-        ("destroyed", "destroyed cache", Destroyed()),
-    ]
-    for key, label, method in baselines:
-        measure(key, label, "point", method)
-    for setting in ("high", "balanced", "small"):
-        measure(f"cuvee/layer@{setting}", f"cuvee, {setting}", "preset", CodecMethod(Codec(books.profile, setting)))
-    for octave in (-5.0, 0.0):
-        coded = CodecMethod(Codec(books.profile, step=2.0**octave))
-        measure(f"cuvee/layer@2^{octave:g}", f"cuvee, 2^{octave:g}", "curve", coded)
-    for family, name, factor in (("cuvee/all", "cuvee joint", 0.6), ("pca/all", "PCA", 1.5)):
-        for entry in [e for e in quality if e["family"] == "cuvee/layer"]:
-            other = copy.deepcopy(entry)
-            other |= {"key": f"{family}@{entry['setting']}", "family": family, "label": f"{name}, {entry['setting']}"}
-            other["bits_per_value"] *= factor
-            other["ratio"] /= factor
-            if family == "pca/all":
-                other |= {"kind": "curve", "encode_gb_per_s": None, "decode_gb_per_s": None, "counts": "ideal entropy"}
-            quality.append(other)
+    points = (
+        ("bf16", "16-bit cache", 16.0, 2e-5), ("fp8-e4m3", "FP8 e4m3", 8.0, 5e-3), ("kivi4", "KIVI int4", 5.0, 0.017),
+        ("cachegen", "CacheGen as shipped", 6.0, 0.048), ("destroyed", "destroyed cache", 0.0, 0.8),
+    )  # fmt: skip
+    quality = [entry(key, bits, kl, layers=layers(None), **timed) | {"label": label} for key, label, bits, kl in points]
+    settings = (
+        ("high", 3.1, 1e-3), ("balanced", 1.2, 5e-3), ("small", 0.6, 0.02), ("2^-5", 5.3, 2e-5), ("2^0", 0.4, 0.1),
+    )  # fmt: skip
+    curves = ("cuvee/layer", "cuvee", 1.0), ("cuvee/all", "cuvee joint", 0.6), ("pca/all", "PCA", 1.5)
+    for family, name, factor in curves:
+        more = {"counts": "ideal entropy"} if family == "pca/all" else timed
+        for setting, bits, kl in settings:
+            kind = "curve" if family == "pca/all" or setting.startswith("2^") else "preset"
+            made = entry(f"{family}@{setting}", factor * bits, kl, kind, layers=layers(factor * bits), **more)
+            quality.append(made | {"label": f"{name}, {setting}"})
     exact = quality[0]["nll"] - quality[0]["delta_nll"]
     tasks = [
         {"name": "recall", "metric": "acc", "higher_is_better": True, "docs": 200, "chance": 0.125,
@@ -82,12 +68,12 @@ def measured(books: Any) -> dict[str, Any]:
     ]  # fmt: skip
     scores = []
     for task, base in (("recall", 0.91), ("book", 20.0)):
-        for rank, entry in enumerate(e for e in quality if e["kind"] != "curve"):
-            first = entry["key"] == "bf16"
+        for rank, e in enumerate(e for e in quality if e["kind"] != "curve"):
+            first = e["key"] == "bf16"
             scores.append(
-                {"key": entry["key"], "task": task, "score": base - 0.005 * rank, "stderr": 0.02,
+                {"key": e["key"], "task": task, "score": base - 0.005 * rank, "stderr": 0.02,
                  "difference": None if first else -0.005 * rank, "difference_stderr": None if first else 0.012,
-                 "per_doc": [1.0], "bits_per_value": entry["bits_per_value"], "docs": 200}
+                 "per_doc": [1.0], "bits_per_value": e["bits_per_value"], "docs": 200}
             )  # fmt: skip
     return {
         "format": "cuvee-report",
@@ -164,15 +150,15 @@ def measured(books: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def report(measured: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(measured, allow_nan=False))  # type: ignore[no-any-return]
+def report(made_up: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(made_up, allow_nan=False))  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")
-def folder(measured: dict[str, Any], tmp_path_factory: Any) -> Path:
+def folder(made_up: dict[str, Any], tmp_path_factory: Any) -> Path:
     """The documents of the report, written."""
     path = Path(tmp_path_factory.mktemp("report")) / "new" / "out"
-    write_report(measured, path)
+    write_report(made_up, path)
     return path
 
 
@@ -559,9 +545,9 @@ def test_every_setting_of_a_dial_is_told_apart(report: dict[str, Any]) -> None:
         )
     text = markdown(report, {})
     assert "| PCA @0.4 |" in text and "| PCA @1.3 |" in text
-    for entry in report["quality"]:  # the codec's own labels say it already
-        if entry["kind"] == "preset":
-            assert f"{entry['label']} @" not in text
+    for e in report["quality"]:  # the codec's own labels say it already
+        if e["kind"] == "preset":
+            assert f"{e['label']} @" not in text
 
 
 @pytest.mark.parametrize(
@@ -620,6 +606,16 @@ def test_without_jinja_the_remedy_is_named(report: dict[str, Any], tmp_path: Pat
     with pytest.raises(ImportError, match=r"pip install 'cuvee\[eval\]'"):
         write_report(report, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_blends_recover_is_shown(report: dict[str, Any]) -> None:
+    floor = {"kv": "exact", "selector": "nothing", "label": "floor", "cost": None, "bits_per_value": 16.0, "kl": 0.2}
+    blend = {"kv": "exact", "selector": "default", "label": "ours", "cost": 0.15, "share": 0.625, "share_stderr": 0.041}
+    report["blends"] = [{"name": "texts", "prompts": 8, "entries": [floor, blend]}]
+    ((head, rows),) = read_markdown(markdown(report, {}))[0]["Prompts of cached chunks"]
+    assert head[-2:] == ["0%", "15%"] and rows == [
+        ["floor", "exact", "16.00", "0.200", "", ""], ["ours", "exact", "", "", "", "62.5 ± 4.1%"]
+    ]  # fmt: skip
 
 
 def test_what_changed_since_another_report_is_shown(report: dict[str, Any]) -> None:
