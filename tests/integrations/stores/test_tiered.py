@@ -488,6 +488,14 @@ def test_every_tier_is_closed_if_one_fails(three: Three) -> None:
 # --- names, counters, arguments ---
 
 
+def test_the_keys_of_all_tiers_are_listed_once() -> None:
+    top, low = MemoryStore(100), MemoryStore(100)
+    store = TieredStore([top, low])
+    assert top.put(A, b"a") and low.put(A, b"a") and low.put(B, b"b") and low.put(C, b"c")
+    assert sorted(store.keys("aa")) == [A, B]
+    store.close()
+
+
 def test_tiers_of_one_name_are_told_apart() -> None:
     fakes = [FakeStore("redis"), FakeStore("redis"), FakeStore("disk"), FakeStore("redis", shared=True)]
     for number, fake in enumerate(fakes):
