@@ -85,8 +85,8 @@ class FakeStore(DictStore):
     def __init__(self, name: str = "fake", shared: bool = False) -> None:
         super().__init__()
         self.name, self.shared, self.tier = name, shared, self._counters
-        self.before_call: dict[str, Callable[[], None]] = {}
-        self.after_call: dict[str, Callable[[], None]] = {}
+        self.before_call: dict[str, Callable[[], object]] = {}
+        self.after_call: dict[str, Callable[[], object]] = {}
         self.read_fault: BaseException | None = None
         self.write_fault: BaseException | None = None
         self.refuse, self.flushed = False, True
@@ -147,11 +147,19 @@ class FakeStore(DictStore):
 
 
 class Held(threading.Event):
-    """Operations of a store that wait until it is set; `begun` once one of them waits."""
+    """A call that waits until it is set; `begun` once one waits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.begun = threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        assert self.wait(60)
+        return "late"
+
+    def reached(self) -> None:
+        assert self.begun.wait(60)
 
 
 def hold(store: DictStore, *operations: str, once: bool = False) -> Held:
@@ -160,8 +168,7 @@ def hold(store: DictStore, *operations: str, once: bool = False) -> Held:
 
     def wait(called: str) -> None:
         if (called in operations or not operations) and not (once and held.begun.is_set()):
-            held.begun.set()
-            held.wait(60)
+            held()
 
     store.before = wait
     return held

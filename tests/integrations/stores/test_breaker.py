@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.integrations.stores.dict_store import FakeStore
+from tests.integrations.stores.dict_store import FakeStore, hold
 from tests.integrations.stores.fake_clock import Clock
+from tests.integrations.stores.redis_server import wait_until
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError
@@ -194,33 +195,16 @@ def test_operations_that_fail_together_open_the_circuit_once(
     assert len(inner.calls) == 9 and store.contains([KEY]) == [False] and len(inner.calls) == 10
 
 
-def hanging(inner: FakeStore, *calls: str, late: Exception | None = None) -> tuple[threading.Event, threading.Event]:
-    """Make calls hang, and then raise `late`; return events that are set when one has begun, and that release them."""
-    begun, release = threading.Event(), threading.Event()
-
-    def hang(call: str) -> None:
-        if call in calls:
-            begun.set()
-            assert release.wait(LONG)
-            if late is not None:
-                raise late
-
-    inner.before = hang
-    return begun, release
-
-
 def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     inner: FakeStore, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner.entries[KEY] = b"x"
-    begun, release = hanging(inner, "contains")
+    held = hold(inner, "contains")
     answers: list[object] = []
     threads = [threading.Thread(target=lambda: answers.append(store.contains([KEY]))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert begun.wait(LONG)
-    while len(inner.calls) < 3:
-        pass
+    wait_until(lambda: len(inner.calls) == 3, "all hang")
     clock.now += 2
     store.report_overdue("get_many", 1.0)
     store.report_overdue("contains", 2.5)
@@ -233,7 +217,7 @@ def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     assert "reading from the fake store failed: TimeoutError: contains has not ended within 2 s" in caplog.messages[0]
     # When the calls end at last, they are not counted again and do not close the circuit.
     inner.read_fault = RuntimeError("late")
-    release.set()
+    held.set()
     for thread in threads:
         thread.join(LONG)
     assert figures(store)[0] == 3 and answers == [[False]] * 3
@@ -243,22 +227,16 @@ def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     assert store.get(KEY) == b"x"
 
 
-def hanging_probe(inner: FakeStore, store: GuardedStore, clock: Clock) -> tuple[threading.Thread, threading.Event]:
-    """Begin a probe that hangs until the event is set; the store works again."""
+def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
     inner.entries[KEY] = b"x"
     inner.read_fault = down()
     store.get(KEY)
     mend(inner)
     clock.now += 1
-    begun, release = hanging(inner, "get_many")
+    held = hold(inner, "get_many")
     probe = threading.Thread(target=store.get, args=(KEY,))
     probe.start()
-    assert begun.wait(LONG)
-    return probe, release
-
-
-def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
-    probe, release = hanging_probe(inner, store, clock)
+    held.reached()
     calls = len(inner.calls)
     clock.now += 100
     assert [store.get(KEY) for _ in range(5)] == [None] * 5 and figures(store) == (1, 5), "nobody waits for it"
@@ -266,7 +244,7 @@ def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: FakeStore, store
     clock.now += 100
     assert [store.get(KEY) for _ in range(5)] == [None] * 5 and len(inner.calls) == calls
     assert figures(store) == (2, 10)
-    release.set()
+    held.set()
     probe.join(LONG)
     assert store.get(KEY) == b"x", "it came back"
 
@@ -297,18 +275,20 @@ def test_what_began_before_an_outage_neither_opens_nor_closes(
 ) -> None:
     """A late failure opens nothing after the outage; a late success closes nothing in it."""
     inner.entries[KEY] = b"x"
-    begun, release = hanging(inner, "contains", late=down() if fails else None)
+    held = hold(inner, "contains")
     slow = threading.Thread(target=store.contains, args=([KEY],))
     slow.start()
-    assert begun.wait(LONG)
+    held.reached()
     inner.read_fault = down()
     store.get(KEY)
     mend(inner)
     if fails:
         clock.now += 1
         assert store.get(KEY) == b"x"  # the outage is over before the slow operation ends
-    release.set()
+        inner.read_fault = down()
+    held.set()
     slow.join(LONG)
+    mend(inner)
     assert store.get(KEY) == (b"x" if fails else None) and figures(store)[1] == (not fails)
 
 

@@ -12,7 +12,9 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
+from tests.integrations.stores.dict_store import Held
 from tests.integrations.stores.fake_clock import Clock
+from tests.integrations.stores.redis_server import wait_until
 
 from cuvee.integrations.stores import threads
 from cuvee.integrations.stores.threads import ThreadPool
@@ -32,40 +34,21 @@ def pool(clock: Clock) -> Iterator[ThreadPool]:
     made.dismiss(0, cancel=True)
 
 
-class Hang:
-    """A job that hangs until it is released."""
-
-    def __init__(self) -> None:
-        self.begun, self.go = threading.Event(), threading.Event()
-
-    def __call__(self) -> str:
-        self.begun.set()
-        assert self.go.wait(LONG)
-        return "late"
-
-
 @pytest.fixture
-def hang() -> Iterator[Callable[[], Hang]]:
-    made: list[Hang] = []
+def hang() -> Iterator[Callable[[], Held]]:
+    made: list[Held] = []
 
-    def make() -> Hang:
-        made.append(Hang())
+    def make() -> Held:
+        made.append(Held())
         return made[-1]
 
     yield make
     for each in made:
-        each.go.set()
+        each.set()
 
 
 def alive(name: str = "pool-") -> int:
     return sum(thread.name.startswith(name) for thread in threading.enumerate())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_jobs_are_done_and_their_errors_kept(pool: ThreadPool) -> None:
@@ -79,17 +62,17 @@ def test_jobs_are_done_and_their_errors_kept(pool: ThreadPool) -> None:
     assert pool.submit(lambda: 1).result(LONG) == 1 and alive() <= 2
 
 
-def test_no_more_at_a_time_than_threads(pool: ThreadPool, hang: Callable[[], Hang]) -> None:
+def test_no_more_at_a_time_than_threads(pool: ThreadPool, hang: Callable[[], Held]) -> None:
     one, two, three = hang(), hang(), hang()
     futures = [pool.submit(job) for job in (one, two, three)]
     assert one.begun.wait(LONG) and two.begun.wait(LONG) and not three.begun.wait(0.05)
     assert pool.waiting == 1 and alive() == 2
-    one.go.set()
+    one.set()
     assert three.begun.wait(LONG) and futures[0].result(LONG) == "late"
 
 
 def test_a_stuck_thread_is_replaced(
-    pool: ThreadPool, clock: Clock, hang: Callable[[], Hang], caplog: pytest.LogCaptureFixture
+    pool: ThreadPool, clock: Clock, hang: Callable[[], Held], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     stuck = [hang(), hang()]
@@ -103,14 +86,14 @@ def test_a_stuck_thread_is_replaced(
     assert len(caplog.messages) == 1 and "pool: a job has not ended within 5 s" in caplog.messages[0]
     # The jobs were only slow: their results count, and the surplus threads end.
     for job in stuck:
-        job.go.set()
+        job.set()
     assert [future.result(LONG) for future in late] == ["late", "late"]
-    until(lambda: alive() <= 2)
+    wait_until(lambda: alive() <= 2, "the threads end")
     assert pool.submit(lambda: 1).result(LONG) == 1
 
 
 def test_no_more_than_so_many_are_left_behind(
-    pool: ThreadPool, clock: Clock, hang: Callable[[], Hang], monkeypatch: pytest.MonkeyPatch
+    pool: ThreadPool, clock: Clock, hang: Callable[[], Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "MAX_STUCK", 3)
     for number in range(10):
@@ -121,7 +104,7 @@ def test_no_more_than_so_many_are_left_behind(
     assert alive() == 5
 
 
-def test_what_is_cancelled_is_not_done(pool: ThreadPool, hang: Callable[[], Hang]) -> None:
+def test_what_is_cancelled_is_not_done(pool: ThreadPool, hang: Callable[[], Held]) -> None:
     stuck = [hang(), hang()]
     for job in stuck:
         pool.submit(job)
@@ -129,15 +112,15 @@ def test_what_is_cancelled_is_not_done(pool: ThreadPool, hang: Callable[[], Hang
     futures = [pool.submit(done.append, number) for number in range(4)]
     assert futures[1].cancel()
     for job in stuck:
-        job.go.set()
+        job.set()
     futures[3].result(LONG)
     assert pool.dismiss(LONG) and sorted(done) == [0, 2, 3]
 
 
-def test_dismissal_waits_for_the_jobs_there_are(pool: ThreadPool, hang: Callable[[], Hang]) -> None:
+def test_dismissal_waits_for_the_jobs_there_are(pool: ThreadPool, hang: Callable[[], Held]) -> None:
     slow = hang()
     futures: list[Future[Any]] = [pool.submit(slow), *(pool.submit(lambda: 2) for _ in range(10))]
-    threading.Timer(0.1, slow.go.set).start()
+    threading.Timer(0.1, slow.set).start()
     assert pool.dismiss(LONG) and all(future.done() for future in futures) and alive() == 0
     with pytest.raises(RuntimeError, match="pool: no new jobs"):
         pool.submit(lambda: 1)
@@ -145,7 +128,7 @@ def test_dismissal_waits_for_the_jobs_there_are(pool: ThreadPool, hang: Callable
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_dismissal_is_bounded_in_time(pool: ThreadPool, hang: Callable[[], Hang], cancel: bool) -> None:
+def test_dismissal_is_bounded_in_time(pool: ThreadPool, hang: Callable[[], Held], cancel: bool) -> None:
     stuck = [hang(), hang()]
     futures = [pool.submit(job) for job in stuck]
     assert all(job.begun.wait(LONG) for job in stuck)
@@ -159,12 +142,12 @@ def test_dismissal_is_bounded_in_time(pool: ThreadPool, hang: Callable[[], Hang]
         waiting.result(0)
     assert told == [waiting] and not any(future.done() for future in futures)
     for job in stuck:
-        job.go.set()
-    until(lambda: alive() == 0)
+        job.set()
+    wait_until(lambda: alive() == 0, "the threads end")
 
 
 def test_dismissal_replaces_stuck_threads_for_what_waits(
-    pool: ThreadPool, clock: Clock, hang: Callable[[], Hang]
+    pool: ThreadPool, clock: Clock, hang: Callable[[], Held]
 ) -> None:
     stuck = [hang(), hang()]
     for job in stuck:
@@ -175,7 +158,7 @@ def test_dismissal_replaces_stuck_threads_for_what_waits(
     assert not pool.dismiss(0.5) and waiting.result(0) == "saved"
 
 
-def test_no_thread_can_be_started(pool: ThreadPool, hang: Callable[[], Hang], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_can_be_started(pool: ThreadPool, hang: Callable[[], Held], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a first one no job is accepted; without a second one jobs wait."""
 
     def refuse(thread: threading.Thread) -> None:
@@ -193,7 +176,7 @@ def test_no_thread_can_be_started(pool: ThreadPool, hang: Callable[[], Hang], mo
         patch.setattr(threading.Thread, "start", refuse)
         waiting = pool.submit(lambda: 1)
     assert pool.waiting == 1
-    job.go.set()
+    job.set()
     assert waiting.result(LONG) == 1
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.integrations.stores.dict_store import FakeStore
+from tests.integrations.stores.dict_store import FakeStore, Held
 from tests.integrations.stores.redis_server import wait_until
 
 from cuvee.codec.errors import InputError
@@ -22,23 +22,6 @@ A, B, C = "aa/01", "aa/02", "bb/03"
 LONG = 10.0  # seconds after which a hanging test fails
 
 
-class Gate:
-    """A point where a store's call waits until the test opens it; `entered` is set when a call waits."""
-
-    def __init__(self) -> None:
-        self.entered, self._open = threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        self.entered.set()
-        assert self._open.wait(LONG)
-
-    def wait(self) -> None:
-        assert self.entered.wait(LONG)
-
-    def open(self) -> None:
-        self._open.set()
-
-
 class Three:
     """Three fake tiers; the test can block `low` and `deep` by gates."""
 
@@ -46,8 +29,8 @@ class Three:
         self.top, self.low, self.deep = FakeStore("top"), FakeStore("low"), FakeStore("deep", shared=True)
         self.store = TieredStore([self.top, self.low, self.deep])
 
-    def block(self, store: FakeStore, call: str = "put") -> Gate:
-        gate = store.before_call[call] = Gate()
+    def block(self, store: FakeStore, call: str = "put") -> Held:
+        gate = store.before_call[call] = Held()
         return gate
 
     def idle(self) -> None:
@@ -66,8 +49,8 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Three]:
     yield tiers
     for fake in (tiers.top, tiers.low, tiers.deep):
         for hook in (*fake.before_call.values(), *fake.after_call.values()):
-            if isinstance(hook, Gate):
-                hook.open()
+            if isinstance(hook, Held):
+                hook.set()
     tiers.store.close()
 
 
@@ -92,7 +75,7 @@ def test_keys_are_located_without_asking_the_last_tier(three: Three) -> None:
     gate = three.block(three.low)
     three.top.refuse = True
     three.store.put(C, b"c")
-    gate.wait()
+    gate.reached()
     assert three.store.locate([C]) == ["low"], "it is read from that tier's queue"
     counters = three.store.counters()
     assert not any(counters[name].misses or counters[name].hits for name in ("top", "low", "deep"))
@@ -121,10 +104,10 @@ def test_a_hit_below_is_promoted_and_no_reader_waits_for_that(three: Three) -> N
     three.low.entries[A], three.deep.entries[B] = b"a", b"b"
     gates = [three.block(three.top), three.block(three.low)]
     assert three.store.get_many([A, B]) == [b"a", b"b"]
-    gates[0].wait()
+    gates[0].reached()
     assert three.store.get_many([A, B]) == [b"a", b"b"] and len(three.low.asked("get_many")) == 1, "from the queue"
     for gate in gates:
-        gate.open()
+        gate.set()
     three.idle()
     assert three.top.entries == three.low.entries == {A: b"a", B: b"b"}
     assert three.low.asked("put") == [(B,)] and three.deep.asked("put") == []
@@ -160,12 +143,12 @@ def test_a_put_does_not_wait_for_lower_tiers(three: Three) -> None:
     assert three.store.put(A, b"a") and three.store.put(B, b"b")
     assert three.top.entries == {A: b"a", B: b"b"} and not three.low.entries and not three.deep.entries
     for gate in gates:
-        gate.wait()
+        gate.reached()
     counters = three.store.counters()
     assert [counters[name].queued for name in ("top", "low", "deep")] == [0, 2, 2]
-    gates[1].open()
+    gates[1].set()
     assert not three.store.flush(0)
-    gates[0].open()
+    gates[0].set()
     three.idle()
     assert three.low.entries == three.deep.entries == three.top.entries
     assert three.low.asked("put") == [(A,), (B,)]
@@ -185,7 +168,7 @@ def test_every_tier_is_flushed_whichever_is_not_in_time(three: Three, failing: s
 def test_what_is_queued_is_found(three: Three) -> None:
     gate = three.block(three.low)
     three.store.put(A, b"a")
-    gate.wait()
+    gate.reached()
     three.store.put(B, b"bb")
     three.top.entries.clear()  # evicted; A is being written, B waits
     assert three.store.contains([A, B, C]) == [True, True, False]
@@ -202,13 +185,13 @@ def test_a_newer_put_replaces_the_one_that_waits(three: Three, monkeypatch: pyte
     monkeypatch.setattr(tiered, "QUEUE_BYTES", 10)
     gate = three.block(three.low)
     three.store.put(C, b"c" * 3)
-    gate.wait()
+    gate.reached()
     for byte in b"xyz":
         three.store.put(A, bytes([byte]) * 7)  # each would be too large beside another
     three.store.put(C, b"")
     three.top.entries.clear()
     assert three.store.get_many([A, C]) == [b"z" * 7, b""]
-    gate.open()
+    gate.set()
     three.store.close()
     assert sorted(three.low.asked("put")) == [(A,), (C,), (C,)] and three.low.entries == {A: b"z" * 7, C: b""}
     assert three.store.counters()["low"].dropped == 0
@@ -220,7 +203,7 @@ def test_a_full_queue_drops_for_its_tier_only(
     monkeypatch.setattr(tiered, "QUEUE_BYTES", 10)
     gate = three.block(three.low)
     assert three.store.put(A, b"a" * 6)
-    gate.wait()
+    gate.reached()
     wait_until(three.deep_is_idle, "the copies")
     for _ in range(3):
         assert three.store.put(B, b"b" * 5)  # one byte too many beside the entry that is being written
@@ -229,7 +212,7 @@ def test_a_full_queue_drops_for_its_tier_only(
     wait_until(three.deep_is_idle, "the copies")
     three.top.refuse = True
     assert not three.store.put("cc/05", b"e" * 11)  # too large for any queue
-    gate.open()
+    gate.set()
     three.idle()
     assert three.store.put(B, b"b" * 10)  # tier 0 refuses, but there is room in the queues again
     three.store.close()
@@ -275,12 +258,12 @@ def test_without_a_thread_nothing_is_queued(three: Three, monkeypatch: pytest.Mo
 def test_deleting_a_queued_entry(three: Three) -> None:
     gate = three.block(three.low)
     three.store.put(C, b"c")
-    gate.wait()
+    gate.reached()
     three.store.put(A, b"a")
     three.store.put(B, b"b")
     assert three.store.delete(A) and not three.store.delete(A)
     assert three.store.get(A) is None and three.store.contains([A, B]) == [False, True]
-    gate.open()
+    gate.set()
     three.idle()
     assert set(three.top.entries) == set(three.low.entries) == set(three.deep.entries) == {B, C}
 
@@ -290,14 +273,14 @@ def test_a_deletion_waits_for_what_is_being_written(three: Three, tenant: bool) 
     """All copies are gone when it returns; a later put stays."""
     gate = three.block(three.low)
     three.store.put(A, b"a")
-    gate.wait()
+    gate.reached()
     three.store.put(B, b"b")
     three.store.put(C, b"c")
     counts: list[int] = []
     thread = within(lambda: counts.append(three.store.delete_tenant("aa") if tenant else three.store.delete(A)))
     thread.join(0.1)
     assert A in three.top.entries and not counts and not three.low.asked("delete_tenant" if tenant else "delete")
-    gate.open()
+    gate.set()
     join(thread)
     three.idle()
     kept = {C: b"c"} if tenant else {B: b"b", C: b"c"}
@@ -328,10 +311,10 @@ def test_a_deletion_that_fails_in_one_tier_goes_on_in_the_others(three: Three, c
 @pytest.mark.parametrize("ended", [False, True])
 def test_nothing_is_promoted_that_was_read_before_a_deletion_ended(three: Three, ended: bool, tenant: bool) -> None:
     three.deep.entries[A] = b"a"
-    reading = three.deep.after_call["get_many"] = Gate()
+    reading = three.deep.after_call["get_many"] = Held()
     got: list[bytes | None] = []
     getter = within(lambda: got.append(three.store.get(A)))
-    reading.wait()  # it has read the entry, but not promoted it yet
+    reading.reached()  # it has read the entry, but not promoted it yet
 
     def delete() -> None:
         _ = three.store.delete_tenant("aa") if tenant else three.store.delete(A)
@@ -342,11 +325,11 @@ def test_nothing_is_promoted_that_was_read_before_a_deletion_ended(three: Three,
         # The get ends when the deletion has finished the upper tiers and is about to begin with the lowest.
         deleting = three.block(three.deep, "delete_tenant" if tenant else "delete")
         deleter = within(delete)
-        deleting.wait()
-    reading.open()
+        deleting.reached()
+    reading.set()
     join(getter)
     if not ended:
-        deleting.open()
+        deleting.set()
         join(deleter)
     three.idle()
     assert got == [b"a"]  # the entry existed when it was requested
@@ -358,12 +341,12 @@ def test_a_put_is_not_replaced_by_an_older_promotion(three: Three) -> None:
     three.low.entries.update({A: b"old", B: b"old"})
     gate = three.block(three.top)
     assert three.store.get_many([A, B]) == [b"old", b"old"]
-    gate.wait()
+    gate.reached()
     three.top.before_call.clear()
     putter = within(lambda: [three.store.put(key, b"new") for key in (B, A)])
     putter.join(0.2)
     assert putter.is_alive(), "the first promotion has to be written before"
-    gate.open()
+    gate.set()
     join(putter)
     three.idle()
     assert three.top.entries == three.low.entries == {A: b"new", B: b"new"}
@@ -379,7 +362,7 @@ def test_several_puts_of_a_tier_are_in_flight_but_one_of_a_key() -> None:
     assert tiers.store.put(keys[0], b"second")
     wait_until(lambda: len(tiers.low.asked("put")) == 8, "all threads write")
     assert tiers.store.get(keys[0]) == b"second" and tiers.store.counters()["low"].queued == len(keys) + 1
-    gate.open()
+    gate.set()
     tiers.idle()
     assert tiers.low.entries == {**dict.fromkeys(keys, b"first"), keys[0]: b"second"}
     assert sorted(tiers.low.asked("put")) == sorted([*((key,) for key in keys), (keys[0],)])
@@ -394,20 +377,20 @@ def test_a_key_that_was_withdrawn_and_put_again_has_one_writer(monkeypatch: pyte
     for key in (B, C):
         busy.append(tiers.block(tiers.low))
         tiers.store.put(key, b"x")
-        busy[-1].wait()
+        busy[-1].reached()
     tiers.store.put(A, b"first")
     tiers.store.delete(A)
     tiers.store.put(A, b"second")
     writing = tiers.block(tiers.low)
-    busy[0].open()
-    writing.wait()
+    busy[0].set()
+    writing.reached()
     tiers.store.put(A, b"third")
     tiers.low.before_call.clear()
-    busy[1].open()
+    busy[1].set()
     wait_until(lambda: C in tiers.low.entries, "the other thread is free")
     time.sleep(0.1)
     assert tiers.low.asked("put").count((A,)) == 1
-    writing.open()
+    writing.set()
     tiers.idle()
     assert tiers.low.entries[A] == b"third"
     tiers.store.close()
@@ -447,10 +430,10 @@ def test_close_drains(three: Three, caplog: pytest.LogCaptureFixture) -> None:
     gate = three.block(three.low)
     three.store.put(A, b"a")
     three.store.put(B, b"b")
-    gate.wait()
+    gate.reached()
     closer = within(three.store.close)
     assert three.low.asked("close") == []
-    gate.open()
+    gate.set()
     join(closer)
     assert set(three.low.entries) == {A, B} and three.low.asked("close") and caplog.messages == []
     three.store.put(C, b"c")
@@ -461,7 +444,7 @@ def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pyte
     """The tiers behind the one that hangs get their entries all the same."""
     gate = three.block(three.low)
     three.store.put(A, b"a")
-    gate.wait()
+    gate.reached()
     three.store.put(B, b"bbb")
     three.store.put(C, b"cc")
     three.store.close(timeout=0.5)
@@ -471,7 +454,7 @@ def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pyte
     assert "tier 1 (low)" in message and "2 entries (5 bytes)" in message and "1 bytes are being written" in message
     counters = three.store.counters()["low"]
     assert (counters.dropped, counters.queued) == (2, 1)
-    gate.open()
+    gate.set()
     wait_until(lambda: not threads(), "the thread ends with its entry")
     assert three.low.entries == {A: b"a"} and three.store.counters()["low"].queued == 0
 
