@@ -25,10 +25,11 @@ _T = TypeVar("_T")
 class CountedStore(Store):
     """A store whose subclass only moves bytes. Safe to call from several threads if the subclass's methods are.
 
-    Subclasses implement `_read`, `_write`, `_there`, `_remove` and `_pages`, whose arguments have been checked. What
-    these raise is counted, and becomes a StoreError.
+    Subclasses implement `_read`, `_write`, `_there`, `_remove` and `_pages`, whose arguments have been checked. The
+    failures that these raise are counted, and become StoreErrors.
 
     Attributes:
+        failures: the exceptions by which they fail; any other is a bug, and is raised as it is.
         ttl: seconds an entry lives after it was written; None means forever.
         max_entry: bytes of the largest blob; larger ones are neither kept nor read. With its envelope, the default has
             512 MiB: the limit of Redis, and far above the usual size of a chunk.
@@ -42,6 +43,7 @@ class CountedStore(Store):
         InputError: `ttl` is not above 0.
     """
 
+    failures: type[Exception] = Exception
     max_entry = (512 << 20) - HEADER_BYTES
 
     def __init__(self, label: str, ttl: float | None = None, secrets: Sequence[str] = ()) -> None:
@@ -144,7 +146,7 @@ class CountedStore(Store):
             self._bad(key, problem)
         try:
             delete()
-        except Exception as error:
+        except self.failures as error:
             self._warn("not deleted", "cannot delete a bad entry; it stays a miss: %s", error)
         return None
 
@@ -184,7 +186,7 @@ class CountedStore(Store):
             return work(*arguments)
         except StoreError:
             raise
-        except Exception as error:
+        except self.failures as error:
             self._count(errors=1)
             failure = StoreError(f"{self._label}: {type(error).__name__}: {self._shown(error)}{self._hint(error)}")
             cause = None if self._secrets else error

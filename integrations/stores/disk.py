@@ -82,6 +82,7 @@ class DiskStore(CountedStore):
 
     name = "disk"
     shared = True
+    failures = OSError
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None, ttl: float | None = None) -> None:
         if not os.fspath(path):
