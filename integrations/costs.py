@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from itertools import combinations_with_replacement
 
-from cuvee.codec.errors import InputError
-
 HALF_LIFE = 8  # samples after which a sample weighs half
 _PAIRS = tuple(combinations_with_replacement(range(4), 2))  # of 1, x, y and seconds
 # The weight of the initial coefficients, in samples. It has to be little: two quantities that grow together leave one
@@ -64,13 +62,9 @@ class LinearCost:
         return self.first, self.second, self.constant
 
     def observe(self, x: float, y: float, seconds: float) -> None:
-        """Note that `x` and `y` took `seconds`.
-
-        Raises:
-            InputError: a quantity is negative or not finite, both are 0, or `seconds` is not positive and finite.
-        """
+        """Note that `x` and `y` took `seconds`; what is no work, or took no time, tells nothing."""
         if not (0 <= x < math.inf and 0 <= y < math.inf and x + y > 0 and 0 < seconds < math.inf):
-            raise InputError(f"seconds: must be above 0 for some finite work, got {seconds} for {x} and {y}")
+            return
         self.samples += 1
         row = 1 / seconds, x / seconds, y / seconds, 1.0
         decay = 0.5 ** (1 / HALF_LIFE)

@@ -37,14 +37,22 @@ class Counts:
         self._all = all
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
+        self._new: dict[tuple[str, str], float] = {}
 
     def count(self, name: str, value: float = 1, label: str = "") -> None:
         """Add `value` to the sum of this name and label."""
         full = f"{name}{{{label}}}" if label else name
         with self._lock:
             self._sums[full] = self._sums.get(full, 0) + value
+            self._new[name, label] = self._new.get((name, label), 0) + value
         if self._all is not None:
             self._all.count(name, value, label)
+
+    def take_new(self) -> dict[tuple[str, str], float]:
+        """Return what was added since the last call, by name and label."""
+        with self._lock:
+            new, self._new = self._new, {}
+        return {key: value for key, value in new.items() if value}
 
     def snapshot(self) -> dict[str, float]:
         """Return all sums that are not 0, by `name` or `name{label}`."""

@@ -92,14 +92,13 @@ class Pays:
         for step, seconds in report.step_seconds.items():
             if step in self._timed_steps:
                 tokens, looked_at = self._timed_steps.pop(step)
-                self.prefill.observe(tokens, looked_at, max(seconds, 1e-6))
+                self.prefill.observe(tokens, looked_at, seconds)
         for done in report.restored:
             self.observe(done)
 
     def observe(self, done: Restored) -> None:
         """Note what a load or a blend took."""
-        if done.decoded + done.computed > 0:
-            self._costs[done.kind].observe(done.decoded, done.computed, max(done.seconds, 1e-6))
+        self._costs[done.kind].observe(done.decoded, done.computed, done.seconds)
 
     def worth(self, kind: Kind, start: int, stop: int, sizes: Iterable[int], computed: float = 0.0) -> bool:
         """Return whether to restore tokens `start … stop - 1` of a prompt from entries of these sizes, of which so many

@@ -45,7 +45,7 @@ from cuvee.integrations.pages.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, cache_dtype, check_mapping, row_memory, row_shape
 from cuvee.integrations.vllm_tier.tier_checks import check_model, engine_config, refuse_names
-from cuvee.integrations.vllm_tier.tier_metrics import DOCUMENTED, NewCounts, metric_name
+from cuvee.integrations.vllm_tier.tier_metrics import DOCUMENTED, PREFIX
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,6 @@ class CuveeTier(SecondaryTierManager):
         self.locality = Locality(given.locality or ("LOCAL" if given.local else "REMOTE"))
         self._tokens = shape.tokens
         self._counts = Counts()
-        self._new_counts = NewCounts(self._counts)
         self._guard = Guard(self._counts)
         stores = PageStores(
             given, layout,
@@ -285,18 +284,18 @@ class CuveeTier(SecondaryTierManager):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Return vLLM's definitions of the tier's counters."""
         return {
-            metric_name(name): OffloadingCounterMetadata(text, ("what",) if labelled else ())
+            PREFIX + name: OffloadingCounterMetadata(text, ("what",) if labelled else ())
             for name, (labelled, text) in DOCUMENTED.items()
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call; None if nothing was."""
         with self._guard("get_stats"):
-            increases = self._new_counts.take()
-            if increases:
+            new = {key: value for key, value in self._counts.take_new().items() if key[0] in DOCUMENTED}
+            if new:
                 stats = OffloadingConnectorStats()
-                for name, label, value in increases:
-                    stats.increase_counter(name, value, (label,) if label else ())
+                for (name, label), value in new.items():
+                    stats.increase_counter(PREFIX + name, value, (label,) if label else ())
                 return stats
         return None
 

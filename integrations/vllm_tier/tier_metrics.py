@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-from cuvee.integrations.pages import Counts
-
-_PREFIX = "vllm:cuvee_tier_"
-_NAMED = re.compile(r"(\w+)(?:\{(\w+)\})?")
+PREFIX = "vllm:cuvee_tier_"
 
 # By the name of the count: whether it has a label, and what it counts.
 DOCUMENTED: dict[str, tuple[bool, str]] = {
@@ -26,39 +21,3 @@ DOCUMENTED: dict[str, tuple[bool, str]] = {
     "failures": (True, "Failures, by what failed: lookup, fetch, decode, encode, store or positions."),
     "contained": (True, "Errors that were kept from the engine, by the call in which they happened."),
 }
-
-
-def metric_name(name: str) -> str:
-    """Return the name of vLLM's metric of a count."""
-    return f"{_PREFIX}{name}"
-
-
-class NewCounts:
-    """What was counted since the last call. For one thread that reads.
-
-    Args:
-        counts: the sums.
-
-    Example:
-        >>> counts = Counts()
-        >>> new = NewCounts(counts)
-        >>> counts.count("failures", label="decode")
-        >>> new.take(), new.take()
-        ([('vllm:cuvee_tier_failures', 'decode', 1)], [])
-    """
-
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
-        self._told: dict[str, float] = {}
-
-    def take(self) -> list[tuple[str, str, float]]:
-        """Return name of the metric, label ("" if it has none) and increase, of the counts that have increased."""
-        sums = self._counts.snapshot()
-        increases = []
-        for full, value in sums.items():
-            match = _NAMED.fullmatch(full)
-            increase = value - self._told.get(full, 0)
-            if match is not None and match[1] in DOCUMENTED and increase > 0:
-                increases.append((metric_name(match[1]), match[2] or "", increase))
-        self._told = sums
-        return increases

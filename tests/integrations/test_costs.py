@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from cuvee.codec.errors import InputError
 from cuvee.integrations.costs import HALF_LIFE, LinearCost, prefill_quantities
 
 
@@ -79,8 +78,7 @@ def test_old_costs_are_forgotten_and_none_is_negative() -> None:
 
 
 @pytest.mark.parametrize("sample", [(0, 0, 1.0), (-1, 0, 1.0), (1, 0, 0.0), (1, 0, math.inf), (math.nan, 0, 1.0)])
-def test_measurements_are_checked(sample: tuple[float, float, float]) -> None:
+def test_what_is_no_measurement_tells_nothing(sample: tuple[float, float, float]) -> None:
     cost = LinearCost(1e-3, 0.0)
-    with pytest.raises(InputError, match=r"^seconds: must be above 0 for some finite work"):
-        cost.observe(*sample)
+    cost.observe(*sample)
     assert cost.samples == 0 and cost(1, 0) == 1e-3
