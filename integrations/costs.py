@@ -11,7 +11,8 @@ import math
 from itertools import combinations_with_replacement
 
 HALF_LIFE = 8  # samples after which a sample weighs half
-_PAIRS = tuple(combinations_with_replacement(range(4), 2))  # of 1, x, y and seconds
+_DECAY = 0.5 ** (1 / HALF_LIFE)
+_SWEEPS = 4  # over the equations for each sample
 # The weight of the initial coefficients, in samples. It has to be little: two quantities that grow together leave one
 # combination of the coefficients nearly free, and that one goes where it is pulled.
 _PULL = 0.01
@@ -46,7 +47,7 @@ class LinearCost:
         self.first, self.second, self.constant = first, second, constant
         self.samples = 0
         self._given = self.learned
-        self._moments = dict.fromkeys(_PAIRS, 0.0)  # of the samples over their seconds, each of its weight
+        self._moments = [0.0] * 10  # of 1, x, y and seconds over the seconds of each sample, each of its weight
 
     def __call__(self, x: float, y: float) -> float:
         """Return the expected seconds."""
@@ -66,38 +67,23 @@ class LinearCost:
         if not (0 <= x < math.inf and 0 <= y < math.inf and x + y > 0 and 0 < seconds < math.inf):
             return
         self.samples += 1
-        row = 1 / seconds, x / seconds, y / seconds, 1.0
-        decay = 0.5 ** (1 / HALF_LIFE)
-        self._moments = {(of, by): decay * self._moments[of, by] + row[of] * row[by] for of, by in _PAIRS}
-        # The normal equations of `constant * row[0] + first * row[1] + second * row[2] = 1` for each row.
-        cc, ca, cb, c, aa, ab, a, bb, b, whole = self._moments.values()
+        products = combinations_with_replacement((1 / seconds, x / seconds, y / seconds, 1.0), 2)  # of `row`
+        self._moments = [_DECAY * moment + of * by for moment, (of, by) in zip(self._moments, products, strict=True)]
+        # The normal equations of `constant * row[0] + first * row[1] + second * row[2] = 1` for each row, solved one
+        # after the other from the last solution on. No coefficient gets below 0.
+        cc, ca, cb, c, aa, ab, a, bb, b, whole = self._moments
+        first, second, constant = self.learned
         given_first, given_second, given_constant = self._given
         for_c, for_a, for_b = _CONSTANT_PULL * cc / whole, _PULL * aa / whole, _PULL * bb / whole  # whatever the units
-        cc, aa, bb = cc + for_c, aa + for_a, bb + for_b
+        cc, aa, bb = cc + for_c, aa + for_a or 1.0, bb + for_b or 1.0  # 1: nothing was seen of a quantity
         c, a, b = c + for_c * given_constant, a + for_a * given_first, b + for_b * given_second
-        # With the constant eliminated. If that would be negative, it is 0 at the optimum.
-        self.first, self.second = _not_negative(
-            (aa - ca * ca / cc, ab - ca * cb / cc, bb - cb * cb / cc), (a - ca * c / cc, b - cb * c / cc)
-        )
-        self.constant = (c - ca * self.first - cb * self.second) / cc
-        if self.constant < 0:
-            self.constant = 0.0
-            self.first, self.second = _not_negative((aa, ab, bb), (a, b))
+        for _ in range(_SWEEPS):
+            first = best if (best := (a - ca * constant - ab * second) / aa) > 0 else 0.0  # in less time than by `max`
+            second = best if (best := (b - cb * constant - ab * first) / bb) > 0 else 0.0
+            constant = best if (best := (c - ca * first - cb * second) / cc) > 0 else 0.0
+        self.first, self.second, self.constant = first, second, constant
 
 
 def prefill_quantities(start: int, stop: int) -> tuple[float, float]:
     """Return the quantities of computing tokens `start … stop - 1` of a prompt: tokens, and what they look at."""
     return float(stop - start), float(stop**2 - start**2)
-
-
-def _not_negative(normal: tuple[float, float, float], right: tuple[float, float]) -> tuple[float, float]:
-    """Solve two normal equations, `[[a, b], [b, c]]` as `a, b, c`, so that no coefficient is negative."""
-    a, b, c = normal
-    determinant = a * c - b * b
-    if determinant > 1e-12 * a * c:
-        first, second = (c * right[0] - b * right[1]) / determinant, (a * right[1] - b * right[0]) / determinant
-        if first >= 0 and second >= 0:
-            return first, second
-    # The optimum lies on an edge: one coefficient is 0. Of both edges, take the better.
-    edges = [max(r / n, 0.0) if n > 0 else 0.0 for r, n in zip(right, (a, c), strict=True)]
-    return (edges[0], 0.0) if edges[0] * right[0] >= edges[1] * right[1] else (0.0, edges[1])
