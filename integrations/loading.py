@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-HICCUP = 0.02  # seconds by which anything may be late because another thread or process has the core
+HICCUP = 0.025  # seconds by which anything may be late because another thread or process has the core
 _REFINED = 0.15  # what a chunk of both parts loses, over what its base alone loses
 _COMPUTED = 0.75  # what computing a chunk counts for, on the same scale: the engine's time has other uses
 _CANDIDATES = 12  # numbers of chunks that are compared

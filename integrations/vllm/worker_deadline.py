@@ -127,7 +127,7 @@ class DeadlineLoad:
             left = max(sum(request.nbytes for request in self._requests) / rate - passed, 0.0)
             coming = passed if passed > first.nbytes / rate + HICCUP else left  # one that is late takes as long again
         undecoded = [decode * each.entry.tokens for each in self._chunks if each.asked > each.decoded == 0]
-        under_way = max(coming + max(undecoded, default=0.0), sum(undecoded))  # what has come is decoded meanwhile
+        under_way = max(coming, sum(undecoded))  # what has come is decoded meanwhile
         loaded = sum(1 for _ in takewhile(lambda each: each.parts, self._chunks))
 
         def compute(chunks: int) -> float:
