@@ -239,21 +239,21 @@ class WorkerSaves:
                     else:
                         blobs = self._encode(batch, *copies[0], missing)
                     if drafts is not None:
-                        beside = self._encode_drafts(batch, *drafts, [*blobs])
+                        own, copy = drafts
+                        coded = self._encode(batch, own.io, copy, [*blobs], own)
+                        beside = {at: (self._draft_key(batch[at], own), parts) for at, parts in coded.items()}
                 self._state.recorder.count("work_seconds", time.monotonic() - begun, "encode")
             for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
                 if there[at]:
                     self._saved(save, kept=True)
             with self._state.lock:
                 for at, parts in blobs.items():
-                    own = () if at not in beside else beside[at][1]
-                    self._charge(batch[at].entry.digest, sum(map(len, (*parts, *own))))
+                    drafted = () if at not in beside else beside[at][1]
+                    self._charge(batch[at].entry.digest, sum(map(len, (*parts, *drafted))))
             for at, parts in blobs.items():
                 try:
                     self._pools.writers.submit(self._write, batch[at], parts, beside.get(at))
-                except (
-                    RuntimeError
-                ) as error:  # no thread can be started, or the worker has closed and counted it as lost
+                except RuntimeError as error:  # no thread can be started, or the worker has closed: it counts as lost
                     if not self._state.closed:
                         self._fail([batch[at]], "store", error)
 
@@ -294,35 +294,12 @@ class WorkerSaves:
             return {}
 
     def _encode(
-        self, batch: Sequence[Save], io: ChunkIO, copy: PagedCache, which: Sequence[int]
-    ) -> dict[int, tuple[bytes, ...]]:
-        """Return the parts of those entries of a batch that can be encoded; book the others as not stored."""
-        blobs: dict[int, tuple[bytes, ...]] = {}
-        for at, outcome in zip(which, self._coded(batch, io, copy, which), strict=True):
-            if isinstance(outcome, Exception):
-                self._fail([batch[at]], "encode", outcome)
-            else:
-                blobs[at] = outcome
-        return blobs
-
-    def _encode_drafts(
-        self, batch: Sequence[Save], drafts: DraftPages, copy: PagedCache, which: Sequence[int]
-    ) -> dict[int, Beside]:
-        """Return what is to be stored of a drafter's layers beside those entries, as far as it can be encoded."""
-        beside: dict[int, Beside] = {}
-        for at, outcome in zip(which, self._coded(batch, drafts.io, copy, which, drafts), strict=True):
-            if isinstance(outcome, Exception):
-                self._state.recorder.count("failures", label="drafts")
-                logger.warning("cuvee: a drafter's layers were not stored beside a chunk: %s", outcome)
-            else:
-                beside[at] = self._draft_key(batch[at], drafts), outcome
-        return beside
-
-    def _coded(
         self, batch: Sequence[Save], io: ChunkIO, copy: PagedCache, which: Sequence[int],
         drafts: DraftPages | None = None,
-    ) -> list[tuple[bytes, ...] | Exception]:  # fmt: skip
-        """Encode those entries of a batch, whose copy holds one after the other."""
+    ) -> dict[int, tuple[bytes, ...]]:  # fmt: skip
+        """Return the parts of those entries of a batch that can be encoded; their copy holds one after the other. Book
+        the others as not stored, unless it is only a drafter's layers that are not.
+        """
         ends, chunks = list(accumulate(save.entry.tokens for save in batch)), []
         for at in which:
             save, digest, ids = batch[at], batch[at].entry.digest, batch[at].token_ids
@@ -331,7 +308,16 @@ class WorkerSaves:
             slots = torch.arange(ends[at] - save.entry.tokens, ends[at], device=copy.device)
             bound = self._state.keys.bound_to(save.tenant, digest)
             chunks.append(Chunk(slots, save.entry.start, ids, save.following, bound))
-        return io.encode(copy, chunks)
+        blobs: dict[int, tuple[bytes, ...]] = {}
+        for at, outcome in zip(which, io.encode(copy, chunks), strict=True):
+            if not isinstance(outcome, Exception):
+                blobs[at] = outcome
+            elif drafts is None:
+                self._fail([batch[at]], "encode", outcome)
+            else:
+                self._state.recorder.count("failures", label="drafts")
+                logger.warning("cuvee: a drafter's layers were not stored beside a chunk: %s", outcome)
+        return blobs
 
     def _write(self, save: Save, parts: tuple[bytes, ...], beside: Beside | None = None) -> None:
         with self._guard("store", partial(self._release, [save])):

@@ -45,7 +45,7 @@ WORKER = (
     "_state.pages.restore", "_state.pages.io.in_a_row", "_state.pages.io.open", "_state.pages.io.place",
     "loads._restorer.discard", "loads._book", "_state.keys.find", "_state.pages.io.encode",
     "loads._count_load", "saves._copy", "saves._complete", "saves._encode",
-    "loads._restorer._restore_drafts", "saves._encode_drafts",
+    "loads._restorer._restore_drafts",
     "saves._fail", "saves._bytes", "saves._key", "_state.keys.written", "_state.slots",
     "_pools.loaders.submit", "_pools.fetchers.submit", "_pools.encoders.submit", "_pools.writers.submit",
     "_state.recorder.count", "_state.recorder.gauge", "_state.recorder.record_store", "_state.recorder.drain",

@@ -142,7 +142,6 @@ NEVER = {
     "s._state.store.report_overdue",
     "s._pays.worth",
     "w.loads._restorer._restore_drafts",
-    "w.saves._encode_drafts",
 }
 
 
