@@ -26,7 +26,7 @@ from cuvee.integrations.vllm.state_pages import StatePages
 # Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms
 # each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `_LOADS` times two batches.
 _WRITES, _FETCHES, _LOADS = 16, 16, 8
-_BITS = 8.0  # of a value in a part, where the profile does not say
+_BITS, _LOSSLESS_BITS = 1.0, 11.0  # of a value in a part, where the profile does not say
 # What to expect before anything is measured: bytes per second of tiers, and tokens of parts that are decoded.
 _RATES, _REMOTE = {"memory": 1e9, "disk": 3e8, "decoding": 1e4}, 5e7
 
@@ -118,7 +118,8 @@ class WorkerState:
         self.parts = 1 + codec.refinements
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
         bits = [part.bits for part in codec.settings.expected_parts()]  # of a base, and of both parts
-        known = [_BITS * number if None in bits else each or 0.0 for number, each in enumerate(bits, 1)]
+        guess = _LOSSLESS_BITS if codec.lossless else _BITS
+        known = [guess * number if None in bits else each or 0.0 for number, each in enumerate(bits, 1)]
         self.sizes = [max(after - before, 0.01) * values / 8 for before, after in pairwise((0.0, *known))]
         self.rates = RecentRates(_RATES, _REMOTE)
         self.lock = threading.Lock()

@@ -212,6 +212,17 @@ def test_loads_without_a_deadline_tell_that_a_link_has_become_faster(
     assert end <= 0.4 and len(parts) > CHUNKS / 2
 
 
+def test_requests_that_share_a_link_tell_how_fast_all_of_it_is(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    b.store_all(CHUNKS)
+    bases, _ = bytes_of(b)
+    simulation = Simulation(b, {"memory": lambda at: bases}, 0.5, monkeypatch)
+    simulation.run(60.0, 1.0)
+    assert simulation.state.rates("memory") == pytest.approx(bases, rel=0.1)
+
+
 def test_a_load_from_several_tiers_tells_the_speed_of_none(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
