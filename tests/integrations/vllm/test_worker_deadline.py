@@ -18,7 +18,7 @@ from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.token_ids import NO_TOKEN
-from cuvee.integrations.vllm.messages import Aim, Delivery, Report, Save
+from cuvee.integrations.vllm.messages import Aim, Delivery, Entry, Report, Save
 from cuvee.naming.identity import store_key
 from cuvee.naming.part_keys import part_key
 
@@ -140,6 +140,16 @@ def test_a_chunk_that_is_lossless_because_it_has_no_ids_is_whole(bench: Callable
         poison(b.cache)
         assert delivered(run(b, chunks=1, planned=planned, request=name)).parts == (PARTS,)
         assert b.held(BLOCKS, 0, CHUNK)
+
+
+def test_parts_are_expected_to_be_as_large_as_the_profile_says(bench: Callable[..., Bench]) -> None:
+    """Of a curve that is no line, so that a base and its refinement differ; and where nothing was measured."""
+    entry = Entry("chunk", b"", 0, CHUNK)
+    curve = [CurvePoint(step, bits, 0.01, kl=0.01) for step, bits in ((-192, 5.0), (-64, 1.5), (64, 1.0))]
+    for points, expected in ((curve, (1.25, 2.0)), ([], (1.0, 1.0))):
+        b = bench(profile=profile().with_curve(points))
+        sizes = [b.worker._state.nbytes(entry, part) for part in range(PARTS)]
+        assert sizes == pytest.approx([CHUNK * LAYOUT.values_per_token * bits / 8 for bits in expected])
 
 
 # Loads without a plan ------------------------------------------------------------------------------------------------
