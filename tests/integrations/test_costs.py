@@ -72,9 +72,10 @@ def test_old_costs_are_forgotten_and_none_is_negative() -> None:
     for _ in range(4 * HALF_LIFE):
         cost.observe(256, 0, 0.05)
     assert cost(256, 0) == pytest.approx(0.05, rel=0.02)
-    for seconds, y in ((0.1, 1000), (0.05, 9000)):  # a longer one was quicker
-        cost.observe(256, y, seconds)
-    assert cost.first >= 0 and cost.second >= 0
+    for seconds, x, y in ((0.1, 256, 1000), (0.05, 256, 9000), (0.1, 100, 1e5), (0.05, 1000, 1e5)):  # less was slower
+        for _ in range(8):
+            cost.observe(x, y, seconds)
+            assert min(cost.first, cost.second, cost.constant) >= 0
 
 
 @pytest.mark.parametrize("sample", [(0, 0, 1.0), (-1, 0, 1.0), (1, 0, 0.0), (1, 0, math.inf), (math.nan, 0, 1.0)])
