@@ -103,7 +103,7 @@ class Restorer:
             batch = list(zip(entries, answer.found, strict=True))
             if len(tiers) == 1:
                 nbytes = sum(state.nbytes(entry, part) for entry, each in batch for part in range(len(each.parts)))
-                self.learn(job, *tiers, nbytes, answer)
+                self.learn(job, next(iter(tiers)), nbytes, answer)
             yield batch
 
     def tiers(self, load: Load) -> list[str]:
