@@ -187,9 +187,10 @@ def test_wikitext2(folder: Path) -> None:
         load("wikitext2", folder, words=16)
 
 
-def test_musique(folder: Path) -> None:
+def test_musique(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docs = load("musique", folder)
-    assert len(docs) == 3
+    monkeypatch.setenv("HOME", str(folder))
+    assert len(docs) == 3 and load("musique", Path("~")) == docs
     for doc in docs:
         place = re.findall(r"Where is P(\d)\?", doc["question"])[0]
         assert doc["context"] == "".join(f"P{i}\nP{i} lies\u2028in Q{i}.\n\n" for i in range(3))

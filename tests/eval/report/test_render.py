@@ -39,7 +39,7 @@ MINUS = "\N{MINUS SIGN}"
 @pytest.fixture(scope="session")
 def made_up() -> dict[str, Any]:
     """A report of made-up figures: baselines, and three curves at the same KLs."""
-    timed = {"encode_gb_per_s": 0.45, "decode_gb_per_s": 1.3}
+    timed: dict[str, Any] = {"encode_gb_per_s": 0.45, "decode_gb_per_s": 1.3}
 
     def layers(bits: float | None) -> list[LayerCost]:
         return [LayerCost(0.011 * n, 0.023 * n, bits and bits * (0.8 + n / 20)) for n in range(1, 7)]
@@ -54,7 +54,7 @@ def made_up() -> dict[str, Any]:
     )  # fmt: skip
     curves = ("cuvee/layer", "cuvee", 1.0), ("cuvee/all", "cuvee joint", 0.6), ("pca/all", "PCA", 1.5)
     for family, name, factor in curves:
-        more = {"counts": "ideal entropy"} if family == "pca/all" else timed
+        more: dict[str, Any] = {"counts": "ideal entropy"} if family == "pca/all" else timed
         for setting, bits, kl in settings:
             kind = "curve" if family == "pca/all" or setting.startswith("2^") else "preset"
             made = entry(f"{family}@{setting}", factor * bits, kl, kind, layers=layers(factor * bits), **more)
