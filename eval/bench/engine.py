@@ -175,7 +175,7 @@ def measure_first_token(
             for name in draw.sample(names, len(names)):
                 misses[name, length].append(engines[name].ask([prompt], forget=True, expect_cached=[0]).seconds)
                 if name != NO_CONNECTOR:
-                    engines[name].idle()
+                    engines[name].idle(length // CHUNK)
             found = {}
             for name in draw.sample(names, len(names)):
                 own = name == NO_CONNECTOR
@@ -228,7 +228,7 @@ def _prove(
     for variant in chosen:
         engine = engines[variant.name]
         engine.ask([prompt], expect_cached=[0])
-        engine.idle()
+        engine.idle(length // CHUNK)
         loaded = engine.ask([prompt], forget=True, expect_cached=[length], **proof)
         worst = logprob_difference(loaded.logprobs[0], expected.logprobs[0])
         if variant.quality == LOSSLESS and (loaded.tokens != expected.tokens or worst > LOGPROB_TOLERANCE):
@@ -272,7 +272,7 @@ def measure_storing(
                     params=None if stores else {"cuvee": {"store": False}},
                 )  # fmt: skip
                 if name in unstored and stores:
-                    engines[name].idle()
+                    engines[name].idle(count * ((length + generated - 1) // CHUNK))
                 if turn:
                     (seconds if stores else unstored)[name].append(asked.finished)
     tokens = count * (length + generated)

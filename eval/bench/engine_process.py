@@ -77,6 +77,7 @@ class Engine:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._closed = False
+        self._stored = 0  # chunks that the running engine should have stored
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cuvee.eval.bench.engine_served"],
@@ -165,9 +166,10 @@ class Engine:
             raise CuveeError(f"the engine found {answer.cached} tokens in a cache, expected {list(expect_cached)}")
         return answer
 
-    def idle(self) -> None:
-        """Wait until nothing is being stored."""
-        self._call("idle")
+    def idle(self, chunks: int = 0) -> None:
+        """Wait until nothing is being stored, and this many more chunks are."""
+        self._stored += chunks
+        self._call("idle", self._stored)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         if self._process.stdin is None or self._process.stdout is None:

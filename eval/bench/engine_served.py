@@ -88,14 +88,17 @@ class _Served:
             "loaded_at": [now - then for now, then in zip(_loaded_at(), loaded, strict=True)],
         }
 
-    def idle(self) -> None:
+    def idle(self, chunks: float) -> None:
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
             self.ask([[1]], 1, False, None, None)  # the figures arrive with the engine's steps
-            if not sum(sample.value for sample in _samples("pending_bytes")):
+            stored = sum(each.value for each in _samples("stored_total") if "chunk" in each.labels.values())
+            if stored >= chunks and not sum(each.value for each in _samples("pending_bytes")):
                 return
             if time.monotonic() > deadline:
-                raise CuveeError(f"the engine is still storing after {IDLE_SECONDS:.0f} s")
+                raise CuveeError(
+                    f"the engine has stored {stored:.0f} of {chunks:.0f} chunks after {IDLE_SECONDS:.0f} s"
+                )
 
 
 def _loaded_at() -> list[float]:

@@ -97,7 +97,8 @@ class Scripted:
         logprob = [[{str(token): self._logprob}]] * len(prompts)
         return EngineAnswer(seconds, 2 * seconds, answers, logprob, list(expect_cached))
 
-    def idle(self) -> None: ...
+    def idle(self, chunks: int) -> None:
+        assert chunks > 0
 
 
 def engines(**changes: Any) -> Any:
@@ -203,6 +204,9 @@ def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tm
     child(ECHO)
     with Engine(tmp_path / "log") as engine:
         assert engine._call("ask", [1, 2], None) == ["ask", [1, 2], None]
+        engine.idle(3)
+        engine.idle(2)
+        assert engine._stored == 5
 
 
 def test_a_closed_engine_is_gone_and_may_be_closed_again(child: Callable[[str], None], tmp_path: Path) -> None:
@@ -260,19 +264,27 @@ def test_waits_are_for_what_the_connector_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(prometheus, "REGISTRY", registry)
     depth = prometheus.Gauge("vllm:cuvee_pending_bytes", "", ["engine"], registry=registry).labels("0")
     prometheus.Gauge("vllm:cuvee_store_queue_depth", "", registry=registry).set(5)
+    stored = prometheus.Counter("vllm:cuvee_stored", "", ["kind"], registry=registry)
     engine = served._Served()
     left = [2, 1, 0]
 
     def ask(*_: Any) -> dict[str, Any]:
-        depth.set(left.pop(0) if left else 1)
+        depth.set(left.pop(0) if left else 0)
+        stored.labels("chunk").inc()
+        stored.labels("tail").inc(9)
         return {}
 
     monkeypatch.setattr(engine, "ask", ask)
-    engine.idle()
+    engine.idle(0)
     assert not left
+    engine.idle(5)
+    assert stored.labels("chunk")._value.get() == 5
     monkeypatch.setattr(served, "IDLE_SECONDS", -1.0)
-    with pytest.raises(CuveeError, match="the engine is still storing after"):
-        engine.idle()
+    with pytest.raises(CuveeError, match="the engine has stored 6 of 9 chunks after"):
+        engine.idle(9)
+    left.append(7)
+    with pytest.raises(CuveeError, match="the engine has stored 7 of 0 chunks after"):
+        engine.idle(0)
 
 
 def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
