@@ -11,14 +11,14 @@ import importlib
 import importlib.util
 import json
 import os
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.integrations.vllm_tier.real_tiers import bits, wait_for
 
 from cuvee.calibration.bundled import bundled_model_path
 
@@ -161,16 +161,3 @@ class Server:
         if not self._closed:
             self._closed = True
             self.manager.close()
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return values as integers, which also tell NaNs and zeros apart."""
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def wait_for(true: Callable[[], Any], timeout: float = 60.0) -> None:
-    """Wait until something is true."""
-    until = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < until, "timed out"
-        time.sleep(0.005)

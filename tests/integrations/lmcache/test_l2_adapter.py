@@ -24,15 +24,14 @@ from tests.integrations.lmcache.real_lmcache import (
     PARAMS,
     PLUGIN,
     Server,
-    bits,
     layout_desc,
     make_adapter,
     object_key,
     real,
     values,
-    wait_for,
 )
 from tests.integrations.stores.dict_store import DictStore, hold
+from tests.integrations.vllm_tier.real_tiers import bits, wait_for
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError

@@ -186,7 +186,7 @@ class L2(Adapter):
             self._tasks -= self.memory.adapter.pop_completed_store_tasks().keys()
             return not self._tasks
 
-        real_lmcache.wait_for(done)
+        real_tiers.wait_for(done)
 
     def load(self, count: int, sequence: int = 0, expected: Sequence[KVChunk] | None = None) -> int:
         adapter, objects = self.memory.adapter, [self.memory.object(self._desc) for _ in range(count)]

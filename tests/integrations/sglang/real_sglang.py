@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 import os
 import sys
-import time
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from tests.integrations.vllm_tier.real_tiers import wait_for
 
 need_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None and os.environ.get("CUVEE_REQUIRE_SGLANG") != "1",
@@ -275,11 +275,3 @@ def published_arguments() -> Iterator[None]:
     real("sglang.srt.arg_groups.pipeline")  # which publishing imports
     with real("sglang.srt.runtime_context")._CONTEXT.override_server_args():
         yield
-
-
-def wait_for(true: Callable[[], Any], timeout: float = 60.0) -> None:
-    """Wait until something is true."""
-    until = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < until, "timed out"
-        time.sleep(0.005)

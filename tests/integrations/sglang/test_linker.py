@@ -21,9 +21,9 @@ from tests.integrations.sglang.real_sglang import (
     need_sglang,
     published_arguments,
     real,
-    wait_for,
 )
 from tests.integrations.stores.dict_store import DictStore, hold
+from tests.integrations.vllm_tier.real_tiers import wait_for
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.codec import Codec
