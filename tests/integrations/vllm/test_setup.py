@@ -36,7 +36,7 @@ from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm import draft_layers, setup
 from cuvee.integrations.vllm.draft_layers import Drafts
-from cuvee.integrations.vllm.layer_groups import LayerGroup, RecurrentLayer
+from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
@@ -186,35 +186,6 @@ def test_the_default_store_is_one_that_all_ranks_reach(
     given = _engine(parallel__distributed_executor_backend="mp", extra={"store": "memory://?max_gb=4"})
     assert Setup.of_engine(*given).options.store == ("memory://?max_gb=4",), "refused when the store is opened"
     assert Setup.of_engine(*_engine()).options.store == ("memory://?max_gb=4",)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
-def test_groups_of_the_engines_own_classes_are_read() -> None:
-    """Of vLLM 0.32, for each way in which it keeps windows: in groups of their own, alone, and promoted."""
-    kinds = pytest.importorskip("vllm.v1.kv_cache_interface")
-    fields = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
-    full, window = kinds.FullAttentionSpec(**fields), kinds.SlidingWindowSpec(**fields, sliding_window=64)
-    chunked = kinds.ChunkedLocalAttentionSpec(**fields, attention_chunk_size=128)
-    promoted = kinds.FullAttentionSpec(**fields, sliding_window=64)
-    extra = {"chunk_tokens": 64}
-    for specs, groups in (
-        ([window, full], (LayerGroup((0,), 64), LayerGroup((1,)))),
-        ([window], (LayerGroup((0, 1), 64),)),
-        ([chunked, full], (LayerGroup((0,), 128, chunked=True), LayerGroup((1,)))),
-        ([kinds.SlidingWindowSpec(**{**fields, "block_size": 64}, sliding_window=64), full],
-         (LayerGroup((0,), 64), LayerGroup((1,), block=32))),
-        ([kinds.FullAttentionSpec.merge([full, promoted])], (LayerGroup((0, 1)),)),
-        ([kinds.UniformTypeKVCacheSpecs.from_specs({"model.layers.0": full, "model.layers.1": promoted})],
-         (LayerGroup((0, 1)),)),
-    ):  # fmt: skip
-        assert Setup.of_engine(*_engine(specs, extra=extra)).groups == groups
-    recurrent = kinds.MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
-    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        Setup.of_engine(*_engine([full, recurrent], extra=extra))
-    kept = kinds.MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,), mamba_cache_mode="align")
-    made = Setup.of_engine(*_engine([kept, full], extra=extra, model__hf_text_config=HYBRID))
-    assert made.groups == (LayerGroup((), recurrent=True), LayerGroup((0,)))
-    assert made.recurrent == (RecurrentLayer("model.layers.0", 0, ((2, 2),), (torch.float32,)),)
 
 
 def _hybrid(dtype: torch.dtype = torch.bfloat16, mode: str = "align", **changes: Any) -> dict[str, Any]:
@@ -397,55 +368,13 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"specs": [_spec(MLAAttentionSpec, head_size=20)]}, UnsupportedModelError, "caches 2 latents of 20"),
-        (
-            {"extra": {"blend": {}}, "speculative": _drafts("ngram")},
-            UnsupportedModelError,
-            "blend: prompts of engines with speculative decoding .*remove the option",
-        ),
-        (
-            {"extra": {"blend": {}}, "cache__cache_dtype": "fp8", "specs": [_spec(dtype=torch.uint8)]},
-            UnsupportedModelError,
-            "blend: fp8 caches .*remove the option",
-        ),
         (
             _hybrid(mode="none"),
             UnsupportedModelError,
             "recurrent layers .*mamba_cache_mode='none' are not supported, .*pass --enable-prefix-caching to vLLM",
         ),
-        (
-            {"specs": [_spec(MambaSpec, mamba_cache_mode="align", shapes=(), dtypes=())]},
-            UnsupportedModelError,
-            "caches no keys and values: serve it without",
-        ),
-        (
-            _hybrid(speculative=_drafts("ngram")),
-            UnsupportedModelError,
-            "speculative decoding with recurrent layers: leave --speculative-config out",
-        ),
         (_hybrid(cache__prefix_match_unit=32), UnsupportedModelError, "leave --prefix-match-unit out"),
         (_hybrid(cache__use_replayssm=True), UnsupportedModelError, "leave --use-replayssm out"),
-        (
-            _hybrid(extra={"blend": {}}),
-            UnsupportedModelError,
-            "blend: must be used with one of llama, .*, got lfm2, .*remove the option",
-        ),
-        (
-            _hybrid(extra={"deadline_ms": 100}),
-            UnsupportedModelError,
-            "deadline_ms: a model with recurrent layers loads a prefix as a whole or not at all; remove it",
-        ),
-        (
-            _hybrid(parallel__pipeline_parallel_size=2),
-            UnsupportedModelError,
-            "pipeline parallelism is supported only where each layer has a cache.*set --pipeline-parallel-size 1",
-        ),
-        (
-            {"specs": [_spec(), _spec(ChunkedLocalAttentionSpec, attention_chunk_size=384)]},
-            InputError,
-            "chunk_tokens: must divide the 384 tokens of a chunk of the model's attention, .*got 256: set it to 128",
-        ),
-        ({"specs": [_spec(), _spec(RSWASpec)]}, UnsupportedModelError, "cache a RSWASpec are not supported"),
         ({"specs": [_spec(), _spec(block_size=96)]}, InputError, "chunk_tokens: must be a multiple of .* 96, got 256"),
         (
             {"specs": [_spec(), _spec(SlidingWindowSpec, sliding_window=80)]},
@@ -474,17 +403,10 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
             UnsupportedModelError,
             "layer 1: the engine caches 2 heads of 16, .*says 2 heads of 8",
         ),
-        (
-            {"model__hf_text_config": WINDOWED, "extra": {"blend": {}}},
-            UnsupportedModelError,
-            "blend: models with sliding windows",
-        ),
         ({"specs": [_spec(non_causal=True)]}, UnsupportedModelError, "non-causal attention"),
         ({"specs": [_spec(dtype=torch.uint8)]}, UnsupportedModelError, "a KV cache of uint8"),
         ({"specs": [_spec(num_kv_heads=1)]}, UnsupportedModelError, "caches 1 heads of 8.*says 2 heads of 8"),
-        ({"specs": [_spec(head_size=16)]}, UnsupportedModelError, "caches 2 heads of 16"),
         ({"specs": [_spec(head_size_v=4)]}, UnsupportedModelError, "caches 2 heads of 8"),
-        ({"layers": 3}, UnsupportedModelError, "caches 3 layers, the model has 2 that cache"),
         (
             {"cache__cache_dtype": "nvfp4"},
             UnsupportedModelError,
@@ -495,38 +417,13 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
             UnsupportedModelError,
             "partly torch.bfloat16 with kv_cache_dtype='fp8' .kv_cache_dtype_skip_layers.: give all layers one dtype",
         ),
-        (
-            {"parallel__pipeline_parallel_size": 2, "layers": 1, "extra": {"blend": {}}},
-            UnsupportedModelError,
-            "blend: prompts of engines with pipeline parallelism",
-        ),
         ({"parallel__decode_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
-        ({"parallel__prefill_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
-        (
-            {"parallel__distributed_executor_backend": "external_launcher", "parallel__tensor_parallel_size": 2},
-            UnsupportedModelError,
-            "external_launcher with several ranks",
-        ),
-        ({"parallel__tensor_parallel_size": 3}, InputError, "KV heads of layer 0"),
         (
             {"speculative": _drafts("dflash")},
             UnsupportedModelError,
             "speculative decoding by 'dflash': set \"method\" in --speculative-config to one of ngram, ngram_gpu, ",
         ),
-        ({"model__is_encoder_decoder": True}, UnsupportedModelError, "encoder-decoder"),
-        ({"model__runner_type": "pooling"}, UnsupportedModelError, "'pooling' model"),
-        ({"extra": {"chunk_tokens": 48}}, InputError, "chunk_tokens: must be a multiple of .* 32, got 48"),
-        (
-            {"extra": {"chunk_tokens": 512}},
-            InputError,
-            "chunk_tokens: must be within the model's 256 positions, got 512",
-        ),
-        ({"extra": {"chunks": 48}}, InputError, "no option 'chunks'"),
-        ({"extra": {"quality": "best"}}, InputError, "best"),
         ({"extra": {"kl": 0.1}}, InputError, "kl: must be quality='lossless' with an .* `cuvee profile learn`"),
-        ({"extra": {"quality": "balanced"}}, InputError, "quality: must be quality='lossless' with an unlearned"),
-        ({"extra": {"step": 0.1}}, InputError, "step: must be quality='lossless' with an unlearned"),
-        ({"extra": {"key_env": "CUVEE_NOT_SET"}}, InputError, "CUVEE_NOT_SET is not set"),
     ],
 )
 @pytest.mark.serves(model="recurrent layers, no states kept", where="refused")
@@ -534,6 +431,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
 @pytest.mark.serves(drafts="dflash", where="refused")
 @pytest.mark.serves(parallel="context parallelism", where="refused")
 def test_what_is_refused(changes: dict[str, Any], error: type[CuveeError], message: str) -> None:
+    """Besides what `test_random_options` draws."""
     with pytest.raises(error, match=message):
         Setup.of_engine(*_engine(**changes))
 
