@@ -183,26 +183,18 @@ class Desk:
                 key = store_key(tenant, self.tail(request, end, Scope(tenant)), rank)
                 self.store.entries[key] = b"blob"
 
-    def put(
-        self,
-        request: SimpleNamespace,
-        chunks: int,
-        tenant: str = "",
-        shards: int | None = None,
-        key_id: bytes = b"",
-        first: int = 0,
-    ) -> None:
+    def put(self, request: SimpleNamespace, chunks: int, tenant: str = "", key_id: bytes = b"", first: int = 0) -> None:
         for digest in self.digests(request, Scope(tenant))[first:chunks]:
-            for rank in range(self.shards if shards is None else shards):
+            for rank in range(self.shards):
                 self.store.entries[store_key(tenant, digest, rank, key_id)] = b"blob"
 
     def segment(self, tokens: Sequence[int], tenant: str = "") -> bytes:
         """Digest of a segment."""
         return content_digest(self.identity, Scope(tenant), tokens)
 
-    def put_segments(self, *segments: Sequence[int], tenant: str = "", ranks: Sequence[int] | None = None) -> None:
+    def put_segments(self, *segments: Sequence[int], tenant: str = "") -> None:
         for tokens in segments:
-            for rank in range(self.shards) if ranks is None else ranks:
+            for rank in range(self.shards):
                 self.store.entries[store_key(tenant, self.segment(tokens, tenant), rank)] = b"blob"
 
     def matched(self, request: SimpleNamespace, computed: int = 0) -> tuple[int, bool]:
@@ -374,11 +366,9 @@ class Bench:
         prefix = [self.chunk(at).within([held], [BLOCK]) for at in range(start // CHUNK, exact // CHUNK)]
         return Load(request, TENANT, prefix, start, end, held[start // BLOCK :], blend)
 
-    def load_tail(self, blocks: list[int], start: int, end: int, tail_end: int | None = None) -> Load:
-        """A load into `blocks`, from the first chunk's first block on, that ends with the tail of the first `tail_end`
-        tokens, or inside it.
-        """
-        tail = self.save_tail([], tail_end or end).entry
+    def load_tail(self, blocks: list[int], start: int, end: int) -> Load:
+        """A load into `blocks`, from the first chunk's first block on, that ends with the tail of `end` tokens."""
+        tail = self.save_tail([], end).entry
         return self._load("r", [*map(self.chunk, range(start // CHUNK, tail.start // CHUNK)), tail], blocks, start, end)
 
     def _load(self, request: str, prefix: list[Entry], blocks: list[int], start: int, end: int) -> Load:

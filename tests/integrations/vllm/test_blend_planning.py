@@ -169,26 +169,6 @@ def test_pieces_that_are_there_are_loaded_up_to_the_end_of_the_last(desk: Callab
     assert d.side.outcome(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
 
 
-def test_a_piece_that_is_missing_is_text(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST)
-    planned = load(d, ask(d))
-    assert planned.blend is not None
-    assert planned.end == 39 and [piece.start for piece in planned.blend.pieces] == [10]
-
-
-def test_what_the_engine_has_is_not_blended(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST, SECOND)
-    request = ask(d, chunks=3)  # of the third one, less is missing than is worth a load
-    planned = load(d, request, 40)
-    assert planned.blend is not None
-    assert (planned.prefix, planned.start, planned.end) == ([], 40, 65)
-    assert planned.blocks == BLOCKS[5:9] and planned.blend.blocks == BLOCKS[:9]
-    assert planned.blend.start == 40 and [piece.start for piece in planned.blend.pieces] == [44]
-    assert d.matched(ask(d, "s"), 72) == (0, False)
-
-
 @pytest.mark.parametrize("computed", [0, 8])
 def test_the_exact_prefix_comes_first(desk: Callable[..., Desk], computed: int) -> None:
     d = desk()
@@ -216,16 +196,6 @@ def test_a_piece_that_begins_in_the_exact_prefix_is_used_from_its_end_on(desk: C
     assert d.side.outcome(request) == {"blended": True, "reused_tokens": 23 + 21, "cost": 0.15}
 
 
-@pytest.mark.parametrize(("tokens", "found"), [(39, 38), (40, 39), (30, 29)])
-def test_the_last_token_is_always_computed(desk: Callable[..., Desk], tokens: int, found: int) -> None:
-    d = desk()
-    ids = [*text(10), *FIRST, 7][:tokens]
-    end = min(tokens, 39)
-    d.put_segments(ids[10:end])
-    planned = load(d, ask(d, ids=ids, segments=[(10, end)]))
-    assert planned.end == found and planned.blocks == BLOCKS[: -(-found // BLOCK)]
-
-
 def test_paragraphs_are_segments(desk: Callable[..., Desk]) -> None:
     line, blank = 1, LineBreaks.of(["x", "\n"])
     d = desk(breaks=blank)
@@ -237,49 +207,50 @@ def test_paragraphs_are_segments(desk: Callable[..., Desk]) -> None:
     assert [(piece.start, piece.tokens) for piece in planned.blend.pieces] == [(12, 21), (33, 29)]
 
 
-def test_a_request_may_name_its_segments(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST)
-    assert d.matched(ask(d)) == (39, True)
-    assert d.matched(ask(d, "s", segments=[])) == (0, False), "it has none"
-    assert d.side.outcome(make_request("s")) is None
+ENDING = [*text(10), *FIRST, 7]
 
 
-@pytest.mark.parametrize(("tokens", "position", "reused"), [(12, 4, 50), (30, 10, 50), (33, 11, 49)])
-def test_the_first_tokens_of_a_prompt_are_not_reused(
-    desk: Callable[..., Desk], tokens: int, position: int, reused: int
-) -> None:
-    d = desk(blend={"segment_tokens": tokens})
-    d.put_segments(FIRST, SECOND)
-    planned = load(d, request := ask(d, segments=[(10, 39), (44, 65)])).blend
-    told = d.side.outcome(request)
-    assert planned is not None and planned.first == position
-    assert told is not None and planned.reused(65) == reused == told["reused_tokens"]
-
-
-def test_a_piece_among_the_first_tokens_is_not_loaded(desk: Callable[..., Desk]) -> None:
-    d = desk(blend={"segment_tokens": 30})
-    d.put_segments(text(10), FIRST, SECOND)
-    planned = load(d, ask(d, segments=[(0, 10), (10, 39), (44, 65)])).blend
-    assert planned is not None and [piece.start for piece in planned.pieces] == [10, 44]
-
-
-@pytest.mark.parametrize(("tokens", "found"), [(15, 65), (18, 0)])
-def test_blends_that_reuse_too_little_are_not_made(desk: Callable[..., Desk], tokens: int, found: int) -> None:
-    d = desk(blend={"segment_tokens": tokens})  # 20 or 24 tokens at least
-    d.put_segments(SECOND)
-    request = ask(d)
+@pytest.mark.parametrize(
+    ("options", "stored", "asked", "computed", "expected"),
+    [
+        ({}, [FIRST, SECOND], {"chunks": 3}, 40, (40, 65, [44], 4, 21)),  # what the engine has is not blended
+        ({}, [FIRST, SECOND], {}, 72, None),
+        ({}, [FIRST], {}, 0, (0, 39, [10], 4, 29)),
+        ({}, [FIRST], {"segments": []}, 0, None),
+        # The last token is computed, whatever it belongs to.
+        ({}, [FIRST], {"ids": ENDING[:39], "segments": [(10, 39)]}, 0, (0, 38, [10], 4, 28)),
+        ({}, [FIRST], {"ids": ENDING, "segments": [(10, 39)]}, 0, (0, 39, [10], 4, 29)),
+        ({}, [FIRST[:20]], {"ids": ENDING[:30], "segments": [(10, 30)]}, 0, (0, 29, [10], 4, 19)),
+        # A third of a segment's tokens are not reused at the beginning of a prompt, and four thirds must be in all.
+        ({"segment_tokens": 30}, [FIRST, SECOND], {}, 0, (0, 65, [10, 44], 10, 50)),
+        ({"segment_tokens": 33}, [FIRST, SECOND], {}, 0, (0, 65, [10, 44], 11, 49)),
+        (
+            {"segment_tokens": 30}, [text(10), FIRST, SECOND], {"segments": [(0, 10), (10, 39), (44, 65)]}, 0,
+            (0, 65, [10, 44], 10, 50),
+        ),
+        ({"segment_tokens": 15}, [SECOND], {}, 0, (0, 65, [44], 5, 21)),
+        ({"segment_tokens": 18}, [SECOND], {}, 0, None),
+    ],
+)  # fmt: skip
+def test_what_is_blended(
+    desk: Callable[..., Desk], options: dict[str, Any], stored: list[list[int]], asked: dict[str, Any], computed: int,
+    expected: tuple[Any, ...] | None,
+) -> None:  # fmt: skip
+    """From where, to where, which pieces, and the first token that may be one of those that are reused."""
+    d = desk(blend=options)
+    d.put_segments(*stored)
+    request = ask(d, **asked)
     before = list(request.block_hashes)
-    assert d.matched(request) == (found, bool(found))
-    assert (request.block_hashes == before) is not bool(found)
-    assert d.side.outcome(request) == {"blended": bool(found), "reused_tokens": 21 * bool(found), "cost": 0.15}
-
-
-def test_a_prefix_too_short_to_be_loaded_is_not_loaded_for_a_blend(desk: Callable[..., Desk]) -> None:
-    d = desk(min_tokens=32)
-    d.put_segments(FIRST, SECOND)
-    planned = load(d, ask(d, chunks=1))
-    assert planned.blend is not None and planned.prefix == [] and planned.blend.start == 0
+    if expected is None:
+        assert d.matched(request, computed) == (0, False) and request.block_hashes == before
+        return
+    planned = load(d, request, computed)
+    told = d.side.outcome(request)
+    assert planned.blend is not None and told is not None and request.block_hashes != before
+    pieces = [piece.start for piece in planned.blend.pieces]
+    assert (planned.start, planned.end, pieces, planned.blend.first, told["reused_tokens"]) == expected
+    assert planned.blend.reused(planned.end) == told["reused_tokens"] and planned.prefix == []
+    assert planned.blend.blocks == BLOCKS[: -(-planned.end // BLOCK)] == BLOCKS[: computed // BLOCK] + planned.blocks
 
 
 def test_pieces_beyond_the_positions_of_the_model_are_not_used(
@@ -551,22 +522,6 @@ def test_nobody_is_told_who_did_not_ask(desk: Callable[..., Desk], reason: str, 
         assert d.side.outcome(request) is None and segments_of(d.plan((request, 0, 145)).saves) == []
 
 
-@pytest.mark.parametrize(
-    "wants", [{"cost": 7}, {"segments": [[0, 500]]}, {"segments": "all"}, {"segment": []}, "please", {"blend": "no"}]
-)
-def test_malformed_parameters_are_refused_and_the_request_is_served(
-    desk: Callable[..., Desk], wants: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    d = desk()
-    d.put_segments(FIRST, SECOND)
-    request = ask(d, kv_transfer_params={"cuvee": wants}, chunks=2)
-    assert "request r is not blended: kv_transfer_params.cuvee" in caplog.text
-    assert d.matched(request) == (32, True), "what is exact is loaded"
-    assert d.side.outcome(request) == {"blended": False, "refused": "parameters"}
-    assert refused(d) == {"parameters": 1}
-    assert segments_of(d.plan((request, 32, 45)).saves) == []
-
-
 def test_a_request_with_a_deadline_is_not_blended(desk: Callable[..., Desk]) -> None:
     d = desk()
     d.put_segments(FIRST, SECOND)
@@ -618,22 +573,6 @@ def test_the_engine_is_not_kept_waiting(desk: Callable[..., Desk]) -> None:
 
 def _wait(event: threading.Event) -> None:
     assert event.wait(30)
-
-
-def test_the_longest_segments_are_asked_for_first(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are worth most if time runs out."""
-    d, asked = desk(), list[str]()
-    contains = d.store.contains
-
-    def noted(keys: Sequence[str]) -> list[bool]:
-        asked.extend(keys)
-        return contains(keys)
-
-    monkeypatch.setattr(d.store, "contains", noted)
-    ids = [*text(10), *SECOND, *text(5, 30), *FIRST, *text(9)]
-    d.matched(ask(d, "r", ids, [(10, 31), (36, 65)]))
-    segments = [store_key("", d.segment(own), 0) for own in (FIRST, SECOND)]
-    assert [key for key in asked if key in segments] == segments
 
 
 def test_a_lookup_that_hangs_is_given_up(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,14 +85,6 @@ def test_a_gap_ends_the_prefix(desk: Callable[..., Desk]) -> None:
     assert d.matched(request) == (32, True)
 
 
-def test_what_the_engine_has_is_not_loaded(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request()
-    d.put(request, 3)
-    assert d.matched(request, 24) == (24, True)
-    assert d.matched(request, 40) == (0, False), "8 tokens are fewer than min_tokens"
-    assert d.matched(request, 48) == (0, False)
-
-
 def test_tenant_of_requests_without_salt(desk: Callable[..., Desk]) -> None:
     d = desk(tenant="alice")
     d.put(make_request(), 6, tenant="alice")
@@ -247,45 +239,40 @@ def test_the_load_that_is_planned(desk: Callable[..., Desk]) -> None:
     assert d.plan().loads == [], "the second call of the engine, after the load"
 
 
-def test_a_step_without_tokens_is_idle(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request()
-    d.side.arrived(request)
-    assert d.plan().idle
-    assert not d.plan((request, 0, 16)).idle and not d.plan((request, 16, 1), new=False).idle
-
-
 def _load(d: Desk, request: SimpleNamespace) -> StepPlan:
     d.side.allocated(request, [list(range(20))], d.matched(request)[0])
     return d.plan()
 
 
-def test_what_another_request_loads_is_waited_for(desk: Callable[..., Desk]) -> None:
+@pytest.mark.parametrize(
+    ("ends", "computed", "found"),
+    [
+        ("ended", 48, (0, False)),  # the engine has it now
+        ("ended", 0, (48, True)),  # or not: then it is loaded
+        ("failed", 0, (0, False)),  # and the store has lost it
+        ("aborted", 0, (48, True)),
+    ],
+)
+def test_what_another_request_loads_is_waited_for(
+    desk: Callable[..., Desk], ends: str, computed: int, found: tuple[int, bool]
+) -> None:
     d, first, second, third = desk(), make_request("a"), make_request("b"), make_request("c", tokens=40)
     d.put(first, 3)
     plan = _load(d, first)
+    assert d.matched(first) == (48, True), "not for itself"
     for other in (second, third):
         for _ in range(5):
             assert d.side.matched_tokens(other, 0)[0] is None
             d.plan()
-    d.side.take(Report([plan.step], {"a"}, [Restored("load", 48, 0, 0.1)]))
-    assert d.matched(second, 48) == (0, False), "the engine has it now"
-    assert d.matched(third) == (32, True), "or not: then it is loaded"
-
-
-def test_a_request_does_not_wait_for_itself(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request()
-    d.put(request, 3)
-    _load(d, request)
-    assert d.matched(request) == (48, True)
-
-
-def test_an_id_whose_load_is_under_way_is_not_loaded_for_another_request(desk: Callable[..., Desk]) -> None:
-    """The report of the load would be taken for the other's."""
-    d, request = desk(), make_request()
-    d.put(request, 3)
-    _load(d, request)
-    assert d.matched(make_request()) == (0, False)
-    assert d.recorder.totals()["uncached", "error"] == 1
+    if ends == "aborted":
+        d.side.finished(first, [[]])
+    elif ends == "failed":
+        d.store.entries.clear()
+        d.side.take(Report([plan.step], {"a"}, failed={"a"}))
+    else:
+        d.side.take(Report([plan.step], {"a"}, [Restored("load", 48, 0, 0.1)]))
+    assert d.matched(second, computed) == found
+    assert d.matched(third) == ((32, True) if found[0] or computed else found)
 
 
 def test_without_prefix_caching_nobody_waits(desk: Callable[..., Desk]) -> None:
@@ -295,23 +282,13 @@ def test_without_prefix_caching_nobody_waits(desk: Callable[..., Desk]) -> None:
     assert d.matched(second) == (48, True)
 
 
-def test_an_aborted_load_is_not_waited_for(desk: Callable[..., Desk]) -> None:
-    d, first, second = desk(), make_request("a"), make_request("b")
-    d.put(first, 3)
-    _load(d, first)
-    assert d.side.matched_tokens(second, 0) == (None, False)
-    d.side.finished(first, [[]])
-    assert d.matched(second) == (48, True)
-
-
-def test_after_a_failed_load_everybody_asks_again(desk: Callable[..., Desk]) -> None:
-    d, first, second = desk(), make_request("a"), make_request("b")
-    d.put(first, 3)
-    plan = _load(d, first)
-    assert d.side.matched_tokens(second, 0) == (None, False)
-    d.store.entries.clear()
-    d.side.take(Report([plan.step], {"a"}, failed={"a"}))
-    assert d.matched(second) == (0, False)
+def test_an_id_whose_load_is_under_way_is_not_loaded_for_another_request(desk: Callable[..., Desk]) -> None:
+    """The report of the load would be taken for the other's."""
+    d, request = desk(), make_request()
+    d.put(request, 3)
+    _load(d, request)
+    assert d.matched(make_request()) == (0, False)
+    assert d.recorder.totals()["uncached", "error"] == 1
 
 
 def test_an_aborted_request_is_not_loaded(desk: Callable[..., Desk]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.integrations.vllm.sides import BLOCK, LORA, Desk, generate, image, make_request
@@ -82,36 +83,6 @@ def test_decoding_stores_whole_chunks_and_the_end_of_a_request_its_tail(desk: Ca
     assert d.plan().last_saves == [], "once"
 
 
-def test_the_token_that_was_sampled_last_is_in_no_tail(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request(tokens=103)
-    d.matched(request)
-    d.plan((request, 0, 103))
-    generate(request, 1)  # 104 tokens, a whole block more, but the last has no KV
-    d.side.finished(request, [BLOCKS])
-    assert d.plan().last_saves == []
-
-
-def test_what_the_engine_planned_ahead_is_in_no_tail(desk: Callable[..., Desk]) -> None:
-    """Asynchronous scheduling: the step after the last is planned when it turns out that the request has ended."""
-    d, request = desk(), make_request(tokens=103)
-    d.matched(request)
-    d.plan((request, 0, 103))
-    d.plan((request, 103, 1), new=False)
-    generate(request, 1)
-    d.side.finished(request, [BLOCKS])
-    assert d.plan().last_saves == []
-
-
-def test_tails_of_answers_may_be_left_out(desk: Callable[..., Desk]) -> None:
-    d, request = desk(store_generated=False), make_request(tokens=103)
-    d.matched(request)
-    assert places(d.plan((request, 0, 103)).saves) == [(0, 0), (1, 32)]
-    generate(request, 20)
-    d.plan((request, 103, 19), new=False)
-    d.side.finished(request, [BLOCKS])
-    assert d.plan().last_saves == []
-
-
 def test_requests_with_one_prompt_store_one_tail(desk: Callable[..., Desk]) -> None:
     """n > 1 is that many requests."""
     d, first, second = desk(), make_request("a", tokens=103), make_request("b", tokens=103)
@@ -121,28 +92,47 @@ def test_requests_with_one_prompt_store_one_tail(desk: Callable[..., Desk]) -> N
     assert d.plan((second, 96, 7)).saves == []
 
 
-def test_a_prompt_that_ends_with_a_chunk_has_no_tail(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    for name, tokens, tails in (("a", 128, []), ("b", 135, []), ("c", 136, [(2, 8)])):
-        request = make_request(name, tokens=tokens)
-        d.matched(request)
-        assert places(d.plan((request, 0, tokens)).saves) == [(0, 0), (1, 0), *tails]
-
-
-def test_a_tail_too_short_ever_to_be_loaded_is_not_stored(desk: Callable[..., Desk]) -> None:
-    d = desk(min_tokens=32)
-    for name, tokens, expected in (("a", 31, []), ("b", 39, [(0, 32)]), ("c", 79, [(0, 0), (1, 8)])):
-        request = make_request(name, tokens=tokens)
-        d.matched(request)
-        assert places(d.plan((request, 0, tokens)).saves) == expected
-
-
-def test_an_aborted_prompt_leaves_what_was_computed(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request(tokens=103)
+@pytest.mark.parametrize(
+    ("options", "events", "blocks", "prompt", "last"),
+    [
+        ({}, [(0, 103), 1], BLOCKS, [(0, 0), (1, 32)], []),  # what was sampled last has no KV, and would end a block
+        ({}, [(0, 103), (103, 1), 1], BLOCKS, [(0, 0), (1, 32)], []),  # planned ahead, asynchronously
+        ({"store_generated": False}, [(0, 103), 20, (103, 19)], BLOCKS, [(0, 0), (1, 32)], []),
+        ({}, [(0, 90)], BLOCKS, [(0, 0)], [(1, 24)]),  # aborted
+        ({}, [(0, 90)], [], [(0, 0)], []),  # preempted
+        ({"stores": False}, [(0, 90)], BLOCKS, [], []),
+    ],
+)
+def test_what_a_request_leaves_at_its_end(
+    desk: Callable[..., Desk], options: dict[str, Any], events: list[Any], blocks: list[int],
+    prompt: list[tuple[int, int]], last: list[tuple[int, int]],
+) -> None:  # fmt: skip
+    """Events are steps, or numbers of tokens that were generated."""
+    d, request = desk(**options), make_request(tokens=103)
     d.matched(request)
-    d.plan((request, 0, 90))
-    d.side.finished(request, [BLOCKS])
-    assert places(d.plan().last_saves) == [(1, 24)]
+    saves: list[Save] = []
+    for event in events:
+        if isinstance(event, int):
+            generate(request, event)
+        else:
+            saves += d.plan((request, *event), new=event[0] == 0).saves
+    d.side.finished(request, [blocks])
+    assert (places(saves), places(d.plan().last_saves)) == (prompt, last)
+
+
+@pytest.mark.parametrize(
+    ("least", "tokens", "expected"),
+    [
+        (8, 128, [(0, 0), (1, 0)]), (8, 135, [(0, 0), (1, 0)]), (8, 136, [(0, 0), (1, 0), (2, 8)]), (32, 31, []),
+        (32, 39, [(0, 32)]), (32, 79, [(0, 0), (1, 8)]),
+    ],
+)  # fmt: skip
+def test_a_prompt_has_a_tail_if_a_whole_block_is_left_and_can_ever_be_loaded(
+    desk: Callable[..., Desk], least: int, tokens: int, expected: list[tuple[int, int]]
+) -> None:
+    d, request = desk(min_tokens=least), make_request(tokens=tokens)
+    d.matched(request)
+    assert places(d.plan((request, 0, tokens)).saves) == expected
 
 
 def test_a_request_aborted_while_it_loads_leaves_nothing(desk: Callable[..., Desk]) -> None:
@@ -170,14 +160,6 @@ def test_a_request_that_loads_again_after_it_was_preempted_leaves_nothing(desk: 
     d.side.allocated(request, [BLOCKS], tokens)
     request.num_computed_tokens = 100
     d.side.finished(request, [BLOCKS])
-    assert d.plan().last_saves == []
-
-
-def test_a_preempted_request_has_no_blocks_to_be_stored(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request(tokens=103)
-    d.matched(request)
-    d.plan((request, 0, 90))
-    d.side.finished(request, [[]])
     assert d.plan().last_saves == []
 
 
@@ -212,14 +194,6 @@ def test_what_was_computed_before_a_reset_is_in_no_tail(desk: Callable[..., Desk
     assert d.plan().last_saves == []
     assert d.plan((running, 98, 5), new=False).saves == []
     d.side.finished(running, [BLOCKS])
-    assert d.plan().last_saves == []
-
-
-def test_an_engine_that_only_loads_stores_no_tail(desk: Callable[..., Desk]) -> None:
-    d, request = desk(stores=False), make_request(tokens=103)
-    d.matched(request)
-    assert d.plan((request, 0, 90)).saves == []
-    d.side.finished(request, [BLOCKS])
     assert d.plan().last_saves == []
 
 
