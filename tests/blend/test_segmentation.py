@@ -22,11 +22,6 @@ sizes = st.tuples(st.integers(1, 20), st.integers(1, 30), st.integers(0, 40)).ma
 )
 
 
-def random_ids(count: int, seed: int = 0, vocabulary: int = 50_000) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(vocabulary, size=count).tolist()
-    return tokens
-
-
 def ends(spans: list[Span], low: int = 0, high: int | None = None) -> list[int]:
     """Where spans end within the tokens `low … high`, counted from `low`."""
     return [end - low for _, end in spans if low < end and (high is None or end <= high)]

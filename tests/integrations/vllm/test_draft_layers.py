@@ -90,13 +90,6 @@ def test_what_a_drafter_has_computed_is_restored_bit_for_bit(made: Callable[...,
     assert bench.counts()["loaded{drafts}"] == 2
 
 
-def test_a_load_from_the_middle_of_a_chunk_leaves_what_is_before_it(made: Callable[..., Drafted]) -> None:
-    bench = made()
-    bench.save_all()
-    bench.load_now([bench.load(ELSEWHERE, BLOCK, TOKENS)])
-    assert bench.drafted() == [False] * BLOCK + [True] * (TOKENS - BLOCK)
-
-
 @pytest.mark.parametrize("damage", ["gone", "damaged", "another's"])
 def test_an_entry_is_loaded_without_what_is_missing(made: Callable[..., Drafted], damage: str) -> None:
     """And what is damaged is deleted. The chunk behind it has its own."""

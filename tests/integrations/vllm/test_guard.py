@@ -333,7 +333,6 @@ class _Lying(DictStore):
         return self.said  # type: ignore[no-any-return]
 
 
-FIELDS = ("hits", "errors", "queued", "bytes")
 ODD: tuple[Any, ...] = (-5, "text", b"abc", None, [], float("nan"), float("inf"), 10**400, 1 << 64, -(1 << 64), 1 << 62)
 
 

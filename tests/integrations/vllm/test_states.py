@@ -81,24 +81,6 @@ def state_key(b: Bench) -> str:
     return store_key(TENANT, STATE.digest, b.rank, *b.codec.key_ids[:1])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_states_are_restored_exactly_into_their_own_blocks(bench: Callable[..., Bench], rank: int) -> None:
-    held = caches()
-    b = stored(bench, held, rank=rank, shards=2)
-    before = copied(held)
-    b.load_now([load()])
-    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_failed({"r"})
-    for layer, (source, target) in zip(LAYERS, ((7, 11), (9, 12)), strict=True):
-        for tensor, was in zip(held[layer.name], before[layer.name], strict=True):
-            assert same(tensor[target], was[source])
-            rest = [at for at in range(BLOCKS) if at != target]
-            assert same(tensor[rest], was[rest]), "left alone"
-    assert b.held(LOADED[1], 0, END)
-    assert b.counts()["loaded{state}"] == 1 and b.counts()["loaded_tokens"] == END
-    size = sum(layer.nbytes for layer in LAYERS)
-    assert b.counts()["raw_bytes"] == END * b.worker._state.bytes_per_token + size
-
-
 def test_a_state_is_stored_as_its_step_left_it(bench: Callable[..., Bench]) -> None:
     """The engine goes on in the same blocks while the state waits to be encoded."""
     held = caches()

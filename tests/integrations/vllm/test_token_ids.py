@@ -42,22 +42,6 @@ def sent(saves: list[Save]) -> dict[tuple[str, int], list[int] | None]:
 # The scheduler's side ------------------------------------------------------------------------------------------------
 
 
-def test_chunks_and_tails_are_sent_with_their_ids(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request(tokens=45)
-    ids = list(request.prompt_token_ids)
-    d.matched(request)
-    saves = d.plan((request, 0, 45)).saves
-    assert sent(saves) == {("chunk", 0): ids[:16], ("chunk", 16): ids[16:32], ("tail", 32): ids[32:40]}
-    request.all_token_ids += [11] * 6
-    request.num_tokens += 6
-    assert sent(d.plan((request, 45, 5), new=False).saves) == {("chunk", 32): [*ids[32:], 11, 11, 11]}
-    request.all_token_ids += [12] * 10
-    request.num_tokens += 10
-    d.plan((request, 50, 10), new=False)
-    d.side.finished(request, [PLACES])
-    assert sent(d.plan().last_saves) == {("tail", 48): [11, 11, 11, *[12] * 5]}
-
-
 def test_segments_are_sent_with_their_ids(desk: Callable[..., Desk]) -> None:
     blend = {"segment_tokens": 24}
     d, request = desk(blend=blend), make_request(tokens=60, kv_transfer_params={"cuvee": {"segments": [[5, 30]]}})

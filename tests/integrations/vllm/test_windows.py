@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from tests.conftest import fitted_to
-from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, Desk, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, TENANT, Bench, Desk, generate, make_request
 
-from cuvee.codec.paged import PagedCache
-from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.vllm.coded_pages import pairs_of_codes
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK, LayerGroup
 from cuvee.integrations.vllm.messages import Entry, Load, Save
 
@@ -88,75 +83,6 @@ def test_each_group_is_restored_into_its_own_blocks(
                 assert torch.equal(ours[layer][rest].nan_to_num(9), was[layer][rest].nan_to_num(9)), "left alone"
 
 
-def fp8_pages(codes: torch.dtype) -> PagedCache:
-    """Random codes everywhere, NaN among them, of which a layer's keys and values have scales of their own."""
-
-    def page() -> torch.Tensor:
-        return torch.randint(256, (BLOCKS, BLOCK, 2, 16), dtype=torch.uint8).view(codes)
-
-    scales = [0.5, 0.037, 3.0]
-    return PagedCache(LAYOUT, [page() for _ in scales], [page() for _ in scales], scales, scales[::-1])
-
-
-def fp8_bench(bench: Callable[..., Bench], cache: PagedCache, **options: Any) -> Bench:
-    """A worker whose engine has these pages, in one table of blocks."""
-    setup = {"pages": LAYOUT, "codes": cache.dtype}
-    return bench(cache=cache, groups=(LayerGroup((0, 1, 2)),), setup=setup, **options)
-
-
-@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_codes_are_restored_exactly(bench: Callable[..., Bench], codes: torch.dtype) -> None:
-    cache = fp8_pages(codes)
-    pairs = pairs_of_codes(LAYOUT, codes)
-    b = fp8_bench(bench, cache, profile=Profile.unlearned(pairs))
-    was = [tensor.view(torch.uint8).clone() for tensor in (*cache.keys, *cache.values)]
-    b.worker.saves.save(b.saves(list(range(1, 7)), range(3)))
-    b.drain()
-    assert b.counts()["raw_bytes"] == 3 * CHUNK * LAYOUT.values_per_token
-    b.load_now([load(b, [[20, 13, 17, 14, 19, 22]], 0, 3 * CHUNK)])
-    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
-    for tensor, before in zip((*cache.keys, *cache.values), was, strict=True):
-        now = tensor.view(torch.uint8)
-        assert torch.equal(now[[20, 13, 17, 14, 19, 22]], before[1:7])
-        assert torch.equal(now[:13], before[:13]), "left alone"
-
-
-def test_values_of_fp8_codes_are_coded_with_loss(bench: Callable[..., Bench]) -> None:
-    """At a fine step most values are nearest to the code that it was, whatever the scale."""
-    cache = fp8_pages(torch.float8_e4m3fn)
-    values = list(torch.randn(3, 6 * BLOCK, 2, 16))
-    cache.write(values, values, torch.arange(BLOCK, 7 * BLOCK))
-    b = fp8_bench(bench, cache, profile=fitted_to(LAYOUT), codec={"quality": None, "step": 4e-3})
-    was = [tensor.view(torch.uint8).clone() for tensor in (*cache.keys, *cache.values)]
-    b.worker.saves.save(b.saves(list(range(1, 7)), range(3)))
-    b.drain()
-    b.load_now([load(b, [[20, 13, 17, 14, 19, 22]], 0, 3 * CHUNK)])
-    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
-    for tensor, before in zip((*cache.keys, *cache.values), was, strict=True):
-        same = tensor.view(torch.uint8)[[20, 13, 17, 14, 19, 22]] == before[1:7]
-        assert same.float().mean() > 0.85, "with another scale next to none are"
-
-
-@pytest.mark.parametrize("groups", [MIXED, WINDOWED], ids=["mixed", "windowed"])
-def test_a_load_that_fails_in_part_fails_as_a_whole(
-    bench: Callable[..., Bench], groups: tuple[LayerGroup, ...]
-) -> None:
-    """By its request: a block's number is not enough where there are groups, and a null block is everybody's."""
-    b = bench(groups=groups)
-    store(b, groups)
-    del b.store.entries[b.key(2)]
-    tables = [[NULL_BLOCK] * 4 + [15, 16], [NULL_BLOCK] * 3 + [21, 17, 18]][: len(groups)]
-    if groups is MIXED:
-        tables[0] = [9, 10, 11, 12, 13, 14]
-    b.load_now([load(b, tables, 0, 3 * CHUNK)])
-    assert not b.worker.loads.take_failed(set()), "not before the engine learns that it is over"
-    assert b.worker.loads.take_failed(b.worker.loads.take_arrived()) == {"r"}
-    assert not b.worker.loads.take_failed({"r"}), "said once"
-    assert not b.worker.loads.take_invalid_blocks()
-    assert (b.counts()["recomputed_tokens"], b.counts().get("loaded_tokens", 0)) == (3 * CHUNK, 0)
-    assert b.worker.report(1).failed == {"r"}
-
-
 def test_a_load_that_cannot_begin_is_told_by_its_request(bench: Callable[..., Bench]) -> None:
     b = bench(groups=MIXED)
     b.load_now([Load("r", "", [], 0, 2 * BLOCK, [NULL_BLOCK, 3])])
@@ -195,34 +121,6 @@ def test_a_tail_whose_blocks_are_overwritten_in_any_group_is_not_copied(
     d.side.finished(request, d.tables)
     last = d.plan(overwritten=[overwritten]).last_saves
     assert [save.entry.tables for save in last] == [((102,), (122,))] * copied
-
-
-def test_a_load_has_blocks_of_every_group(desk: Callable[..., Desk]) -> None:
-    d, request = desk(groups=MIXED), make_request(tokens=3 * CHUNK + 1)
-    d.put(request, 3)
-    assert d.matched(request) == (3 * CHUNK, True)
-    tables = [20, 13, 17, 14, 19, 22], [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 21, 15, 16]
-    d.side.allocated(request, tables, 3 * CHUNK)
-    (planned,) = d.plan().loads
-    assert [entry.tables for entry in planned.prefix] == [
-        ((20, 13), (NULL_BLOCK, NULL_BLOCK)), ((17, 14), (NULL_BLOCK, 21)), ((19, 22), (15, 16)),
-    ]  # fmt: skip
-
-
-def test_blocks_of_a_group_may_have_other_numbers_of_tokens(desk: Callable[..., Desk]) -> None:
-    """Chunks and tails then end with whole blocks of every group."""
-    d, request = desk(groups=UNEQUAL, min_tokens=1), make_request(tokens=2 * CHUNK + BLOCK + 1)
-    d.put(request, 2)
-    assert d.matched(request) == (2 * CHUNK, True)
-    tables = list(range(20, 31)), [NULL_BLOCK, 5, 6, 7, 8, 9]
-    d.side.allocated(request, tables, 2 * CHUNK)
-    (planned,) = d.plan().loads
-    assert [entry.tables for entry in planned.prefix] == [
-        ((20, 21, 22, 23), (NULL_BLOCK, 5)), ((24, 25, 26, 27), (6, 7)),
-    ]  # fmt: skip
-    d.tables = tables
-    (tail,) = d.plan((request, 2 * CHUNK, BLOCK + 1)).saves
-    assert (tail.entry.start, tail.entry.tokens, tail.entry.tables) == (2 * CHUNK, BLOCK, ((28, 29), (8,)))
 
 
 def test_chunks_before_the_window_of_all_layers_are_not_fetched(desk: Callable[..., Desk]) -> None:

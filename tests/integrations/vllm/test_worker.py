@@ -453,24 +453,6 @@ def test_copies_have_a_budget(bench: Callable[..., Bench], caplog: pytest.LogCap
     assert len(b.store.entries) == 4, "the budget is free again"
 
 
-def test_ranks_have_keys_of_their_own(bench: Callable[..., Bench]) -> None:
-    b = bench(rank=1)
-    b.store_all(1)
-    assert set(b.store.entries) == {store_key(TENANT, b.digests[0], 1)} != {store_key(TENANT, b.digests[0], 0)}
-
-
-def test_long_loads_come_in_several_fetches(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.chunk_io.BATCH", 3)
-    b = bench()
-    b.store_all()
-    blocks = list(range(23, 7, -1))
-    b.load_now([b.load(blocks, 0, 8 * CHUNK)])
-    assert b.held(blocks, 0, 8 * CHUNK)
-    del b.store.entries[b.key(4)]
-    b.load_now([b.load(blocks, 0, 8 * CHUNK)])
-    assert b.worker.loads.take_invalid_blocks() == set(blocks[8:])
-
-
 class Ended(BaseException):
     """What the handler of a signal may raise."""
 
@@ -545,16 +527,6 @@ def test_several_ranks_store_only_what_all_of_them_have_computed(
     b.worker.close()
     assert set(b.store.entries) > {b.key(chunk) for chunk in range(5)} and b.key(5) not in b.store.entries
     assert b.counts()["stores_skipped{stopped}"] == 1 and "other ranks may not have computed them" in caplog.text
-
-
-def test_close_finishes_what_is_being_stored(bench: Callable[..., Bench]) -> None:
-    b = bench()
-    blocks = list(range(8))
-    b.fill(blocks, 4 * CHUNK)
-    b.worker.saves.save(b.saves(blocks, range(4)))
-    b.worker.close()
-    assert len(b.store.entries) == 4
-    b.worker.close()
 
 
 def _in_time(work: Callable[[], object], seconds: float = 10) -> None:
@@ -750,21 +722,8 @@ def test_a_tail_comes_back_after_its_chunks(bench: Callable[..., Bench], start: 
     assert (counts.get("loaded{chunk}", 0), counts["loaded{tail}"]) == (2 - start // CHUNK, 1)
 
 
-def test_a_load_may_end_inside_a_chunk(bench: Callable[..., Bench]) -> None:
-    """The last token of a prompt is computed, and its block with it: that block is not touched."""
-    b = bench()
-    b.store_all()
-    load = b.load([5, 6, 7], 0, 2 * CHUNK)
-    load.end = CHUNK + BLOCK
-    b.load_now([load])
-    assert b.held([5, 6, 7], 0, CHUNK + BLOCK)
-    assert {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()} == {5, 6, 7}
-    assert not b.worker.loads.take_invalid_blocks()
-    assert b.counts()["loaded{chunk}"] == 2
-
-
 def test_a_load_may_end_inside_a_tail(bench: Callable[..., Bench]) -> None:
-    """As above; needs blocks that are shorter than a tail."""
+    """The last token of a prompt is computed, and its block with it: that block is not touched."""
     b = bench(chunk_tokens=4 * BLOCK)
     b.fill([0, 1, 2], 3 * BLOCK)
     b.worker.saves.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, ((0, 1, 2),)))])
