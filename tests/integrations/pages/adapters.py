@@ -261,9 +261,10 @@ class Linker(Adapter):
             layers=self.layout.num_layers, heads=layer.kv_heads, dim=layer.head_dim, page_tokens=self.page,
             pages=6 * MOST, dtype=dtype,
         )  # fmt: skip
-        self._stack = ExitStack()
-        self._stack.enter_context(real_sglang.published_arguments())
-        self.cache = real_sglang.PrefixCache(pool, options)
+        with ExitStack() as stack:
+            stack.enter_context(real_sglang.published_arguments())
+            self.cache = real_sglang.PrefixCache(pool, options)
+            self._stack = stack.pop_all()  # what is refused leaves nothing published
 
     def submit(self, count: int, sequence: int = 0) -> None:
         slots = self.cache.alloc(count)

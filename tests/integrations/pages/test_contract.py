@@ -47,7 +47,7 @@ def make(kind: type[Adapter], store: DictStore) -> Iterator[Make]:
 
     yield build
     store.before = lambda operation: None
-    for each in made:
+    for each in reversed(made):  # each linker publishes SGLang's arguments again that were published before
         each.close()
 
 

@@ -169,7 +169,7 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     assert time.monotonic() - begun < 5 and len(d.store.calls) <= calls + 1, "50 x 0.2 s otherwise"
     d.side.take(Report())
     totals = d.recorder.totals()
-    assert totals["store_operations", "memory:error"] >= 1 and totals["lookups", "timeout"] <= 7
+    assert totals["store_operations", "memory:error"] >= 1 and totals["lookups", "timeout"] < 25, "most did not wait"
     go.set()
     deadline = time.monotonic() + 10
     while d.matched(make_request(f"again {time.monotonic()}")) != (96, True):
