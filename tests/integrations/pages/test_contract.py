@@ -6,12 +6,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.integrations.pages.adapters import ADAPTERS, L2, MOST, Adapter, HiCache, Linker, Tier
+from tests.integrations.sglang.real_sglang import published_arguments
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.recognizing import cached, ids_of, learned_profile, small_model
 
@@ -45,10 +47,11 @@ def make(kind: type[Adapter], store: DictStore) -> Iterator[Make]:
         made.append(kind(store, options or {}, **given))
         return made[-1]
 
-    yield build
-    store.before = lambda operation: None
-    for each in reversed(made):  # each linker publishes SGLang's arguments again that were published before
-        each.close()
+    with published_arguments() if kind is Linker else nullcontext():
+        yield build
+        store.before = lambda operation: None
+        for each in made:
+            each.close()
 
 
 # There and back -------------------------------------------------------------------------------------------------------
