@@ -268,6 +268,18 @@ def test_deleting_a_queued_entry(three: Three) -> None:
     assert set(three.top.entries) == set(three.low.entries) == set(three.deep.entries) == {B, C}
 
 
+def test_a_flush_ends_with_the_deletion_of_what_it_waits_for(three: Three) -> None:
+    busy = Held()
+    three.store._tiers[1]._threads.submit(busy)
+    busy.reached()
+    three.store.put(A, b"a")
+    flusher = within(three.store.flush)
+    flusher.join(0.1)
+    assert flusher.is_alive() and three.store.delete(A)
+    join(flusher)
+    busy.set()
+
+
 @pytest.mark.parametrize("tenant", [False, True])
 def test_a_deletion_waits_for_what_is_being_written(three: Three, tenant: bool) -> None:
     """All copies are gone when it returns; a later put stays."""
