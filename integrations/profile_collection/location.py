@@ -16,12 +16,12 @@ from urllib.parse import unquote
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.redaction import redacted
+from cuvee.integrations.stores.urls import OBJECT_SCHEMES
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _TIERED = "tiered:"
 _ID = re.compile(r"[0-9a-f]{32}")
 _REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
-_OBJECTS = ("s3", "gs", "az", "abfs", "http", "https")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class ProfileLocation:
             if not path.startswith("/") or set(rest) & set("#\0") or "\0" in path:
                 raise InputError(f"profile: must be file:///absolute/path, with %23 for # and %3F for ?, got {shown}")
             return cls("folder", path, shown, named)
-        if kind in _OBJECTS:
+        if kind in OBJECT_SCHEMES:
             return cls("objects", place, shown, named)
         repository = _REPOSITORY.fullmatch(rest.rstrip("/"))
         if kind != "hf" or repository is None or ".." in rest:
             raise InputError(
-                f"profile: must name a folder, object storage ({', '.join(_OBJECTS)}), hf://owner/name or "
+                f"profile: must name a folder, object storage ({', '.join(OBJECT_SCHEMES)}), hf://owner/name or "
                 f"hf://owner/name@revision, got {shown!r}"
             )
         return cls("hub", repository[1], shown, named, repository[2])

@@ -26,6 +26,7 @@ from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.integrations.stores.urls import OBJECT_SCHEMES
 
 try:
     import obstore
@@ -33,7 +34,6 @@ try:
 except ImportError as missing:
     raise ImportError("object stores need obstore: pip install cuvee[objects]") from missing
 
-SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")
 _THREADS = 16  # simultaneous requests; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
 # Of one request, with its response. What obstore takes for a passing failure is tried twice more within 10 s.
@@ -175,11 +175,11 @@ def connect(url: str) -> Any:
     """Return obstore's object for a prefix, without connecting.
 
     Raises:
-        InputError: it is none of `SCHEMES`, or obstore does not accept it.
+        InputError: it is none of `OBJECT_SCHEMES`, or obstore does not accept it.
     """
     where, scheme = redacted(url), url.partition("://")[0]
-    if scheme not in SCHEMES:
-        raise InputError(f"url: must begin with one of {', '.join(SCHEMES)} and '://', got {where}")
+    if scheme not in OBJECT_SCHEMES:
+        raise InputError(f"url: must begin with one of {', '.join(OBJECT_SCHEMES)} and '://', got {where}")
     plain = scheme == "http" or any(os.environ.get(name, "").lower() == "true" for name in _ALLOW_HTTP)
     options: dict[str, Any] = {"client_options": {**_TIMEOUTS, "allow_http": plain}, "retry_config": _RETRY}
     try:

@@ -36,6 +36,7 @@ _AMOUNTS: dict[str, tuple[dict[str, int], str]] = {
     "ttl": ({"s": 1, "m": 60, "h": 3600, "d": 86400}, "a number above 0 with s, m, h or d, such as 7d"),
 }
 _TIERED = "tiered:"
+OBJECT_SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")
 _PASSWORD = ("password_env", "password_file")
 
 
@@ -148,7 +149,7 @@ _KINDS: dict[str, tuple[Callable[[str, str, str, dict[str, Any]], Store], tuple[
     "file": (_file, ("max_gb", "ttl")),
     **dict.fromkeys(("redis", "rediss", "redis+cluster", "rediss+cluster"), (_redis, _SERVER)),
     "unix": (_redis, (*_SERVER, "db")),
-    **dict.fromkeys(("s3", "gs", "az", "abfs", "http", "https"), (_objects, ("ttl",))),
+    **dict.fromkeys(OBJECT_SCHEMES, (_objects, ("ttl",))),
 }
 # Why some stores have no budget, and what to do instead.
 _NO_BUDGET = {
