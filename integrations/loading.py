@@ -23,8 +23,9 @@ HICCUP = 0.025  # seconds by which anything may be late because another thread o
 _REFINED = 0.15  # what a chunk of both parts loses, over what its base alone loses
 _COMPUTED = 0.75  # what computing a chunk counts for, on the same scale: the engine's time has other uses
 _CANDIDATES = 12  # numbers of chunks that are compared
-_HALF_LIFE, _GIVEN = 0.2, 0.1  # seconds after which a rate's sample weighs half, and for which the initial rate counts
-_STALE = 60.0  # seconds without a sample after which a rate is forgotten: a tier that looks too slow is not asked
+_HALF_LIFE, _HALF_AGE = 0.2, 0.5  # seconds of transfer, and of the clock, after which a rate's sample weighs half
+_GIVEN = 0.1  # seconds for which the initial rate counts
+_STALE = 60.0  # seconds without a sample after which a rate is forgotten
 # Times that transfers and computing may take longer than expected where something must be in time.
 _SLOW = 1.64, 1.28
 
@@ -40,20 +41,24 @@ class RecentRates:
 
     def __call__(self, name: str) -> float:
         """Return the amount per second to expect."""
-        amount, seconds = self._current(name)
+        amount, seconds, _ = self._current(name)
         return amount / seconds
+
+    def age(self, name: str) -> float:
+        """Return the seconds since the last sample."""
+        return time.monotonic() - self._current(name)[2]
 
     def observe(self, name: str, amount: float, seconds: float) -> None:
         """Note what came in so many seconds."""
-        before, counted = self._current(name)
-        decay = 0.5 ** (seconds / _HALF_LIFE)
-        self._sums[name] = decay * before + amount, decay * counted + max(seconds, 1e-6), time.monotonic()
+        (before, counted, last), now = self._current(name), time.monotonic()
+        decay = 0.5 ** (seconds / _HALF_LIFE + (now - last if last > 0 else 0.0) / _HALF_AGE)
+        self._sums[name] = decay * before + amount, decay * counted + max(seconds, 1e-6), now
 
-    def _current(self, name: str) -> tuple[float, float]:
+    def _current(self, name: str) -> tuple[float, float, float]:
         amount, seconds, last = self._sums.get(name, (0.0, 0.0, -math.inf))
         if time.monotonic() - last > _STALE:
-            return _GIVEN * self._initial.get(name, self._otherwise), _GIVEN
-        return amount, seconds
+            return _GIVEN * self._initial.get(name, self._otherwise), _GIVEN, -math.inf
+        return amount, seconds, last
 
 
 class Choice(NamedTuple):

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from functools import partial
+from itertools import accumulate, compress, takewhile
 
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.chunk_io import BATCH
@@ -28,6 +29,7 @@ from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 _DECODING = "decoding"
 _REQUEST_SECONDS = 0.015  # of transfer that one request is for
 _UNDER_WAY = 2  # requests at a time, so that the link is never idle
+_PROBE_SECONDS = 1.0  # after which a tier that looks too slow is asked for a base, or it would look so for ever
 _WAKE_SECONDS = 0.02  # until the choice is made anew if nothing happens
 
 
@@ -82,6 +84,10 @@ class DeadlineLoad:
         self._prefill, self._end = LinearCost(*aim.prefill), self._edges[-1] + aim.rest
         self._deadline = job.begun + aim.seconds
         self._requests: deque[_Request] = deque()
+        self._probes = 0  # bases to ask for in any case
+        if tiers and state.rates.age(tiers[0]) > _PROBE_SECONDS:
+            state.rates.observe(tiers[0], 0.0, 0.0)  # no other load asks
+            self._probes = 1
 
     def fetched(self) -> Iterator[list[tuple[Entry, Fetched]]]:
         """Yield entries, some at a time: those that are to be refined with their refinements, once these are there, and
@@ -104,6 +110,8 @@ class DeadlineLoad:
                 yield batch
                 tokens = sum(entry.tokens * len(fetched.parts) for entry, fetched in batch)
                 self._state.rates.observe(_DECODING, tokens, time.monotonic() - begun)
+        for request in self._requests:  # they are not waited for, and tell how fast their tiers are
+            request.answer.add_done_callback(partial(self._learn, request))
         for each in self._chunks:
             if each.gone:
                 raise CuveeError(f"{self._restorer.name(each.entry)} is no longer in the store")
@@ -140,7 +148,7 @@ class DeadlineLoad:
         base waits for a refinement in the same request, which a store may not answer.
         """
         while len(self._requests) < _UNDER_WAY:
-            bases = [each for each in self._chunks[: choice.chunks] if not each.asked]
+            bases = [each for each in self._chunks[: choice.chunks or self._probes] if not each.asked]
             refined = [each for each in self._chunks[: choice.refined] if 0 < each.parts == each.asked]
             several = bases or [each for each in refined if each.asked < len(each.tiers)]
             if not several:
@@ -162,13 +170,17 @@ class DeadlineLoad:
 
     def _take(self) -> None:
         """Take the first answer."""
-        request, nbytes = self._requests.popleft(), 0.0
-        answer = request.answer.result()
-        for chunk, fetched in zip(request.chunks, answer.found, strict=True):
+        request = self._requests.popleft()
+        for chunk, fetched in zip(request.chunks, request.answer.result().found, strict=True):
             chunk.held = fetched
-            if chunk.parts > request.part:
-                nbytes += self._state.nbytes(chunk.entry, request.part)
-        self._restorer.learn(self._job, request.tier, nbytes, answer)
+        self._learn(request, request.answer)
+
+    def _learn(self, request: _Request, answer: Future[Answer]) -> None:
+        """Learn from an answer, if there is one, how fast its tier is."""
+        if not answer.cancelled() and answer.exception() is None:
+            came = [len(found.parts) > request.part for found in answer.result().found]
+            nbytes = sum(self._state.nbytes(each.entry, request.part) for each in compress(request.chunks, came))
+            self._restorer.learn(self._job, request.tier, nbytes, answer.result())
 
     def _due(self, refined: int) -> list[tuple[Entry, Fetched]]:
         """Return some entries to decode: those of which more is there than in the pages, unless more is to come."""

@@ -20,6 +20,7 @@ from tests.integrations.vllm.sides import CHUNK, Bench
 from tests.integrations.vllm.test_worker_deadline import BLOCKS, PARTS, STEP, keys_of, profile
 
 from cuvee.codec.errors import CuveeError
+from cuvee.integrations import loading
 from cuvee.integrations.loading import RecentRates
 from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.vllm import worker_deadline, worker_restore
@@ -51,7 +52,7 @@ class Simulation:
         self.state.sizes = [each / (CHUNKS * CHUNK) for each in bytes_of(bench)]
         self.state.rates = RecentRates({**initial, "decoding": CHUNK / DECODE}, otherwise=1e9)
         self.pools: Any = SimpleNamespace(fetchers=self)
-        for module in (worker_deadline, worker_restore):
+        for module in (worker_deadline, worker_restore, loading):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(worker_deadline, "wait", self._wait)
         monkeypatch.setattr(self.restorer, "_pools", self.pools)
@@ -210,6 +211,27 @@ def test_loads_without_a_deadline_tell_that_a_link_has_become_faster(
     simulation.load()
     end, parts, _ = simulation.run(0.4, token)
     assert end <= 0.4 and len(parts) > CHUNKS / 2
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
+def test_a_tier_that_looks_too_slow_is_asked_again(
+    bench: Callable[..., Bench], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By loads with a deadline alone, for one base at a time, a second after the last answer."""
+    b = bench()
+    b.store_all(CHUNKS)
+    bases, _ = bytes_of(b)
+    token = 0.5 / (CHUNKS * CHUNK + REST)
+    simulation = Simulation(b, {"memory": lambda at: bases / (1.0 if at < 0.3 else 0.1)}, 1.0, monkeypatch)
+    for _ in range(10):
+        simulation.state.rates.observe("memory", bases / 10, 0.1)
+    asked = b.store.calls.count("get")
+    assert simulation.run(0.4, token)[1] == [] and b.store.calls.count("get") == asked
+    simulation.now += seconds
+    assert simulation.run(0.4, token)[1] == [], "it is computed, whatever comes of it"
+    assert b.store.calls.count("get") == asked + (seconds > 1)
+    simulation.now += 0.1
+    assert (simulation.run(0.4, token)[1] != []) is (seconds > 1)
 
 
 def test_requests_that_share_a_link_tell_how_fast_all_of_it_is(
