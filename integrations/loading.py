@@ -38,15 +38,20 @@ class RecentRates:
     def __init__(self, initial: Mapping[str, float], otherwise: float) -> None:
         self._initial, self._otherwise = initial, otherwise
         self._sums: dict[str, tuple[float, float, float]] = {}  # decayed amount and seconds, and the time of the last
+        self._due: dict[str, float] = {}  # when a sample was due
 
     def __call__(self, name: str) -> float:
         """Return the amount per second to expect."""
         amount, seconds, _ = self._current(name)
         return amount / seconds
 
-    def age(self, name: str) -> float:
-        """Return the seconds since the last sample."""
-        return time.monotonic() - self._current(name)[2]
+    def is_due(self, name: str, seconds: float) -> bool:
+        """Return whether the caller is to get a sample: there was none for so long, nor was anybody told to get one."""
+        now = time.monotonic()
+        due = now - max(self._current(name)[2], self._due.get(name, -math.inf)) > seconds
+        if due:
+            self._due[name] = now
+        return due
 
     def observe(self, name: str, amount: float, seconds: float) -> None:
         """Note what came in so many seconds."""

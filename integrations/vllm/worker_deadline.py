@@ -66,15 +66,7 @@ class _Request:
 
 
 class DeadlineLoad:
-    """One load, on the thread that loads it.
-
-    Args:
-        state: of the worker; it keeps what loads measure.
-        pools: threads of the worker.
-        restorer: reads entries.
-        job: the load.
-        aim: what it aims at.
-    """
+    """One load, on the thread that loads it. The worker's state keeps what loads measure."""
 
     def __init__(self, state: WorkerState, pools: WorkerPools, restorer: Restorer, job: LoadJob, aim: Aim) -> None:
         self._state, self._pools, self._restorer, self._job = state, pools, restorer, job
@@ -84,10 +76,7 @@ class DeadlineLoad:
         self._prefill, self._end = LinearCost(*aim.prefill), self._edges[-1] + aim.rest
         self._deadline = job.begun + aim.seconds
         self._requests: deque[_Request] = deque()
-        self._probes = 0  # bases to ask for in any case
-        if tiers and state.rates.age(tiers[0]) > _PROBE_SECONDS:
-            state.rates.observe(tiers[0], 0.0, 0.0)  # no other load asks
-            self._probes = 1
+        self._probes = int(bool(tiers) and state.rates.is_due(tiers[0], _PROBE_SECONDS))  # bases asked for in any case
 
     def fetched(self) -> Iterator[list[tuple[Entry, Fetched]]]:
         """Yield entries, some at a time: those that are to be refined with their refinements, once these are there, and

@@ -234,6 +234,31 @@ def test_a_tier_that_looks_too_slow_is_asked_again(
     assert (simulation.run(0.4, token)[1] != []) is (seconds > 1)
 
 
+def test_only_one_load_asks_a_tier_again_and_what_fails_or_is_gone_tells_nothing(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    b = bench()
+    b.store_all(CHUNKS)
+    pending: list[Future[Answer]] = []
+
+    def submit(*_: object) -> Future[Answer]:
+        pending.append(Future())
+        return pending[-1]
+
+    simulation = Simulation(b, {"memory": lambda at: 1.0}, 1.0, monkeypatch)
+    b.store.entries.clear()
+    monkeypatch.setattr(simulation.pools, "fetchers", SimpleNamespace(submit=submit))
+    for _ in range(3):
+        simulation.run(0.4, 1e-6)
+    assert len(pending) == 1
+    pending[0].set_exception(OSError("planted"))
+    assert not caplog.text
+    monkeypatch.setattr(simulation.pools, "fetchers", simulation)
+    simulation.now += 2
+    simulation.run(0.4, 1e-6)
+    assert "get" in b.store.calls and simulation.state.rates("memory") == pytest.approx(1.0)
+
+
 def test_requests_that_share_a_link_tell_how_fast_all_of_it_is(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
