@@ -447,6 +447,22 @@ def reset(engine: Driven) -> None:
     _found_again(engine, prompt)
 
 
+def reset_while_running(engine: Driven) -> None:
+    """What a running request computed before the reset is not stored as if it were of afterwards."""
+    prompt = prompt_of("reset while running")
+    engine.submit(prompt, 2 * CHUNK)
+    while engine.free_blocks() > engine.all_blocks - len(prompt) // BLOCK:
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    done = engine.finish().popitem()[1]
+    engine.settle()
+    whole = [*prompt, *done.tokens]
+    later = [chunk for chunk in range(len(whole) // CHUNK) if engine.key(whole, chunk) in engine.faults.entries]
+    assert not later, f"chunks {later} were stored"
+
+
 def forwards_raise(engine: Driven) -> None:
     """A forward raises, anywhere in a layer: the store has nothing of that step, nor of any after it, and all that it
     has is what it gets when the same is asked and no forward raises.
@@ -526,6 +542,7 @@ INJECTED: Scenarios = {
         abort_after_failure,
         load_hangs,
         reset,
+        reset_while_running,
         *_GOES_ON,
     )
 }

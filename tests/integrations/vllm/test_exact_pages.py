@@ -21,8 +21,10 @@ from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm.sides import BLOCK, CHUNK, TENANT, Bench
 from tests.integrations.vllm_tier.real_tiers import real
 
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.draft_layers import Drafts
 from cuvee.integrations.vllm.exact_pages import find_exact_pages
@@ -201,12 +203,52 @@ def test_pages_are_restored_byte_for_byte(
             assert torch.equal(engine.held(name, at), expected), f"{name}, block {at}"
 
 
+def missing(bench: Bench, engine: Engine, make: MakeEngine) -> None:
+    del bench.store.entries[bench.key(1)]
+
+
 def damaged(bench: Bench, engine: Engine, make: MakeEngine) -> None:
     """In the section of the last layer, an indexer's: sections follow the header in the order of the layers."""
     assert engine.setup().layers.names[-1].endswith("indexer.k_cache")  # type: ignore[union-attr]
     blob = bytearray(bench.store.entries[bench.key(1)])
     blob[-100] ^= 1
     bench.store.entries[bench.key(1)] = bytes(blob)
+
+
+def of_another_indexer(bench: Bench, engine: Engine, make: MakeEngine) -> None:
+    other = Codec(Profile.unlearned(make(codes=CODES // 2).setup().layout), "lossless")
+    empty = PagedCache.empty(other.profile.layout, CHUNK, range(2 * LAYERS), torch.device("cpu"))
+    for tensor in (*empty.keys, *empty.values):
+        tensor.zero_()
+    (bench.store.entries[bench.key(1)],) = other.encode(PagedChunks(empty, [torch.arange(CHUNK)], [CHUNK]))
+
+
+def without_an_indexer(bench: Bench, engine: Engine, make: MakeEngine) -> None:
+    """Latents alone, as if the indexer's keys had been left out."""
+    whole = engine.setup().layout
+    layout = replace(whole, layers=whole.layers[::2])
+    slots = torch.arange(CHUNK) % BLOCK + BLOCK * torch.tensor(TABLE[2:]).repeat_interleave(BLOCK)
+    found = engine.found()
+    latents = PagedCache(layout, found.keys[::2], found.values[::2])
+    codec = Codec(Profile.unlearned(layout), "lossless")
+    (bench.store.entries[bench.key(1)],) = codec.encode(PagedChunks(latents, [slots], [CHUNK]))
+
+
+@pytest.mark.parametrize("fault", [missing, damaged, of_another_indexer, without_an_indexer])
+def test_without_its_indexers_keys_a_chunk_is_computed(
+    make_engine: MakeEngine, make_bench: Callable[..., Bench], fault: Callable[[Bench, Engine, MakeEngine], None]
+) -> None:
+    """And those in front of it are loaded."""
+    engine = make_engine()
+    bench = make_bench(engine)
+    save(bench)
+    fault(bench, engine, make_engine)
+    assert load(bench) == set(ELSEWHERE[CHUNK // BLOCK :])
+    counts = bench.counts()
+    assert (counts["loaded_tokens"], counts["recomputed_tokens"]) == (CHUNK, TOKENS - CHUNK)
+    assert sum(value for name, value in counts.items() if name.startswith("failures")) == 1
+    for name in engine.pages:
+        assert torch.equal(engine.held(name, ELSEWHERE[0]), engine.held(name, TABLE[0]))
 
 
 @pytest.mark.serves(model="latents (MLA) with a sparse indexer", parallel="tensor parallelism", where="classes")
