@@ -184,7 +184,7 @@ class QualityBench:
     Example:
         >>> from cuvee.eval.baselines.quantizers import Float8, Kivi
         >>> from cuvee.calibration.corpus import read_corpus, spread_sequences
-        >>> from cuvee.calibration.bundled import load_bundled_model
+        >>> from cuvee.calibration.corpus import load_bundled_model
         >>> from cuvee.eval.quality import QualityBench
         >>> model, _ = load_bundled_model()
         >>> tokens = spread_sequences([read_corpus("orchard", "books-3m")], length=128, count=2)

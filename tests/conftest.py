@@ -340,8 +340,7 @@ class Books:
 @pytest.fixture(scope="session")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
     """The bundled model, calibrated on `harbour`."""
-    from cuvee.calibration.bundled import load_bundled_model
-    from cuvee.calibration.corpus import BUNDLED_MODEL, read_corpus, spread_sequences
+    from cuvee.calibration.corpus import BUNDLED_MODEL, load_bundled_model, read_corpus, spread_sequences
     from cuvee.calibration.sequences import reread
 
     model, _ = load_bundled_model()
@@ -358,7 +357,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
 @pytest.fixture(scope="session")
 def bundled() -> tuple[Any, Any]:
     """The bundled model and its tokenizer."""
-    from cuvee.calibration.bundled import load_bundled_model
+    from cuvee.calibration.corpus import load_bundled_model
 
     return load_bundled_model()
 

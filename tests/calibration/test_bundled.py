@@ -13,9 +13,8 @@ from cuvee.calibration.bundled import (
     TEXTS,
     bundled_model_path,
     bundled_text,
-    load_bundled_model,
 )
-from cuvee.calibration.corpus import BUNDLED_MODEL, read_corpus, spread_sequences
+from cuvee.calibration.corpus import BUNDLED_MODEL, load_bundled_model, read_corpus, spread_sequences
 from cuvee.calibration.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.errors import InputError
 

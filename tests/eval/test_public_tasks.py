@@ -17,7 +17,7 @@ import pytest
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from cuvee.calibration.bundled import load_bundled_model
+from cuvee.calibration.corpus import load_bundled_model
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.eval.baselines.quantizers import Uncompressed
 from cuvee.eval.lm import CuveeLM

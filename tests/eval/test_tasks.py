@@ -12,7 +12,7 @@ import pytest
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from cuvee.calibration.bundled import load_bundled_model
+from cuvee.calibration.corpus import load_bundled_model
 from cuvee.codec.errors import InputError
 from cuvee.eval import tasks
 from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed

@@ -210,7 +210,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import cuvee, cuvee.codec, cuvee.kernels, cuvee.blend, cuvee.integrations, cuvee.eval
 from cuvee.codec.errors import CuveeError
-from cuvee.calibration.bundled import bundled_text, load_bundled_model
+from cuvee.calibration import bundled_text, load_bundled_model
 assert cuvee.CuveeError is CuveeError
 model, tokenizer = load_bundled_model()
 assert tokenizer.decode(tokenizer(bundled_text("orchard")[:200]).input_ids) == bundled_text("orchard")[:200]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import cuvee
-from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text, load_bundled_model
-from cuvee.calibration.corpus import load_model, load_tokenizer
+from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text
+from cuvee.calibration.corpus import load_bundled_model, load_model, load_tokenizer
 from cuvee.calibration.real_model import REAL_MODEL, ModelUnavailableError
 from cuvee.codec.codec import Codec
 from cuvee.codec.models.forward import prefill

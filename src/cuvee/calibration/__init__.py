@@ -21,9 +21,16 @@ from cuvee.calibration.bundled import (
     EVALUATION_TEXTS,
     bundled_model_path,
     bundled_text,
-    load_bundled_model,
 )
-from cuvee.calibration.corpus import BUNDLED_MODEL, Corpus, load_model, load_tokenizer, read_corpus, spread_sequences
+from cuvee.calibration.corpus import (
+    BUNDLED_MODEL,
+    Corpus,
+    load_bundled_model,
+    load_model,
+    load_tokenizer,
+    read_corpus,
+    spread_sequences,
+)
 from cuvee.calibration.kinds import KINDS, mixture, mixture_text, more_text, tokenized
 from cuvee.calibration.real_model import ModelUnavailableError
 from cuvee.calibration.sequences import LENGTH, PREFIX, reread, sample_text

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from cuvee.calibration.bundled import TEXTS, bundled_model_path, bundled_text, no_progress_bar
+from cuvee.calibration.bundled import TEXTS, bundled_model_path, bundled_text
 from cuvee.calibration.real_model import REAL_MODEL, smollm2_path
 from cuvee.codec.errors import InputError
 from cuvee.codec.models.forward import coded_layout
@@ -33,6 +33,7 @@ __all__ = [
     "Corpus",
     "as_input_error",
     "leading_ids",
+    "load_bundled_model",
     "load_model",
     "load_tokenizer",
     "model_path",
@@ -107,12 +108,36 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     transformers = _transformers("a model")
     path = model_path(name)
     coded_layout(load_config(path))  # refuses before any weights are read
-    with as_input_error(name), no_progress_bar() if name in (BUNDLED_MODEL, REAL_MODEL) else nullcontext():
+    with as_input_error(name), _no_progress_bar() if name in (BUNDLED_MODEL, REAL_MODEL) else nullcontext():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=False, local_files_only=_only_local(path)
         )
     loaded: PreTrainedModel = model.to(place).eval()
     return loaded
+
+
+def load_bundled_model(
+    dtype: torch.dtype = torch.float32,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the bundled model and its tokenizer, in evaluation mode, on the CPU and without a network.
+
+    Args:
+        dtype: of the parameters. They are stored as bfloat16; float32, the default, is both faster and
+            more precise on a CPU.
+
+    Raises:
+        InputError: `dtype` is not a floating-point type.
+        ImportError: transformers is not installed (install `cuvee[transformers]`).
+
+    Example:
+        >>> from cuvee.calibration.corpus import load_bundled_model
+        >>> model, tokenizer = load_bundled_model()
+        >>> f"{model.num_parameters():,}", model.config.num_hidden_layers
+        ('3,443,136', 6)
+    """
+    if not dtype.is_floating_point:
+        raise InputError(f"dtype: must be a floating-point type, got {dtype}")
+    return load_model(BUNDLED_MODEL, str(dtype).removeprefix("torch.")), load_tokenizer(BUNDLED_MODEL)
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -169,6 +194,20 @@ def _transformers(what: str) -> Any:
     except ImportError as error:
         raise ImportError(f"{what} needs transformers: pip install 'cuvee[transformers]'") from error
     return transformers
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Hide the progress bar of a load that takes a fraction of a second; restore the setting afterwards."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @contextmanager

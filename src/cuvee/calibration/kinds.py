@@ -105,7 +105,7 @@ def mixture(
         InputError: `sequences` or `length` is out of range.
 
     Example:
-        >>> from cuvee.calibration.bundled import load_bundled_model
+        >>> from cuvee.calibration.corpus import load_bundled_model
         >>> from cuvee.calibration.kinds import mixture
         >>> kinds = mixture(*load_bundled_model(), sequences=24, length=64, samples=False)
         >>> list(kinds)
@@ -152,7 +152,7 @@ def more_text(tokenizer: PreTrainedTokenizerBase, length: int = 512) -> torch.Te
     `mixture` draws its sequences from these, apart from those that it generates.
 
     Example:
-        >>> from cuvee.calibration.bundled import load_bundled_model
+        >>> from cuvee.calibration.corpus import load_bundled_model
         >>> more_text(load_bundled_model()[1], 64).shape[1]
         64
     """

@@ -250,7 +250,7 @@ def test_a_folder_that_holds_other_things_is_left_alone(tmp_path: Path, console:
 
 
 def test_a_profile_that_was_exchanged_is_noticed(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, books: Any
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, books: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, _ = done
     shutil.copytree(out, tmp_path / "run")
@@ -258,6 +258,10 @@ def test_a_profile_that_was_exchanged_is_noticed(
     (tmp_path / "run" / "report.json").write_text(json.dumps({**data, "complete": False}))
     books.profile.save(tmp_path / "run" / "profiles" / "layer.safetensors")
     with pytest.raises(InputError, match="is not the profile this report was measured with"):
+        run_report(CONFIG, tmp_path / "run", console)
+    (tmp_path / "run" / "profiles" / "layer.safetensors").unlink()
+    monkeypatch.setattr(cuvee, "calibrate", lambda *_, **__: books.profile)
+    with pytest.raises(InputError, match="the profile layer is gone and cannot be learned again the same"):
         run_report(CONFIG, tmp_path / "run", console)
 
 

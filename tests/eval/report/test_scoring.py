@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuvee.calibration.bundled import load_bundled_model
-from cuvee.calibration.corpus import BUNDLED_MODEL
+from cuvee.calibration.corpus import BUNDLED_MODEL, load_bundled_model
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
