@@ -173,6 +173,5 @@ def test_the_rest_is_not_asked_for_once_the_request_has_ended(desk: Callable[...
         tracked = d.side._requests.tracked["r"]
         d.side._planner.refuse(tracked, "failed")
     go.set()
-    d.side.close()
     assert d.side._state.lookup_threads.dismiss(20)
     assert 1 <= counted.count(CALL_KEYS) <= 2, "of the prefix, of the segments: seven more of these were left"
