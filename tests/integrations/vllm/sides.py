@@ -106,6 +106,7 @@ def scheduled(
     blocks: Callable[[str], tuple[list[int], ...]],
     new: bool = True,
     overwritten: Sequence[int] | None = None,
+    copies: Sequence[tuple[int, int]] | None = None,
 ) -> SimpleNamespace:
     """vLLM's `SchedulerOutput`, of `Desk.plan`'s arguments and the blocks of each request."""
     fresh = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=before) for r, before, _ in steps if new]
@@ -119,7 +120,7 @@ def scheduled(
         total_num_scheduled_tokens=sum(count for _, _, count in steps),
         kv_connector_block_state=SimpleNamespace(get_block_ids=blocks),
         new_block_ids_to_zero=overwritten,
-        kv_cache_block_copies=None,
+        kv_cache_block_copies=copies,
     )
 
 
@@ -207,18 +208,20 @@ class Desk:
         raise AssertionError("no answer")
 
     def plan(
-        self, *steps: tuple[SimpleNamespace, int, int], new: bool = True, overwritten: Sequence[int] | None = None
-    ) -> StepPlan:
+        self, *steps: tuple[SimpleNamespace, int, int], new: bool = True, overwritten: Sequence[int] | None = None,
+        copies: Sequence[tuple[int, int]] | None = None,
+    ) -> StepPlan:  # fmt: skip
         """The plan of a step that computes `(request, tokens before, tokens in this step)`.
 
         Args:
             steps: request by request.
             new: whether the engine runs these requests for the first time.
             overwritten: blocks that the engine fills with zeros before the step.
+            copies: pairs of blocks, of which it copies the first to the second before the step.
         """
         for request, before, count in steps:
             request.num_computed_tokens = before + count  # as the engine does once it has planned a step
-        return self.side.plan(scheduled(steps, lambda name: self.tables, new, overwritten))
+        return self.side.plan(scheduled(steps, lambda name: self.tables, new, overwritten, copies))
 
     def unstored(self) -> dict[str, float]:
         """Tokens that are not stored, by reason."""

@@ -430,6 +430,16 @@ def test_a_preempted_request_finds_its_own_chunks(desk: Callable[..., Desk]) -> 
     assert d.matched(request) == (64, True), "with the tokens it generated"
 
 
+def test_a_preempted_request_stores_again_what_the_store_has_lost(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request()
+    d.matched(request)
+    assert len(d.plan((request, 0, 100)).saves) == 6
+    request.num_computed_tokens = 0
+    d.now += 61
+    assert d.matched(request) == (0, False)
+    assert len(d.plan((request, 0, 100), new=False).saves) == 6
+
+
 def test_reset_finds_nothing_that_was_there(desk: Callable[..., Desk]) -> None:
     d, request, other = desk(), make_request(), make_request("s")
     d.put(request, 6)

@@ -173,13 +173,14 @@ def test_a_preempted_request_finds_its_tail_and_does_not_store_it_again(desk: Ca
     assert places(d.plan((request, 96, 10)).saves) == []
 
 
-def test_blocks_that_are_overwritten_before_the_step_are_not_stored(desk: Callable[..., Desk]) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_blocks_that_are_overwritten_before_the_step_are_not_stored(desk: Callable[..., Desk], copied: bool) -> None:
     d, first, second = desk(), make_request("a", tokens=103), make_request("b", tokens=100)
-    for request, overwritten in ((first, [111]), (second, [112])):
+    for request, block in ((first, 111), (second, 112)):
         d.matched(request)
         d.plan((request, 0, 98))
         d.side.finished(request, [BLOCKS])
-        saves = d.plan(overwritten=overwritten).last_saves
+        saves = (d.plan(copies=[(7, block)]) if copied else d.plan(overwritten=[block])).last_saves
         assert places(saves) == ([] if request is first else [(1, 32)]), "block 111 holds its end, 112 does not"
         assert d.unstored() == {"overwritten": 32}
 
