@@ -695,12 +695,14 @@ def test_a_saved_cache_goes_on_identically(
         same_text(generate(model, ids, loaded), expected)
 
 
-def test_a_row_of_a_padded_batch_is_saved_without_its_padding(model: Any, tmp_path: Path) -> None:
+def test_a_row_of_a_padded_batch_is_saved_without_its_padding(model: Any, layout: KVLayout, tmp_path: Path) -> None:
     ids, mask = prompt(2), torch.ones(2, TOKENS, dtype=torch.int64)
     mask[1, :5] = 0
     cache = prefill(model, ids * mask, mask=mask)
     path = tmp_path / "row"
-    save_cache(cache, path, row=1, attention_mask=mask)
+    save_cache(cache, path, input_ids=ids, row=1, attention_mask=mask)
+    held = read_cache_file(path, layout).token_ids
+    assert held is not None and held.tolist() == ids[1, 5:].tolist()
     loaded: Any = load_cache(path, model)
     for got, want in zip(loaded.layers, cache.layers, strict=True):
         assert torch.equal(got.keys[0], want.keys[1, :, 5:]) and torch.equal(got.values[0], want.values[1, :, 5:])
@@ -709,15 +711,6 @@ def test_a_row_of_a_padded_batch_is_saved_without_its_padding(model: Any, tmp_pa
     with pytest.raises(InputError, match=r"^row: must be an int from 0 to 1, got 2"):
         save_cache(cache, path, row=2)
     # What was there stays when nothing can be saved.
-    assert load_cache(path, model).get_seq_length() == TOKENS - 5
-
-
-def test_a_file_holds_the_ids_of_its_tokens(model: Any, layout: KVLayout, tmp_path: Path) -> None:
-    ids, mask, path = prompt(2), torch.ones(2, TOKENS, dtype=torch.int64), tmp_path / "row"
-    mask[1, :5] = 0
-    save_cache(prefill(model, ids * mask, mask=mask), path, input_ids=ids, row=1, attention_mask=mask)
-    chunk = read_cache_file(path, layout)
-    assert chunk.token_ids is not None and chunk.token_ids.tolist() == ids[1, 5:].tolist()
     assert load_cache(path, model).get_seq_length() == TOKENS - 5
 
 
