@@ -56,6 +56,7 @@ class _Runtime:
 class ObjectStore(CountedStore):
     """Sealed entries as objects. The store connects when it is first used.
 
+        >>> from cuvee.integrations.stores.base import StoreError
         >>> store = ObjectStore("s3://bucket/kv", ttl=7 * 86400)
         >>> try:
         ...     blob = store.get("ab/01")  # None: a miss

@@ -47,6 +47,7 @@ class RedisStore(CountedStore):
     An operation fails if the server does not reply for `timeout`, and is not tried again then. Connections that break
     are made once more; a cluster's commands are tried three times, while slots or nodes change.
 
+        >>> from cuvee.integrations.stores.base import StoreError
         >>> store = RedisStore("redis://localhost:6379/0", ttl=3600)
         >>> try:
         ...     blob = store.get("ab/01")  # None: a miss
