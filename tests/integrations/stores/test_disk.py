@@ -644,7 +644,7 @@ def test_a_put_that_finds_no_room_is_given_up_and_the_next_one_has_it(
     assert store.put("ef/0000", bytes(9_000 - HEADER_BYTES)) is True and store.flush(20) and used(root) == 9000
 
 
-@pytest.mark.parametrize("lost", [b"", b"cuvI" + bytes(32), b"x" * 36])
+@pytest.mark.parametrize("lost", [b"", b"cuvI" + bytes(32), b"cuvI" + b"\1\0\0\0\0\0\0\0" * 4, b"x" * 36])
 def test_figures_that_are_lost_are_counted_again(root: Path, lost: bytes) -> None:
     """By the first put of a process."""
     first = DiskStore(root, max_bytes=100_000)
@@ -717,6 +717,7 @@ def test_replacing_does_not_use_up_the_budget(root: Path) -> None:
 
 def test_what_others_keep_in_the_folder_is_left_alone(root: Path) -> None:
     others = [root / "notes.txt", root / "ab" / "readme", root / "photos" / "ab" / "abcd", root / "ab" / "01" / "02ff"]
+    others.append(root / "ab" / "00" / "notes.txt")
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(2000))
@@ -725,12 +726,13 @@ def test_what_others_keep_in_the_folder_is_left_alone(root: Path) -> None:
     store = DiskStore(root, max_bytes=1000, ttl=60)
     for name in range(10):
         store.put(f"ab/{name:04x}", bytes(500))
-    assert (
-        store.flush(20)
-        and counters(store).evictions
-        and all(path.exists() for path in others)
-        and (root / "empty").exists()
-    )
+    assert store.flush(20) and counters(store).evictions
+    store._lost = True
+    scan(store)
+    assert all(path.exists() for path in others) and (root / "empty").exists()
+    own = list(store.keys("ab"))
+    assert all(key.startswith("ab/00") and len(key) == 7 for key in own)
+    assert counters(store).bytes == len(own) * (500 + HEADER_BYTES)
 
 
 def test_an_entry_used_since_the_scan_is_not_evicted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
