@@ -285,7 +285,7 @@ def test_damage_is_found_when_it_is_fetched(desk: Callable[..., Desk], store: Di
 
 
 def test_damage_that_cannot_be_deleted_does_not_hold_a_lookup(desk: Callable[..., Desk], store: DictStore) -> None:
-    d = desk(lookup_timeout=0.3)
+    d = desk(lookup_timeout=1.0)
     d.save(range(4))
     key = d.key(0)
     store.entries[key] = store.entries[key][:-1]

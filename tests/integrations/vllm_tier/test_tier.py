@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,12 +162,13 @@ def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[...
 def test_draining_ends_all_jobs_and_reports_each(engine: Callable[..., Engine], store: DictStore) -> None:
     e = engine()
     e.save([50])
-    store.before = lambda operation: time.sleep(0.05) if operation == "put" else None
+    held = hold(store, "put")
     for number in range(15):
         e.offload([number])
+    assert held.begun.wait(30)
+    threading.Timer(0.2, held.set).start()
     e.reset()  # asserts that no job is left
     assert not e.manager._jobs and not e.tier._jobs
-    store.before = lambda operation: None
     e.view.fill_(-1)
     found = [number for number in range(15) if e.load([number])]
     assert len(found) == e.counters["saved_pages"] - 1 < 15
