@@ -15,7 +15,6 @@ from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import wait_until
 
-from cuvee.blend.segmentation import LineBreaks
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
@@ -140,7 +139,6 @@ class Desk:
         own_store: bool = False,
         prefix_caching: bool = True,
         profile: Profile | None = None,
-        breaks: LineBreaks | None = None,
         groups: tuple[LayerGroup, ...] = (),
         make_events: Callable[[Any, range], EventPair | None] | None = None,
         setup: Mapping[str, Any] | None = None,
@@ -165,7 +163,7 @@ class Desk:
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
             engine, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
-            breaks, make_events,
+            None, make_events,
         )  # fmt: skip
 
     def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, image, make_request
 
-from cuvee.blend.segmentation import LineBreaks
 from cuvee.integrations.vllm.blending import planning
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.blending.planning import Segmented
@@ -194,17 +193,6 @@ def test_a_piece_that_begins_in_the_exact_prefix_is_used_from_its_end_on(desk: C
     assert planned.blend.pieces[0] == segment(d, FIRST, 10), "it is decoded as a whole"
     assert request.block_hashes[:2] == before[:2] and request.block_hashes[2] != before[2]
     assert d.side.outcome(request) == {"blended": True, "reused_tokens": 23 + 21, "cost": 0.15}
-
-
-def test_paragraphs_are_segments(desk: Callable[..., Desk]) -> None:
-    line, blank = 1, LineBreaks.of(["x", "\n"])
-    d = desk(breaks=blank)
-    first, second = [*FIRST[:-2], line, line], [*SECOND[:-2], line, line]
-    d.put_segments(first, second)
-    ids = [*text(10), line, line, *second, *first, *text(12, 40)]
-    planned = load(d, ask(d, ids=ids, segments=None))
-    assert planned.blend is not None
-    assert [(piece.start, piece.tokens) for piece in planned.blend.pieces] == [(12, 21), (33, 29)]
 
 
 ENDING = [*text(10), *FIRST, 7]
@@ -479,15 +467,6 @@ def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[...,
     assert_exact(all_saves(d, request, 0), 30, (30, 29), (59, 21))
 
 
-def test_a_failed_load_of_the_prefix_is_no_refused_blend(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    request = ask(d, chunks=2)
-    assert load(d, request).blend is None
-    d.side.take(Report([1], ended={"r"}, failed={"r"}))
-    assert d.matched(request) == (0, False) and refused(d) == {}
-    assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)], "it is exact"
-
-
 # What is refused -----------------------------------------------------------------------------------------------------
 
 IMAGE = image(start=2)
@@ -666,22 +645,6 @@ def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -
 
 
 # All ranks together --------------------------------------------------------------------------------------------------
-
-
-def test_all_ranks_recompute_in_the_same_step(desk: Callable[..., Desk]) -> None:
-    d = desk(shards=3)
-    d.put_segments(FIRST, SECOND)
-    for name in ("a", "b"):
-        load(d, ask(d, name))
-    d.side.take(Report([1], placed=["a", "b", "a"]))
-    assert d.plan().blends == []
-    d.side.take(Report([2], placed=["b", "b"]))
-    assert d.plan().blends == ["b"]
-    d.side.take(Report([3], placed=["a"]))
-    plan = d.plan()
-    assert plan.blends == ["b", "a"] and plan.drops == []
-    d.side.take(Report([4], ended={"a", "b"}))
-    assert d.plan().blends == []
 
 
 @pytest.mark.parametrize("planned_between", [False, True])
