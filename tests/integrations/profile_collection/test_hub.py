@@ -206,6 +206,8 @@ def test_a_repository_that_is_not_there_names_the_remedy(hub: FakeHub) -> None:
     refuses(message, "hf://your/profiles")
     with pytest.raises(StoreError, match=message):
         push(where="hf://your/profiles")
+    with pytest.raises(OSError, match="your/model is not a local folder and is not a valid model identifier"):
+        load_config("your/model")
 
 
 def test_a_commit_cannot_be_pushed_to(hub: FakeHub) -> None:
