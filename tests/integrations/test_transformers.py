@@ -493,13 +493,6 @@ def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Call
         decode_cache(codec, blobs, tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 2e4}))
 
 
-def test_blob_of_another_layout(model: Any, layout: KVLayout) -> None:
-    short = replace(layout, max_positions=99)
-    (chunk,) = chunks_from_cache(prefill(model, prompt(1)), short)
-    with pytest.raises(ProfileMismatchError, match=r"^blobs\[0\]: must have the layout of the codec's profile"):
-        decode_cache(lossless_codec(layout), [lossless_codec(short).encode(chunk)], model.config)
-
-
 def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[..., Any], model: Any) -> None:
     config = tiny_config("llama", hidden_act="none that transformers knows")
     with pytest.raises(UnsupportedModelError, match="must be able to build"):

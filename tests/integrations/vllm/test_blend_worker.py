@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import fitted_to
-from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench, poison
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
@@ -78,8 +78,7 @@ def store_segments(b: Bench, *segments: tuple[int, int]) -> None:
     saves = [b.save_segment(blocks, *segment) for segment in segments or SEGMENTS]
     b.worker.saves.save([*saves, *b.saves(blocks, range(2))])
     b.drain()
-    for tensor in b.cache.keys + b.cache.values:
-        tensor.fill_(torch.nan)
+    poison(b.cache)
     b.worker.report(0)
 
 
@@ -425,8 +424,7 @@ def test_an_exact_prefix_may_end_with_a_part_of_a_tail(bench: Callable[..., Benc
     b.fill(blocks, 8 * CHUNK)
     b.worker.saves.save([b.save_segment(blocks, 5, 20), b.save_tail(blocks, 24), *b.saves(blocks, range(1))])
     b.drain()
-    for tensor in b.cache.keys + b.cache.values:
-        tensor.fill_(torch.nan)
+    poison(b.cache)
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=24)
     load.prefix.append(b.save_tail(PAGES, 24).entry)
     if gone:

@@ -699,8 +699,7 @@ def _store_tail(b: Bench, end: int) -> None:
     b.fill(blocks, end)
     b.worker.saves.save([*b.saves(blocks, range(end // CHUNK)), b.save_tail(blocks, end)])
     b.drain()
-    for tensor in b.cache.keys + b.cache.values:
-        tensor.fill_(torch.nan)
+    poison(b.cache)
 
 
 @pytest.mark.parametrize("start", [0, BLOCK, CHUNK, 2 * CHUNK])
