@@ -798,6 +798,25 @@ def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyP
     assert store.put("ab/0005", bytes(5000)) and used(root) <= 10_000
 
 
+def test_a_forked_process_does_not_keep_the_lock(root: Path) -> None:
+    """It shares the open file, as a copy of the descriptor does."""
+    DiskStore(root).put(KEY, b"x")
+    with safe_files.open_store_folder(str(root)) as opened:
+        with safe_files.file_lock(".lock", opened) as file:
+            forked = os.dup(file)
+        with safe_files.file_lock(".lock", opened, wait=0):
+            os.close(forked)
+
+
+def test_a_scan_that_fails_is_told(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(DiskStore, "_scan", raising(errno.EIO))
+    store = DiskStore(root)
+    assert store.put(KEY, b"x") and store.flush(20) and store.get(KEY) == b"x"
+    assert "cannot look for old entries: " in caplog.text and os.strerror(errno.EIO) in caplog.text
+
+
 def test_nobody_fails_while_another_process_scans_for_long(root: Path) -> None:
     """As in a large folder on slow storage. What fits is stored at once; the rest is given up, which is no error."""
     store = DiskStore(root, max_bytes=10_000)
