@@ -196,6 +196,23 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(
     assert untimed(data) == untimed(whole)
 
 
+def test_scores_before_an_interruption_are_kept(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score, asked = TaskScorer.score, []
+
+    def once(*given: Any) -> Any:
+        asked.append(given)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+        return score(*given)
+
+    monkeypatch.setattr(TaskScorer, "score", once)
+    with pytest.raises(KeyboardInterrupt):
+        run_report(replace(CONFIG, methods=("kivi2",), limit=2, sequences=2), tmp_path / "run", console)
+    assert [s["key"] for s in json.loads((tmp_path / "run" / "report.json").read_text())["scores"]] == ["bf16"]
+
+
 def test_a_complete_run_is_only_rendered_anew(
     done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
