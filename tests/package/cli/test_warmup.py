@@ -13,8 +13,10 @@ from tests.package.cli.running import fails
 from cuvee.codec.stages.compiled import compiler
 
 CODED = """
-import torch
-from cuvee import Codec, KVChunk, fit
+from dataclasses import replace
+import numpy as np, torch
+from cuvee import Codec, KVChunk, Profile, fit
+from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 layer = LayerLayout(2, 32, 32, Rope(tuple(0.5**i for i in range(16))))
 layout = KVLayout("other", (layer,) * 3, "bfloat16", None)
@@ -22,7 +24,12 @@ def chunk(seed, tokens):
     torch.manual_seed(seed)
     return KVChunk(torch.randn(3, tokens, 2, 32).bfloat16(), torch.randn(3, tokens, 2, 32).bfloat16(), layout)
 profile = fit(layout, [chunk(seed, 300) for seed in range(3)], "head")
-for codec in (Codec.without_profile(layout, threads=1), *(Codec(profile, step=s, threads=1) for s in (0.1, 3.0))):
+one = np.ones(1, np.float32)
+predictor = Predictor(np.zeros(1, np.int32), one, one, one, 0.0, 0.0, one[:0], np.ones(2, np.float32), one[:0])
+learned = tuple(replace(section, predictor=predictor) for section in profile.learned)
+classed = Profile(profile.layout, profile.group, profile.source, profile.family, learned)
+coded = (Codec(p, step=s, threads=1) for p in (profile, classed) for s in (0.1, 3.0))
+for codec in (Codec.without_profile(layout, threads=1), *coded):
     for tokens in (9, 300):
         assert codec.decode(codec.encode(chunk(9, tokens)), 4).tokens == tokens
 print("coded")
