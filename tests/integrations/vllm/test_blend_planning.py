@@ -535,21 +535,6 @@ def intercept(d: Desk, segment: Sequence[int], act: Callable[[], None]) -> None:
     d.store.contains = asked  # type: ignore[method-assign]
 
 
-def test_the_engine_is_not_kept_waiting(desk: Callable[..., Desk]) -> None:
-    d, go = desk(lookup_timeout=5), threading.Event()
-    d.put_segments(FIRST)
-    intercept(d, FIRST, lambda: _wait(go))
-    requests = [ask(d, str(number)) for number in range(3)]
-    for request in requests:
-        while d.side._requests.tracked[request.request_id].settled is False:
-            assert d.side.matched_tokens(request, 0) == (None, False)
-            d.plan()
-    assert [d.side.matched_tokens(request, 0) for request in requests] == [(None, False)] * 3
-    assert d.side._state.patience == 0, "they share that of the step"
-    go.set()
-    assert {d.matched(request) for request in requests} == {(39, True)}
-
-
 def _wait(event: threading.Event) -> None:
     assert event.wait(30)
 
