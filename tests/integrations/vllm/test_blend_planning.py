@@ -467,6 +467,15 @@ def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[...,
     assert_exact(all_saves(d, request, 0), 30, (30, 29), (59, 21))
 
 
+def test_a_failed_load_of_the_prefix_is_no_refused_blend(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = ask(d, chunks=2)
+    assert load(d, request).blend is None
+    d.side.take(Report([1], ended={"r"}, failed={"r"}))
+    assert d.matched(request) == (0, False) and refused(d) == {}
+    assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)], "it is exact"
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 IMAGE = image(start=2)

@@ -239,6 +239,13 @@ def test_the_load_that_is_planned(desk: Callable[..., Desk]) -> None:
     assert d.plan().loads == [], "the second call of the engine, after the load"
 
 
+def test_a_step_without_tokens_is_idle(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request()
+    d.side.arrived(request)
+    assert d.plan().idle
+    assert not d.plan((request, 0, 16)).idle and not d.plan((request, 16, 1), new=False).idle
+
+
 def _load(d: Desk, request: SimpleNamespace) -> StepPlan:
     d.side.allocated(request, [list(range(20))], d.matched(request)[0])
     return d.plan()
