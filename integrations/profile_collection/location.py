@@ -15,8 +15,8 @@ from typing import Literal
 from urllib.parse import unquote
 
 from cuvee.codec.errors import InputError
+from cuvee.integrations.stores.base import OBJECT_SCHEMES
 from cuvee.integrations.stores.redaction import redacted
-from cuvee.integrations.stores.urls import OBJECT_SCHEMES
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _TIERED = "tiered:"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.naming.part_keys import MAX_PARTS, part_key
 
+OBJECT_SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")  # of the URLs of object storage
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
 _TENANT = re.compile(r"[0-9a-f]{1,64}")
 

@@ -22,11 +22,11 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from cuvee.codec.errors import InputError
+from cuvee.integrations.stores.base import OBJECT_SCHEMES
 from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.stores.urls import OBJECT_SCHEMES
 
 try:
     import obstore

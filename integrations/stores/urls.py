@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote, urlsplit
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.secret_sources import read_secret
-from cuvee.integrations.stores.base import Store
+from cuvee.integrations.stores.base import OBJECT_SCHEMES, Store
 from cuvee.integrations.stores.redaction import redacted
 
 _MEMORY_BYTES = 4 * 10**9
@@ -36,7 +36,6 @@ _AMOUNTS: dict[str, tuple[dict[str, int], str]] = {
     "ttl": ({"s": 1, "m": 60, "h": 3600, "d": 86400}, "a number above 0 with s, m, h or d, such as 7d"),
 }
 _TIERED = "tiered:"
-OBJECT_SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")
 _PASSWORD = ("password_env", "password_file")
 
 
