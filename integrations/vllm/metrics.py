@@ -48,20 +48,21 @@ def merge(first: Mapping[str, float], second: Mapping[str, float], replace: bool
 
 
 def figures(data: Mapping[str, float]) -> dict[str, int | float]:
-    """Return what was counted of a drained dict, or of totals, by the names that it has in the log; no gauges."""
+    """Return a drained dict, or totals, by the names that they have in the log, with the ratio of what was stored."""
     shown: dict[str, float] = {}
     for key, value in data.items():
         metric, label = metric_of(key)
-        if metric.kind == "gauge":
-            continue
         name = f"{metric.name} {'count' if metric.kind == 'histogram' else label}".strip()
         shown[name] = shown.get(name, 0) + value
+    if shown.get("stored_bytes"):
+        shown["ratio"] = shown.get("raw_bytes", 0) / shown["stored_bytes"]
     return {name: round(value, 3) for name, value in sorted(shown.items())}
 
 
 def summary(data: Mapping[str, float]) -> str:
-    """Return `figures` in one line."""
-    return "; ".join(f"{name} {value:,}" for name, value in figures(data).items()) or "nothing counted"
+    """Return `figures` in one line, without gauges."""
+    counted = {key: value for key, value in data.items() if metric_of(key)[0].kind != "gauge"}
+    return "; ".join(f"{name} {value:,}" for name, value in figures(counted).items()) or "nothing counted"
 
 
 class Recorder:

@@ -32,8 +32,8 @@ class CuveeStats(KVConnectorStats):
         return figures(self.data)
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing for the log."""
-        return not self.reduce()
+        """Return whether there are no figures: the engine drops what is empty, so a gauge alone is not."""
+        return not self.data
 
 
 class CuveePrometheus(KVConnectorPromMetrics):

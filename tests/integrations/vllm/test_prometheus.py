@@ -120,7 +120,8 @@ def test_stats_as_vllm_uses_them() -> None:
     stats.aggregate(kind({"raw_bytes|": 1, "pending_bytes|": 1}))
     assert stats.to_dict() == {"raw_bytes|": 2, "pending_bytes|": 1}
     assert later.to_dict() == {"raw_bytes|": 1, "pending_bytes|": 2}
-    assert stats.reduce() == {"raw_bytes": 2}
+    assert stats.reduce() == {"raw_bytes": 2, "pending_bytes": 1}
+    assert not kind({"pending_bytes|": 0}).is_empty(), "vLLM would drop it, and the gauge stay what it was"
     stats.reset()
     assert stats.is_empty() and kind().is_empty()
 
@@ -163,9 +164,10 @@ def test_from_the_scheduler_to_the_text_and_the_log(client: Any) -> None:
     lines: list[str] = []
     log.log(lambda text, figures: lines.append(text % figures))
     assert lines == [
-        "KV Transfer metrics: failures load=4, load_seconds count=6, loaded_tokens=1024, raw_bytes=2000, "
-        "store_operations disk:corrupt=2, store_operations disk:dropped=10, store_operations disk:hit=2, "
-        "store_operations memory:hit=6, store_operations memory:miss=2, stored_bytes=500"
+        "KV Transfer metrics: failures load=4, load_seconds count=6, loaded_tokens=1024, pending_bytes=0, ratio=4.0, "
+        "raw_bytes=2000, store_bytes disk=90000.0, store_operations disk:corrupt=2, store_operations disk:dropped=10, "
+        "store_operations disk:hit=2, store_operations memory:hit=6, store_operations memory:miss=2, "
+        "store_queue_depth disk=0, store_queue_depth memory=0, stored_bytes=500"
     ]
     log.log(lines.append)
     assert len(lines) == 1, "nothing came"
