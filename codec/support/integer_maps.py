@@ -49,7 +49,7 @@ def integer_maps(matrices: Sequence[torch.Tensor], leading: Sequence[int]) -> In
         own[:rows, :used] = matrix[:, :used]
         scale = torch.maximum(own.norm(dim=1) / _LONGEST_ROW, own.abs().amax(1) / LONGEST) if used else own.sum(1)
         rounded = (own / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int16)
-        tiles = rounded.view(-1, _TILE, own.shape[1] // 2, 2).transpose(1, 2).contiguous()
+        tiles = rounded.view(len(own) // _TILE, _TILE, own.shape[1] // 2, 2).transpose(1, 2).contiguous()
         fields.append((own.shape[1], rows, at, first, before))
         maps.append(tiles.numpy().reshape(-1).view(np.int32))
         scales.append(scale.numpy())

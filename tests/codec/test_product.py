@@ -204,6 +204,20 @@ def test_the_largest_sums_of_integers_fit() -> None:
 
 
 @needs_avx2
+def test_a_block_may_have_nothing_that_is_dense() -> None:
+    """Integers serve the block before it, and none of its own."""
+    blocks = maps([40, 24], 64)
+    expected = [np.ones(64, np.float32), np.zeros(64, np.float32)]
+    y = torch.cat([sparse((1, 64, 20), 0.9), sparse((1, 64, 20), 0.1)])
+    mixed, exact = (
+        compiled.synthesize(y, compiled.prepare_inverse(blocks, 64, kind, expected), [], torch.empty(20 * 64)).clone()
+        for kind in (Products.INT16, Products.FLOAT32)
+    )
+    assert torch.equal(mixed[:, 40:], exact[:, 40:])
+    assert 0 < float((mixed[:, :40] - exact[:, :40]).abs().max()) <= INTEGER_ERROR * float(y.norm(dim=1).max())
+
+
+@needs_avx2
 def test_integers_of_a_column_without_a_token_do_not_matter() -> None:
     matrices = maps([40], 64)
     inverse = compiled.prepare_inverse(matrices, 64, Products.INT16, [np.ones(64, np.float32)])

@@ -39,6 +39,7 @@ from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.stages.implementations import get_stages
+from cuvee.codec.stages.products import Products, products_for
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, read_model, write_model
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import U8
@@ -485,10 +486,11 @@ def _compare(subject: Subject, blob: bytes, chunk: KVChunk | None, backend: str)
 
 
 def agree(profile: Profile, one: KVChunk, other: KVChunk) -> bool:
-    """Whether two decoded chunks differ no more than sums in another order do.
+    """Whether two decoded chunks differ no more than sums in another order do, or products of 16-bit integers.
 
     Their terms may be larger than the sums: by how much, the profile's maps say.
     """
+    error = 1e-3 if products_for(one.layout) is Products.INT16 else 1e-6
     pairs = list(zip([*one.keys, *one.values], [*other.keys, *other.values], strict=True))
     finite = [unit[unit.isfinite()].double().abs() for pair in pairs for unit in pair]
     largest = max((float(unit.max()) for unit in finite if unit.numel()), default=0.0)
@@ -498,7 +500,7 @@ def agree(profile: Profile, one: KVChunk, other: KVChunk) -> bool:
         for inverse, forward in zip(learned.basis.inverse, learned.basis.forward, strict=True):
             grown = max(grown, float((inverse.double().abs() @ forward.double().abs()).sum(1).max()))
     for a, b in ((a.double(), b.double()) for a, b in pairs):
-        near = (a - b).abs() <= 1e-6 * grown * largest + 2 * torch.finfo(pairs[0][0].dtype).eps * b.abs()
+        near = (a - b).abs() <= error * grown * largest + 2 * torch.finfo(pairs[0][0].dtype).eps * b.abs()
         if not bool((near | (a == b) | ~(a.isfinite() | b.isfinite())).all()):
             return False
     return True

