@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.chunks import same
 from tests.conftest import decoded_layers
+from tests.cpus import multiply, needs_avx2
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -29,6 +30,7 @@ from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, CurvePoint
 from cuvee.codec.setting import warn_of_no_promise
+from cuvee.codec.stages.products import Products
 
 MakeChunk = Callable[..., KVChunk]
 MakeCodec = Callable[..., Codec]
@@ -94,6 +96,17 @@ def test_round_trip(name: str, scheme: str, layouts: Layouts, make_chunk: MakeCh
             # A uniform quantizer's s^2 / 12, and room for the dead zone and for what is not coded.
             assert relative_error(chunk, back, reference) < 0.2 * STEP**2, tokens
             assert not same(chunk, back)
+
+
+@needs_avx2
+@pytest.mark.parametrize("kind", Products)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_round_trip_on_other_cpus(
+    kind: Products, scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    multiply(kind, monkeypatch)
+    test_round_trip("bfloat16", scheme, layouts, make_chunk, make_codec)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
