@@ -50,10 +50,10 @@ class _Call:
 class GuardedStore(Store):
     """Delegates to `store`, and turns its failures into misses or refused puts, counted as `errors` of its tier.
 
-    A store counts each `StoreError` that it raises; the guard counts what else it turns into a miss. After a failure,
-    operations return at once and are counted as `skipped` until the backoff is over. Then one operation, in its
-    caller's thread, probes whether the store works again. An outage is logged when it begins and when it ends. An
-    `InputError` is the caller's fault and is raised. No lock is held while the store works.
+    A store counts each `StoreError` that it raises; the guard counts all other exceptions. After a failure, operations
+    return at once and are counted as `skipped` until the backoff is over. Then one operation, in its caller's thread,
+    probes whether the store works again. An outage is logged when it begins and when it ends. An `InputError` is the
+    caller's fault and is raised. No lock is held while the store works.
 
     **The guard does not end an operation that hangs.** Timeouts are the store's task. A file system that hangs (NFS)
     hangs its callers until a waiting thread reports them by `report_overdue`, which counts as a failure. After that, at
@@ -103,7 +103,11 @@ class GuardedStore(Store):
         Raises:
             StoreError: the store failed; some entries may remain.
         """
-        return self._store.delete_tenant(tenant)
+        try:
+            return self._store.delete_tenant(tenant)
+        except Exception as error:
+            self._count(error)
+            raise
 
     def counters(self) -> dict[str, TierCounters]:
         """Return the counters of the store, with `errors` and `skipped` of this guard added to its tier."""
@@ -127,13 +131,14 @@ class GuardedStore(Store):
         return self._finish("flushed", lambda: self._store.flush(timeout))
 
     def close(self) -> None:
-        """Close the store. A failure is logged but not raised, because the caller could not handle it."""
+        """Close the store. A failure is counted and logged but not raised, because the caller could not handle it."""
         self._finish("closed", self._store.close)
 
     def _finish(self, done: str, work: Callable[[], object]) -> bool:
         try:
             return work() is not False
         except Exception as error:
+            self._count(error)
             _log.warning("the %s store could not be %s: %s", self.name, done, _describe(error))
             return False
 
@@ -172,13 +177,13 @@ class GuardedStore(Store):
             if call not in self._calls:
                 return  # it was given up before
             self._calls.discard(call)
-            self._errors += not isinstance(error, StoreError)
             # If many operations run at once, the first failure opens the breaker. The other failures change nothing,
             # and neither does a failure that ends after the outage to which it belongs.
             report = breaker.retry_at is None and call.began >= breaker.closed_at
             if report or call.probe:
                 breaker.backoff = min(2 * breaker.backoff or self.first_backoff, self.max_backoff)
                 breaker.retry_at = self._clock() + breaker.backoff
+        self._count(error)
         if report:
             _log.warning(
                 "%s the %s store failed: %s. Check that it is running, reachable and has room. Until it answers, it "
@@ -191,6 +196,11 @@ class GuardedStore(Store):
         with self._lock:
             breaker.retry_at, breaker.backoff, breaker.closed_at = None, 0.0, self._clock()
         _log.info("%s the %s store works again", breaker.what, self.name)
+
+    def _count(self, error: Exception) -> None:
+        if not isinstance(error, (StoreError, InputError)):
+            with self._lock:
+                self._errors += 1
 
 
 def _describe(error: Exception) -> str:

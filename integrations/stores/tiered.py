@@ -22,7 +22,7 @@ from typing import Any
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.guard import Once
-from cuvee.integrations.stores.base import Store, TierCounters, check_tenant
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_tenant
 from cuvee.integrations.stores.threads import ThreadPool
 
 _log = logging.getLogger(__name__)
@@ -308,6 +308,7 @@ class _Tier:
         with self._changed:
             counted.hits += self._counts.hits
             counted.hit_bytes += self._counts.hit_bytes
+            counted.errors += self._counts.errors
             counted.dropped += self._counts.dropped
             counted.queued += len(self._waiting) + len(self._writing)
         return counted
@@ -330,7 +331,10 @@ class _Tier:
                 blob = self._writing[key] = self._waiting.pop(key)
             try:
                 self.store.put(key, blob)
-            except Exception as error:  # a store counts the errors that it raises
+            except Exception as error:
+                if not isinstance(error, StoreError):  # a store counts the StoreErrors that it raises
+                    with self._changed:
+                        self._counts.errors += 1
                 self._once("failed", "%s: a copy was not written: %s", self._label, error)
             with self._changed:
                 self._bytes -= len(self._writing.pop(key))

@@ -259,8 +259,12 @@ def test_deleting_a_tenant_never_hides_a_failure(inner: FakeStore, store: Guarde
     inner.write_fault = OSError(5, "I/O error")
     with pytest.raises(OSError, match="I/O"):
         store.delete_tenant("ab")
+    assert figures(store) == (4, 0)
+    inner.write_fault = InputError("tenant: bad")
+    with pytest.raises(InputError):
+        store.delete_tenant("ab")
     mend(inner)
-    assert store.delete_tenant("ab") == 1 and figures(store) == (3, 0)
+    assert store.delete_tenant("ab") == 1 and figures(store) == (4, 0)
 
 
 def test_the_log_shows_where_a_bug_is(inner: FakeStore, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -302,7 +306,7 @@ def test_flush_and_close_do_not_raise(
         monkeypatch.setattr(inner, name, fails)
     assert not store.flush(1.0)
     store.close()
-    assert "flushed: OSError" in caplog.messages[0] and "closed" in caplog.messages[1]
+    assert figures(store) == (2, 0) and "flushed: OSError" in caplog.messages[0] and "closed" in caplog.messages[1]
     # Neither operation shows whether the store reads and writes.
     assert store.put(KEY, b"x")
 

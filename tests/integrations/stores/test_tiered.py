@@ -230,6 +230,8 @@ def test_a_failing_write_stops_nothing(three: Three, caplog: pytest.LogCaptureFi
     three.low.before_call["put"] = raising(error)
     assert three.store.put(A, b"a") and three.store.put(B, b"b")
     three.idle()
+    # A store itself counts the StoreErrors that it raises.
+    assert three.store.counters()["low"].errors == (2 if isinstance(error, RuntimeError) else 0)
     assert caplog.messages == ["tier 1 (low): a copy was not written: down (logged once)"]
     del three.low.before_call["put"]
     three.low.refuse = True
