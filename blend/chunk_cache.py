@@ -22,6 +22,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -74,7 +75,7 @@ class ChunkCounters:
     """Counts of a `ChunkCache` since it was made.
 
     Attributes:
-        hits: chunks from the store.
+        hits: chunks from the store, or from another thread that was computing them.
         misses: chunks that were computed.
         stored: computed chunks that the store kept.
         rejected: entries that were damaged or did not match their key, and refinements that did not match their base.
@@ -92,7 +93,7 @@ class ChunkCounters:
 class ChunkCache:
     """Blobs of chunks by content, computed if they are missing. Safe to share between threads.
 
-    The model runs one chunk at a time; threads that request a missing chunk at once each compute it. If the store
+    The model runs one chunk at a time. A chunk that several threads request at once is computed once. If the store
     fails, the chunk is computed and no error is raised. The first failure is logged, and all failures are counted.
 
     If the codec has a key, each blob is bound to its store key, so a blob copied from another tenant, model or text is
@@ -169,7 +170,8 @@ class ChunkCache:
         self._counts = Counter[str]()
         self._warned = False
         self._computing = threading.Lock()  # held while the model runs; guards `_before`
-        self._lock = threading.Lock()  # guards `_counts` and `_warned`
+        self._lock = threading.Lock()  # guards `_running`, `_counts` and `_warned`
+        self._running: dict[str, Future[tuple[bytes, ...]]] = {}
 
     @property
     def counters(self) -> ChunkCounters:
@@ -206,7 +208,24 @@ class ChunkCache:
         context = b"" if contexts is None else self._context_name
         digest = content_digest(self._identity, self._scope, ids.tolist(), context=context)
         bound_to = store_key(self._scope.tenant, digest).encode() if self._codec.key_ids else b""
-        parts = self._find_or_make(digest, ids, contexts, leading, bound_to)
+        key = f"{store_key(self._scope.tenant, digest)} {leading and self._shared}"
+        with self._lock:
+            other = self._running.get(key)
+            if other is None:
+                mine = self._running[key] = Future[tuple[bytes, ...]]()
+        if other is not None:
+            parts = other.result()
+            self._count("hits")
+        else:
+            try:
+                parts = self._find_or_make(digest, ids, contexts, leading, bound_to)
+                mine.set_result(parts)
+            except BaseException as error:
+                mine.set_exception(error)
+                raise
+            finally:
+                with self._lock:
+                    del self._running[key]
         return Segment(tokens, parts[0], refinements=parts[1:], associated_data=bound_to)
 
     def _find_or_make(
