@@ -22,6 +22,7 @@ import pickle
 import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ from tests.integrations.vllm import gpu_defaults
 ROOT = Path(__file__).parents[3]
 MAX_MODEL_LEN = 512
 _KV_BYTES = 64 << 20
+_START_SECONDS, _STOP_SECONDS = 300.0, 90.0  # of a server
 _freeze = gc.freeze
 
 # A window is two blocks of the engine, a fraction of a prompt.
@@ -513,6 +515,49 @@ def spread(runs: Sequence[Sequence[Answer]]) -> float:
 # A server --------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _serving(log: Path, model: Path, arguments: Sequence[str]) -> Iterator[str]:
+    """Run vLLM's OpenAI server on a free port of this machine, yield its URL, and stop it as an operator would."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
+        "--port", port, "--shutdown-timeout", "60", *arguments,
+    ]  # fmt: skip
+    apart = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=apart, start_new_session=True)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise EngineFailure(f"the server did not start\n{_last(log.read_text(errors='replace'))}")
+            time.sleep(0.2)
+        yield url
+        process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        # Its engine is another process of the same session, and may still be closing its store.
+        while (process.poll() is None or _lives(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _lives(session: int) -> bool:
+    """Whether any process of a session does."""
+    try:
+        os.killpg(session, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
 class Server:
     """vLLM's OpenAI server.
 
@@ -529,19 +574,17 @@ class Server:
     @contextlib.contextmanager
     def started(cls, folder: Path, model: Path, transfer: dict[str, Any], *arguments: str) -> Iterator[Self]:
         """Start one in a folder, with our connector and more arguments; stop it as an operator would."""
-        from cuvee.eval.bench import clients  # not in a process of engines, before vLLM
-
         folder.mkdir(parents=True)
         given = (
             "--served-model-name", "model", "--dtype", "float32", "--enforce-eager", "--block-size", "32",
             "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(_KV_BYTES),
             "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer), *arguments,
         )  # fmt: skip
-        with clients.serving(folder / "log.txt", model, given) as url:
+        with _serving(folder / "log.txt", model, given) as url:
             server = cls(url, folder / "log.txt")
             yield server
             begun = time.monotonic()
-        if time.monotonic() - begun > 0.9 * clients._STOP_SECONDS:
+        if time.monotonic() - begun > 0.9 * _STOP_SECONDS:
             raise EngineFailure(f"the server did not stop\n{_last(server.text())}")
 
     def text(self) -> str:
