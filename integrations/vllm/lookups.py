@@ -70,9 +70,13 @@ class Lookup(Generic[T]):
         """Most digests per call of the store, at least 1. Each call asks for all ranks' parts."""
         return max(CALL_KEYS // self._state.shards, 1)
 
-    def contains(self, digests: Sequence[bytes], known: T) -> list[bool]:
-        """Return whether the store has every rank's part of each entry, with a tag of any accepted secret; `known` is
-        the lookup's answer if it is settled before that.
+    def contains(self, digests: Sequence[bytes], known: T, guesses: int = 0) -> list[bool]:
+        """Return whether the store has every rank's part of each entry, with a tag of any accepted secret.
+
+        Args:
+            digests: of the entries. Those that are not there count as misses.
+            known: the lookup's answer if it is settled before that.
+            guesses: how many of the last digests are one entry in several lengths; none of them counts as missing.
 
         Raises:
             CancelledError: nobody waits for the answer any more.
@@ -87,8 +91,10 @@ class Lookup(Generic[T]):
                 raise CancelledError
             batch = digests[first : first + size]
             parts = [digest for digest in batch for _ in ranks]
-            found = state.keys.find(self._tenant, parts, lambda _, keys: state.store.contains(keys), ranks * len(batch))
+            found = state.keys.find(self._tenant, parts, lambda _, keys: state.store.holds(keys), ranks * len(batch))
             held = [is_there for _, is_there in found]
+            wanted = (len(digests) - guesses - first) * state.shards
+            state.store.missed(held[: max(wanted, 0)].count(False))
             there += [all(held[at : at + state.shards]) for at in range(0, len(held), state.shards)]
         return there
 

@@ -105,15 +105,23 @@ class WorkerSaves:
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
-        of them if the forward of this step or of an earlier one has raised.
+        of them if the store is known to be down, or the forward of this step or of an earlier one has raised.
         """
         saves = self._of_current_adapters(saves)
         if not saves:
             return
         if self._ended != self._due:
             with self._guard("save"):
-                self._refuse(saves)
+                self._refuse(saves, "failed")
+                self._once(
+                    "failed", "cuvee: rank %d: step %d of the engine has failed, so nothing that it has computed since "
+                    "is stored; start the engine anew", self._state.rank, self._ended + 1, level=logging.ERROR,
+                )  # fmt: skip
             return
+        with self._guard("save"):
+            if not self._state.store.takes_puts():
+                self._refuse(saves, "down")
+                return
         # A batch is one thread's work: a device takes all entries in one go, the CPU's threads share them. They are
         # dealt like cards, so that the first chunks of a prefix are the first to be stored.
         batches = 1
@@ -135,15 +143,11 @@ class WorkerSaves:
                     self._unconfirmed.append((self._ended, batch, copy, Mark(self._state.device)))
         self._submit_confirmed()
 
-    def _refuse(self, saves: Sequence[Save]) -> None:
-        """Book entries as not stored, because the engine's pages may not hold them."""
+    def _refuse(self, saves: Sequence[Save], reason: str) -> None:
+        """Book entries as not stored. Those that are under way already stay so."""
         with self._state.lock:
             self._state.report.unsaved |= {save.entry.digest for save in saves} - self._sizes.keys()
-        self._state.recorder.count("stores_skipped", len(saves), "failed")
-        self._once(
-            "failed", "cuvee: rank %d: step %d of the engine has failed, so nothing that it has computed since is "
-            "stored; start the engine anew", self._state.rank, self._ended + 1, level=logging.ERROR,
-        )  # fmt: skip
+        self._state.recorder.count("stores_skipped", len(saves), reason)
 
     def _submit_confirmed(self) -> None:
         """Have those copies encoded whose tokens all ranks have computed."""
@@ -281,7 +285,7 @@ class WorkerSaves:
             if drafts is not None:
                 keys.append(self._draft_key(save, drafts))
                 counts[-1] += 1
-        there = iter(self._state.store.contains(keys))
+        there = iter(self._state.store.holds(keys))
         return [all(list(islice(there, count))) for count in counts]
 
     def _encode_state(self, save: Save, states: States) -> dict[int, tuple[bytes, ...]]:

@@ -577,6 +577,25 @@ def test_what_a_store_could_not_write_behind_is_lost(
     assert len(slow.entries) == 4
 
 
+def test_close_does_not_wait_for_what_decodes_for_ever(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stores what waits meanwhile."""
+    monkeypatch.setattr("cuvee.integrations.vllm.worker._FLUSH_SECONDS", 0.1)
+    b = bench(close_timeout=1.0)
+    go, begun = threading.Event(), threading.Event()
+    b.worker._pools.coders.submit(lambda: (begun.set(), go.wait(60)))
+    assert begun.wait(10)
+    b.fill([0, 1], CHUNK)
+    held = hold(b.store, "put")
+    b.worker.saves.save(b.saves([0, 1], range(1)))
+    assert held.begun.wait(10)
+    held.set()
+    _in_time(b.worker.close)
+    go.set()
+    assert b.key(0) in b.store.entries and "stores_skipped{stopped}" not in b.counts()
+
+
 def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     b = bench(threads=1)
     b.store_all()
@@ -653,6 +672,36 @@ def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench])
     # The circuit of writing has opened for it; reading has not.
     assert b.key(0) not in b.store.entries
     go.set()
+
+
+def test_nothing_is_copied_or_encoded_for_a_store_that_is_down(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    later = 0.0
+    b.worker._state.store = GuardedStore(b.store, lambda: later)
+    copied: list[int] = []
+    copy = b.worker.saves._copy
+    monkeypatch.setattr(b.worker.saves, "_copy", lambda batch: copied.append(len(batch)) or copy(batch))
+
+    def fail(operation: str) -> None:
+        if operation == "put":
+            raise StoreError("down")
+
+    b.store.before = fail
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(1)))
+    b.drain()
+    assert sum(copied) == 1 and b.counts().get("stores_skipped{down}") is None
+    b.worker.saves.save(b.saves(blocks, range(1, 4)))
+    assert sum(copied) == 1 and b.counts()["stores_skipped{down}"] == 3
+    assert b.worker.report(1).unsaved == set(b.digests[:4]), "they are to be stored again"
+    later = 60.0
+    b.store.before = lambda operation: None
+    b.worker.saves.save(b.saves(blocks, range(4)))
+    b.drain()
+    assert {b.key(chunk) for chunk in range(4)} <= {*b.store.entries} and sum(copied) == 5
 
 
 def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
