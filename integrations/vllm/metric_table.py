@@ -95,8 +95,8 @@ METRICS: dict[str, Metric] = {
                "of them from a layer with a window, or they still waited when the engine stopped.", "reason", _SKIPPED),
         Metric("store_operations", "counter", "Operations of a tier of the store by result. hit, miss: a chunk "
                "was read, or a lookup or a read did not find it. corrupt: it failed its checksum, so it is deleted, "
-               "and missed, too. error: the tier failed. skipped: it is known to be down. dropped: its queue or its disk "
-               "was full, or a chunk exceeds its budget. evicted: deleted to make room; Redis and buckets do not tell.",
+               "and missed, too. error: the tier failed. skipped: it is known to be down. dropped: its queue or its "
+               "disk was full, or a chunk exceeds its budget. evicted: deleted to make room; Redis and buckets do not tell.",
                "tier", second="result", values=("hit", "miss", "corrupt", "error", "skipped", "dropped", "evicted")),
         Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
         Metric("put_bytes", "counter", "Bytes written to a tier.", "tier"),
