@@ -38,6 +38,7 @@ from cuvee.integrations.vllm.layer_groups import (
     CachedLayers,
     LayerGroup,
     RecurrentLayer,
+    all_latent,
     is_draft,
     read_layers,
 )
@@ -86,6 +87,7 @@ class Setup:
         pages: KV layout of the pages of an fp8 cache; None: that of what is coded.
         stages: pipeline stages.
         beside: whether other connectors see the engine's requests (vLLM's MultiConnector).
+        replicated: whether all tensor-parallel ranks of a stage hold the same pages, as of latents (MLA).
     """
 
     options: Options
@@ -107,11 +109,23 @@ class Setup:
     pages: KVLayout | None = None
     stages: int = 1
     beside: bool = False
+    replicated: bool = False
 
     @property
     def ranks(self) -> int:
         """Processes that each store and load a part of every token."""
         return self.shards * self.stages
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that store entries, each under its number. Where pages are replicated, it is the first of a stage,
+        and all others load what that one has stored.
+        """
+        return tuple(range(0, self.ranks, self.shards if self.replicated else 1))
+
+    def holder(self, rank: int) -> int:
+        """Return the rank that stores what a rank holds."""
+        return rank - rank % self.shards if self.replicated else rank
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -218,7 +232,7 @@ class Setup:
             groups, bool(getattr(events, "enable_kv_cache_events", False)),
             alone=shards == stages == parallel.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
-            layers=cached, codes=codes, pages=pages, stages=stages,
+            layers=cached, codes=codes, pages=pages, stages=stages, replicated=all_latent(kv_cache_config),
         )  # fmt: skip
         if options.deadline_ms is not None and not setup.loads_in_part:
             raise UnsupportedModelError(

@@ -107,7 +107,7 @@ class WorkerSaves:
         """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
         of them if the store is known to be down, or the forward of this step or of an earlier one has raised.
         """
-        saves = self._of_current_adapters(saves)
+        saves = self._of_current_adapters(saves) if self._state.stores else ()
         if not saves:
             return
         if self._ended != self._due:

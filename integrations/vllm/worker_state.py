@@ -85,6 +85,7 @@ class WorkerState:
         timeout: seconds after which a load, or a call of the store, is given up.
         codec: of this rank.
         keys: of the rank's entries.
+        stores: whether this rank stores; if not, another one stores the same.
         store: read and written.
         recorder: figures, drained into the reports.
         tells: whether to report what is stored.
@@ -111,7 +112,8 @@ class WorkerState:
         self.chunk, self.block = options.chunk_tokens, setup.block_tokens
         self.timeout = options.load_timeout
         self.codec = codec
-        self.keys = EntryKeys(codec.key_ids, rank)
+        self.keys = EntryKeys(codec.key_ids, setup.holder(rank))
+        self.stores = setup.holder(rank) == rank
         self.store = store
         self.recorder = recorder
         self.tells = setup.tells

@@ -36,7 +36,7 @@ def test_a_question_of_any_length_is_asked_in_bounded_calls(shards: int) -> None
 
     pool = ThreadPool(1, "test", 60.0)
     state: Any = SimpleNamespace(
-        shards=shards, keys=EntryKeys([]), store=SimpleNamespace(holds=holds, missed=missed.append),
+        holders=range(shards), keys=EntryKeys([]), store=SimpleNamespace(holds=holds, missed=missed.append),
         clock=time.monotonic, lookup_threads=pool,
     )  # fmt: skip
     nothing: list[int] = []

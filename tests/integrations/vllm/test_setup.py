@@ -36,7 +36,7 @@ from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm import draft_layers, setup
 from cuvee.integrations.vllm.draft_layers import Drafts
-from cuvee.integrations.vllm.layer_groups import LayerGroup
+from cuvee.integrations.vllm.layer_groups import LayerGroup, all_latent
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
@@ -213,6 +213,13 @@ def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
     assert [(layer.head_dim, layer.value_dim) for layer in made.layout.layers] == [(4, 16)] * 2
     several = Setup.of_engine(*_engine(**latents, parallel__tensor_parallel_size=2))
     assert several.layout_of_pages(1) == made.layout, "every rank holds all of it"
+    assert several.holders == (0,) and several.holder(1) == 0, "one of them stores it"
+    heads = Setup.of_engine(*_engine(specs=[_spec(num_kv_heads=1)], parallel__tensor_parallel_size=2))
+    assert heads.holders == (0, 1) and heads.holder(1) == 1
+    stages = replace(several, stages=2)
+    assert stages.holders == (0, 2) and [stages.holder(rank) for rank in range(4)] == [0, 0, 2, 2]
+    beside = {**latents, "specs": [*latents["specs"], _spec()]}
+    assert not all_latent(_engine(**beside)[1]), "a drafter's heads, which are each rank's own"
     off: dict[str, Any] = {"scheduler__enable_chunked_prefill": False, "cache__enable_prefix_caching": False}
     with pytest.raises(UnsupportedModelError, match="does not attend to what is loaded: pass --enable-prefix-caching"):
         Setup.of_engine(*_engine(**latents, **off))

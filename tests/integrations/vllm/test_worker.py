@@ -704,6 +704,24 @@ def test_nothing_is_copied_or_encoded_for_a_store_that_is_down(
     assert {b.key(chunk) for chunk in range(4)} <= {*b.store.entries} and sum(copied) == 5
 
 
+def test_what_all_ranks_hold_is_stored_by_the_first_and_loaded_by_all(bench: Callable[..., Bench]) -> None:
+    store, given = DictStore(), {"shards": 2, "setup": {"replicated": True}, "tells": True}
+    first = bench(rank=0, store=store, **given)
+    second = bench(rank=1, store=store, sequence=first.sequence, **given)
+    blocks = list(range(16))
+    for rank in (second, first):
+        rank.fill(blocks, 8 * CHUNK)
+        rank.step(1, rank.saves(blocks, range(8)))
+        rank.step(2, [], confirmed=1)
+        rank.drain()
+        assert {*store.entries} == (set() if rank is second else {first.key(chunk) for chunk in range(8)})
+    reports = [rank.worker.report(2) for rank in (first, second)]
+    assert [len(report.stored) for report in reports] == [8, 0] and not any(report.unsaved for report in reports)
+    poison(second.cache)
+    second.load_now([second.load([4, 5], 0, CHUNK)])
+    assert second.held([4, 5], 0, CHUNK)
+
+
 def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba compiles at the first call, which takes seconds: no request may be the one that waits for it."""
     stages: list[str] = []
