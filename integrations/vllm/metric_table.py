@@ -96,7 +96,7 @@ METRICS: dict[str, Metric] = {
         Metric("store_operations", "counter", "Operations of a tier of the store by result. hit, miss: a chunk "
                "was read, or a lookup or a read did not find it. corrupt: it failed its checksum, so it is deleted, "
                "and missed, too. error: the tier failed. skipped: it is known to be down. dropped: its queue or its "
-               "disk was full, or a chunk exceeds its budget. evicted: deleted to make room; Redis and buckets do not tell.",
+               "disk was full, or a chunk exceeds its budget. evicted: deleted for room, unless by a server.",
                "tier", second="result", values=("hit", "miss", "corrupt", "error", "skipped", "dropped", "evicted")),
         Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
         Metric("put_bytes", "counter", "Bytes written to a tier.", "tier"),

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -88,6 +90,7 @@ class Setup:
         stages: pipeline stages.
         beside: whether other connectors see the engine's requests (vLLM's MultiConnector).
         replicated: whether all tensor-parallel ranks of a stage hold the same pages, as of latents (MLA).
+        unnamed: whether the store is the default one, which nobody expects to outlive its engines.
     """
 
     options: Options
@@ -110,6 +113,7 @@ class Setup:
     stages: int = 1
     beside: bool = False
     replicated: bool = False
+    unnamed: bool = False
 
     @property
     def ranks(self) -> int:
@@ -173,8 +177,10 @@ class Setup:
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
-        if "store" not in transfer.kv_connector_extra_config:
-            options = replace(options, store=default_store(vllm_config.parallel_config.distributed_executor_backend))
+        unnamed = "store" not in transfer.kv_connector_extra_config
+        if unnamed:
+            backend = vllm_config.parallel_config.distributed_executor_backend
+            options = replace(options, store=default_store(backend, str(vllm_config.instance_id)))
         options.secrets()
         refuse_features(vllm_config)
         text_config, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
@@ -233,6 +239,7 @@ class Setup:
             alone=shards == stages == parallel.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
             layers=cached, codes=codes, pages=pages, stages=stages, replicated=all_latent(kv_cache_config),
+            unnamed=unnamed,
         )  # fmt: skip
         if options.deadline_ms is not None and not setup.loads_in_part:
             raise UnsupportedModelError(
@@ -343,11 +350,13 @@ class Setup:
         return replace(layout, layers=tuple(layout.layers[number] for number in numbers))
 
 
-def default_store(executor: str | None) -> tuple[str, ...]:
-    """Return the store of an engine whose options name none: RAM, where all of its processes reach it.
+def default_store(executor: str | None, engine: str) -> tuple[str, ...]:
+    """Return the store of an engine whose options name none: RAM, where all of its processes reach it. A user's engines
+    share it.
 
     Args:
         executor: vLLM's name of what runs the workers; "uni": all run in the scheduler's process.
+        engine: its name in vLLM, the same in all of its processes.
     """
     if executor == "uni" or not _SHARED_MEMORY.is_dir():
         return Options().store
@@ -357,8 +366,13 @@ def default_store(executor: str | None) -> tuple[str, ...]:
             "cuvee: %s holds little, so the default store keeps only %.2g GB in it: enlarge it (docker run "
             "--shm-size), or name another in option 'store'", _SHARED_MEMORY, size,
         )  # fmt: skip
-    # Ranks must agree on it, and other users' folders are refused.
-    return (f"file://{_SHARED_MEMORY}/cuvee-{os.getuid()}?max_gb={size:.3g}",)
+    folder = _SHARED_MEMORY / f"cuvee-{os.getuid()}"  # ranks must agree on it
+    with suppress(FileNotFoundError):
+        info = os.lstat(folder)
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+            taken, folder = folder, folder.with_name(f"{folder.name}-{engine}")
+            logger.warning("cuvee: %s is no folder of this user alone, so the default store is %s", taken, folder)
+    return (f"file://{folder}?max_gb={size:.3g}",)
 
 
 def _key_ids(codec: Codec) -> str:

@@ -363,7 +363,7 @@ class Served(Engine):
     def __init__(self, checkpoint: Path, store: DictStore, patch: pytest.MonkeyPatch, **changes: Any) -> None:
         super().__init__(checkpoint, **changes)
         ours = real("cuvee.integrations.vllm.connector")
-        patch.setattr(ours, "borrow_store", lambda urls: store)
+        patch.setattr(ours, "borrow_store", lambda urls, unnamed: store)
         patch.setattr(ours, "return_store", lambda urls: None)
         structured = real("vllm.v1.structured_output").StructuredOutputManager(self.config)
         self.config.cache_config.num_gpu_blocks = self.own.num_blocks

@@ -188,6 +188,31 @@ def test_the_default_store_is_one_that_all_ranks_reach(
     assert Setup.of_engine(*_engine()).options.store == ("memory://?max_gb=4",)
 
 
+@pytest.mark.parametrize("taken", ["file", "link", "writable", "other user"])
+def test_what_others_put_in_the_default_stores_place_stops_no_engine(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
+    place = tmp_path / f"cuvee-{os.getuid()}"
+    if taken == "file":
+        place.touch()
+    elif taken == "link":
+        place.symlink_to(tmp_path)
+    else:
+        place.mkdir(0o700)
+    if taken == "writable":
+        place.chmod(0o777)
+    if taken == "other user":
+        monkeypatch.setattr(setup.os, "geteuid", lambda: os.getuid() + 1)
+    engine = _engine(parallel__distributed_executor_backend="mp")
+    made = Setup.of_engine(*engine)
+    assert made.unnamed and made.options.store[0].startswith(f"file://{place}-{engine[0].instance_id}?max_gb=")
+    assert made.options.store == Setup.of_engine(*engine).options.store, "all ranks agree"
+    assert f"{place} is no folder of this user alone" in caplog.text
+    monkeypatch.undo()
+    assert open_store(made.options.store[0]).put("ab/01", b"blob")
+
+
 def _hybrid(dtype: torch.dtype = torch.bfloat16, mode: str = "align", **changes: Any) -> dict[str, Any]:
     """An engine whose first layer keeps states, of larger blocks than the other's."""
     states = _spec(MambaSpec, block_size=64, shapes=((2, 32),), dtypes=(dtype,), mamba_cache_mode=mode)
