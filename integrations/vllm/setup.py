@@ -90,6 +90,7 @@ class Setup:
         stages: pipeline stages.
         beside: whether other connectors see the engine's requests (vLLM's MultiConnector).
         replicated: whether all tensor-parallel ranks of a stage hold the same pages, as of latents (MLA).
+        left: share of a device's memory that the engine leaves free.
         unnamed: whether the store is the default one, which nobody expects to outlive its engines.
     """
 
@@ -113,6 +114,7 @@ class Setup:
     stages: int = 1
     beside: bool = False
     replicated: bool = False
+    left: float = 1.0
     unnamed: bool = False
 
     @property
@@ -230,16 +232,16 @@ class Setup:
         if codes is not None and codec.lossless:
             layout = pairs_of_codes(layout, codes)
             profile = Profile.unlearned(layout)
-        events = vllm_config.kv_events_config
+        events, cache = vllm_config.kv_events_config, vllm_config.cache_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         setup = cls(
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
-            bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
+            bool(cache.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups, bool(getattr(events, "enable_kv_cache_events", False)),
             alone=shards == stages == parallel.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
             layers=cached, codes=codes, pages=pages, stages=stages, replicated=all_latent(kv_cache_config),
-            unnamed=unnamed,
+            left=1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization, unnamed=unnamed,
         )  # fmt: skip
         if options.deadline_ms is not None and not setup.loads_in_part:
             raise UnsupportedModelError(

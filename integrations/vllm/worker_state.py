@@ -88,6 +88,7 @@ class WorkerState:
         stores: whether this rank stores; if not, another one stores the same.
         store: read and written.
         recorder: figures, drained into the reports.
+        left: share of a device's memory that the engine leaves free.
         tells: whether to report what is stored.
         parts: most parts that an entry has; 1: entries are whole blobs.
         sizes: expected bytes per token of each part.
@@ -116,6 +117,7 @@ class WorkerState:
         self.stores = setup.holder(rank) == rank
         self.store = store
         self.recorder = recorder
+        self.left = setup.left
         self.tells = setup.tells
         self.parts = 1 + codec.refinements
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)

@@ -123,7 +123,10 @@ def _engine(
             "prefill_context_parallel_size": 1, "distributed_executor_backend": "uni",
             "data_parallel_size": 1,
         },
-        "cache": {"cache_dtype": "auto", "enable_prefix_caching": True},
+        "cache": {
+            "cache_dtype": "auto", "enable_prefix_caching": True, "gpu_memory_utilization": 0.92,
+            "kv_cache_memory_bytes": None,
+        },
         "scheduler": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
         "load": {"load_format": "auto"},
         "kv_transfer": {"kv_connector_extra_config": extra or {}, "is_kv_consumer": True, "is_kv_producer": True},
@@ -226,6 +229,11 @@ def test_recurrent_layers_keep_states_in_place_of_tokens() -> None:
     assert made.block_tokens == 64 and not made.loads_in_part
     with pytest.raises(InputError, match="chunk_tokens: must be a multiple of the engine's block size 64, got 96"):
         Setup.of_engine(*_engine(**_hybrid(extra={"chunk_tokens": 96})))
+
+
+def test_what_the_engine_leaves_of_a_devices_memory() -> None:
+    assert Setup.of_engine(*_engine(cache__gpu_memory_utilization=0.75)).left == 0.25
+    assert Setup.of_engine(*_engine(cache__kv_cache_memory_bytes=10**9)).left == 1.0, "as much as the driver says"
 
 
 def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:

@@ -722,6 +722,25 @@ def test_what_all_ranks_hold_is_stored_by_the_first_and_loaded_by_all(bench: Cal
     assert second.held([4, 5], 0, CHUNK)
 
 
+@pytest.mark.parametrize(("left", "free", "chunks"), [(0.08, 100, 3), (1.0, 4, 2), (1.0, 100, 4)])
+def test_copies_on_a_device_leave_the_engine_its_memory(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    left: float, free: int, chunks: int,
+) -> None:  # fmt: skip
+    """They take half of what it leaves free, by its own account and by the driver's, in chunks of 100 in all."""
+    size = CHUNK * LAYOUT.bytes_per_token
+    monkeypatch.setattr("cuvee.integrations.vllm.worker_save.memory_of", lambda device: (free * size, 80 * size))
+    b = bench(max_pending_gb=4 * size / 1e9, setup={"left": left})
+    go = hold(b.store)
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(6)))
+    assert b.worker.saves.queued()[0] == chunks and b.counts()["stores_skipped{full}"] == 6 - chunks
+    assert ("lower --gpu-memory-utilization" in caplog.text) == (chunks < 4)
+    go.set()
+    b.drain()
+
+
 def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba compiles at the first call, which takes seconds: no request may be the one that waits for it."""
     stages: list[str] = []
