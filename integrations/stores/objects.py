@@ -44,6 +44,8 @@ _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 _PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/(\2[0-9a-f]*)")  # of an entry, below our prefix
 
+_FULL = re.compile("507|insufficient ?storage|quota", re.IGNORECASE)  # what servers say, as obstore tells it
+
 _T = TypeVar("_T")
 
 
@@ -143,6 +145,10 @@ class ObjectStore(CountedStore):
             names = [_PATH.fullmatch(each["path"]) for each in page]
             if keys := [f"{tenant}/{name[3]}" for name in names if name is not None and name[1] == tenant]:
                 yield keys
+
+    def _hint(self, error: Exception) -> str:
+        full = _FULL.search(str(error)) is not None
+        return " (it is full: raise its quota, or have a lifecycle rule delete old objects sooner)" if full else ""
 
     def _shown(self, error: Exception) -> str:
         return super()._shown(error).partition(_DEBUG)[0]
