@@ -438,13 +438,15 @@ def test_each_kind_of_call_has_threads_of_its_own(desk: Callable[..., Desk], sto
         threads.append(threading.Thread(target=calls[busy], daemon=True))
         threads[-1].start()
     assert go.begun.wait(30)
-    if busy != "contains":
-        assert d.pages.stored(named(range(10))) == [True] * 8 + [False] * 2
-    if busy != "get":
-        assert d.load(range(4), range(10, 14)) == [True] * 4
-    if busy == "get":
-        assert d.save(range(36, 38)) == [True] * 2
-    go.set()
+    try:
+        if busy != "contains":
+            assert d.pages.stored(named(range(10))) == [True] * 8 + [False] * 2
+        if busy != "get":
+            assert d.load(range(4), range(10, 14)) == [True] * 4
+        if busy == "get":
+            assert d.save(range(36, 38)) == [True] * 2
+    finally:
+        go.set()
     for thread in threads:
         thread.join(30)
 
