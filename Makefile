@@ -176,7 +176,7 @@ fuzz: setup  ## try to break what reads blobs, profiles, stores and files, for S
 soak: setup redis  ## three processes against each kind of store, with kills and full disks, for SECONDS (600)
 	$(THREADS) $(BIN)/python tests/fuzz/soak.py --seconds $(SECONDS) --seed $(SEED)
 
-chaos: $(ENGINE_STAMP)  ## a real engine of KIND (plain, fp8, ngram, draft_model), all in its connector fails at random, for SECONDS (600)
+chaos: $(ENGINE_STAMP)  ## a real engine of KIND (plain, fp8, hybrid, ngram, draft_model), all in its connector fails at random, for SECONDS (600)
 	$(THREADS) $(BIN)/python tests/fuzz/chaos.py --seconds $(SECONDS) --seed $(SEED) --kind $(KIND)
 
 # Nothing else runs sm_80 and sm_100, or takes warps in turns.

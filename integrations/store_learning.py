@@ -75,6 +75,8 @@ def fit_from_store(
         'fitted'
         >>> store.close()
     """
+    if all(layer.latent for layer in layout.layers):  # all ranks hold the same, which the first has stored
+        ranks = 1
     group = group or ("layer" if ranks == 1 else "heads:1")
     wanted = max(tokens, 2 * tokens_needed(layout, group))
     chunks = _read(store, layout, tenant, ranks, wanted, secrets)

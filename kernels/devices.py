@@ -31,6 +31,11 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if on_host(device) else torch.cuda.device(device)
 
 
+def memory_of(device: torch.device) -> tuple[int, int] | None:
+    """Return the free and the total bytes of a device's memory, as its driver counts them; None for the host."""
+    return None if on_host(device) else torch.cuda.mem_get_info(device)
+
+
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return an uninitialized tensor on the host that `device` copies from and to asynchronously.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -52,6 +52,14 @@ class Fetched:
     opened: Opened
 
 
+class Waiters(NamedTuple):
+    """Threads that wait for the store: each kind of call has its own, so that none waits behind another kind."""
+
+    lookup: ThreadPool
+    read: ThreadPool
+    write: ThreadPool
+
+
 # Reads entries of a call, in order; returns how many up to the first that failed, and its error.
 Read = Callable[[Sequence[Found]], tuple[int, CuveeError | None]]
 
@@ -63,7 +71,7 @@ class Entries:
     Attributes:
         io: codes their blobs.
         store: that keeps them.
-        waiters: threads that wait for it.
+        waiters: threads that wait for it, by what they ask.
         keys: of its entries.
         names: gives the digests of pages.
         recognizer: tells ids and positions of tokens; None: neither is needed.
@@ -75,7 +83,7 @@ class Entries:
 
     io: ChunkIO
     store: Store
-    waiters: ThreadPool
+    waiters: Waiters
     keys: EntryKeys
     names: PageNames
     recognizer: Recognizer | None
@@ -90,12 +98,22 @@ class Entries:
         return max(_BATCH_TOKENS // self.names.page_tokens, BATCH)
 
     def stored(self, pages: Sequence[bytes]) -> list[bool]:
-        """Return whether each page, by its digest, is there."""
+        """Return whether each page, by its digest, is there. Those that are not are misses."""
+        known = self._held(pages)
+        if known is not None:
+            self.store.missed(known.count(False))
+        return known or [False] * len(pages)
+
+    def _held(self, pages: Sequence[bytes]) -> list[bool] | None:
+        """Return whether each page is there, uncounted; None if the store fails."""
         keys = [self.keys.all(self.names.tenant, page) for page in pages]
         every = list(dict.fromkeys(key for each in keys for key in each))
-        contains = partial(self.store.contains, every)
-        known = self._ask("contains", "lookup", contains, self.lookup_timeout) if every else None
-        there = {key for key, is_there in zip(every, known or [False] * len(every), strict=True) if is_there}
+        if not every:
+            return []
+        known = self._ask("contains", "lookup", partial(self.store.holds, every), self.lookup_timeout)
+        if known is None:
+            return None
+        there = {key for key, is_there in zip(every, known, strict=True) if is_there}
         return [not there.isdisjoint(each) for each in keys]
 
     # Reading --------------------------------------------------------------------------------------------------------
@@ -117,7 +135,7 @@ class Entries:
 
         done = 0
         answer = partial(self._wait_for, "get_many", "fetch", timeout=timeout, until=until)
-        for numbers, entries in fetch_ahead(self.waiters, ask, range(len(pages)), answer, self.together):
+        for numbers, entries in fetch_ahead(self.waiters.read, ask, range(len(pages)), answer, self.together):
             found: list[Found] = []
             for number, entry in zip(numbers, entries or [None] * len(numbers), strict=True):
                 if entry is None:
@@ -156,7 +174,7 @@ class Entries:
                     failed += 1
             return not failed
 
-        return bool(self._ask("delete", "store", work, timeout))
+        return bool(self._ask("delete", "store", work, timeout, self.waiters.write))
 
     def _position(self, start: int | None, number: int) -> int | None:
         """Return the position of a page's first token in its blob; None if it matters and is unknown.
@@ -173,9 +191,12 @@ class Entries:
         self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None, following: int
     ) -> list[bool]:
         """Store the pages that are not stored yet; return whether each is stored now."""
-        done = self.stored(pages)
+        done = self._held(pages) or [False] * len(pages)
         self.counts.count("kept_pages", sum(done))
         missing = [number for number, there in enumerate(done) if not there]
+        if missing and not self.store.takes_puts():
+            self._fail("store", StoreError("the store is known to be down, so nothing is encoded"))
+            return done
         of_page, size = slots.split(self.names.page_tokens), self.names.page_tokens
         patience = self.load_timeout  # for all of them: an engine may wait for a call to end
         for several in (missing[first : first + self.together] for first in range(0, len(missing), self.together)):
@@ -186,7 +207,7 @@ class Entries:
                 encoding.append(partial(self._encode, cache, of_page[number], pages[number], position, after))
             entries, _ = self.io.in_a_row(encoding)
             writing = [
-                (number, self.waiters.submit(self._write, pages[number], entry, cache))
+                (number, self.waiters.write.submit(self._write, pages[number], entry, cache))
                 for number, entry in zip(several, entries, strict=True)
                 if entry is not None
             ]
@@ -232,10 +253,14 @@ class Entries:
 
     # The store ------------------------------------------------------------------------------------------------------
 
-    def _ask(self, operation: str, label: str, work: Callable[[], T], timeout: float) -> T | None:
-        """Return the store's answer; None if it fails or comes late."""
+    def _ask(
+        self, operation: str, label: str, work: Callable[[], T], timeout: float, waiters: ThreadPool | None = None
+    ) -> T | None:
+        """Return the store's answer, for which the threads of lookups wait unless others are named; None if it fails
+        or comes late.
+        """
         try:
-            answer = self.waiters.submit(work)
+            answer = (waiters or self.waiters.lookup).submit(work)
         except RuntimeError as error:  # no thread can be started
             self._fail(label, error)
             return None

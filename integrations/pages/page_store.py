@@ -29,7 +29,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.chunk_io import ChunkIO
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
-from cuvee.integrations.pages.entries import Entries, Fetched, Found
+from cuvee.integrations.pages.entries import Entries, Fetched, Found, Waiters
 from cuvee.integrations.pages.recognition import Recognizer
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -37,7 +37,7 @@ from cuvee.naming.identity import PageNames, tenant_id
 
 logger = logging.getLogger(__name__)
 
-_STORE_THREADS = 4  # that wait for the store
+_STORE_THREADS = 4  # that wait for the store, of each kind
 
 
 class PageStore:
@@ -95,7 +95,10 @@ class PageStore:
     ) -> None:
         self._store = store
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
-        self._waiters = ThreadPool(_STORE_THREADS, "cuvee-pages", load_timeout)
+        # Threads of their own, so that a lookup waits for no write, which an engine has no need to wait for.
+        self._waiters = Waiters(
+            *(ThreadPool(_STORE_THREADS, f"cuvee-{kind}", load_timeout) for kind in Waiters._fields)
+        )
         self._coders = ThreadPool(threads, "cuvee-coder", float("inf"))
         self._engine_calls = _EngineCalls()
         self._once = Once(logger)
@@ -297,13 +300,15 @@ class PageStore:
         return self._store.delete_tenant(tenant_id(self._names.tenant))
 
     def close(self) -> None:
-        """Wait for the calls under way, at most `load_timeout` seconds, then close the store.
+        """Wait for the calls under way, and as long again for their threads, at most `load_timeout` seconds; then close
+        the store.
 
         Later calls find no pages. May be called more than once.
         """
         self._engine_calls.close(self._load_timeout)
-        self._coders.dismiss()
-        self._waiters.dismiss(self._load_timeout)
+        until = time.monotonic() + self._load_timeout
+        for pool in (self._coders, *self._waiters):
+            pool.dismiss(max(until - time.monotonic(), 0))
         self._store.close()
 
     def _digests(self, slots: torch.Tensor, names: Sequence[bytes]) -> list[bytes]:

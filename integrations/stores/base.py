@@ -33,7 +33,8 @@ class TierCounters:
     """The events in one tier since it was opened.
 
     Attributes:
-        hits, misses: answers of `get`.
+        hits: answers of `get`.
+        misses: keys that `get` or `contains` did not find. Behind other tiers, `contains` counts what no tier has.
         hit_bytes: bytes of the hits.
         puts, put_bytes: entries stored, and their bytes.
         evictions: entries deleted to stay within the budget.
@@ -91,7 +92,18 @@ class Store(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there now. This reads no payload and counts neither hits nor misses."""
+        """Return whether each key is there now. This reads no payload. A key that is not there counts as a miss: it
+        will not be asked for again; a hit is counted once its payload is read.
+        """
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return whether each key is there now, as `contains`, without counting: for a caller that wants no payload, or
+        that says by `missed` what it wanted.
+        """
+        return self.contains(keys)
+
+    def missed(self, keys: int) -> None:  # noqa: B027 - stores that count nothing have nothing to do
+        """Count this many keys as misses, which `holds` did not find."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -193,6 +205,12 @@ class Store(ABC):
             raise InputError(f"first: must be 0 or 1, the number of a part, got {first}")
         deleted = [self.delete(part_key(key, number)) for number in range(first, MAX_PARTS)]
         return any(deleted)
+
+    def takes_puts(self) -> bool:
+        """Return whether a put would be attempted now: False while the store is known to be down, so that nothing is
+        encoded in vain. This never blocks.
+        """
+        return True
 
     def report_overdue(self, operation: str, seconds: float) -> None:  # noqa: B027 - most stores have nothing to do
         """Report that callers gave up on calls of `operation`, such as "contains", that began `seconds` ago or earlier.

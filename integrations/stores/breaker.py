@@ -36,6 +36,10 @@ class _Breaker:
     probing: bool = False
     closed_at: float = -math.inf  # what began before and fails now belongs to an outage that is over
 
+    def is_open(self, now: float) -> bool:
+        """Whether operations are skipped now."""
+        return self.retry_at is not None and (self.probing or now < self.retry_at)
+
 
 @dataclass(slots=True, eq=False)
 class _Call:
@@ -93,6 +97,20 @@ class GuardedStore(Store):
         none = [False] * len(keys)
         return self._run("contains", self._reads, lambda: self._store.contains(keys), none) if keys else []
 
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return whether each key is there, uncounted; all False if the store fails."""
+        none = [False] * len(keys)
+        return self._run("contains", self._reads, lambda: self._store.holds(keys), none) if keys else []
+
+    def missed(self, keys: int) -> None:
+        """Count this many keys as misses of the store."""
+        self._store.missed(keys)
+
+    def takes_puts(self) -> bool:
+        """Return whether a put would be attempted now, as one is that probes whether an outage is over."""
+        with self._lock:
+            return not self._writes.is_open(self._clock()) and self._store.takes_puts()
+
     def delete(self, key: str) -> bool:
         """Delete an entry; False if it was not there or the store fails."""
         return self._run("delete", self._writes, lambda: self._store.delete(key), False)
@@ -146,7 +164,7 @@ class GuardedStore(Store):
         """Return `work()`, or `otherwise` if it fails or is skipped."""
         with self._lock:
             now, probe = self._clock(), breaker.retry_at is not None
-            if breaker.retry_at is not None and (breaker.probing or now < breaker.retry_at):
+            if breaker.is_open(now):
                 self._skipped += 1
                 return otherwise
             breaker.probing = probe

@@ -99,8 +99,20 @@ class CountedStore(Store):
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there now. An expired entry counts until it is read or deleted."""
+        """Return whether each key is there now; those that are not are misses. An expired entry is there until it is
+        read or deleted.
+        """
+        there = self.holds(keys)
+        self.missed(there.count(False))
+        return there
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return whether each key is there now, without counting."""
         return self.attempt(self._there, _checked(keys))
+
+    def missed(self, keys: int) -> None:
+        """Count this many keys as misses."""
+        self._count(misses=keys)
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""

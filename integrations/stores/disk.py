@@ -19,6 +19,9 @@ FIFO, or whose sectors are bad. Each is a miss, counted as `corrupt`. Any other 
 **Crashes.** `rename` gives an entry its name after all of its bytes are written. A killed process leaves complete
 entries and at most one temporary file per writing thread. Nothing is synced, so a power failure may damage an entry;
 its checksum reveals that.
+
+**A disk that is full** before the budget is used, or a quota that is: the put is given up, and the budget becomes what
+the folder holds, so the scan evicts 10% of it. Later scans make it what the folder holds and the disk has left.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ _FULL, _KEEP = 0.95, 0.90
 _TOUCH_SECONDS = 10.0
 # A temporary file that was not written to for this many seconds is removed. Its writer is dead, or its put fails.
 _STALE_SECONDS = 600.0
+# What writing says of a full disk.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # What reading says of a damaged file: a link or no regular file, or sectors that cannot be read.
 _DAMAGED = (errno.ELOOP, errno.ENXIO, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
@@ -99,6 +104,8 @@ class DiskStore(CountedStore):
         self._scanned_at = -math.inf  # the first put scans, because dead writers may have left files
         self._interval = math.inf if ttl is None else max(60.0, ttl / 10)  # entries that nobody requests expire as well
         self._wanted = 0  # bytes for which a put found no room
+        self._room: float = math.inf  # bytes of all files for which the disk has room; unknown until it is full
+        self._disk_full = False  # since the last scan
         self._lost = False  # the folder's size is not known
         self._lock = threading.Lock()
 
@@ -114,10 +121,20 @@ class DiskStore(CountedStore):
         size = HEADER_BYTES + len(blob)
         if self.max_bytes is not None and size > int(_KEEP * self.max_bytes):
             return self._too_large(len(blob), int(_KEEP * self.max_bytes) - HEADER_BYTES)
-        with open_store_folder(self.root, create=True) as root, temporary_file(root) as (name, file):
-            safe_files.write_all(file, make_header(key, blob, time.time()))
-            safe_files.write_all(file, blob)
-            return self._name(root, name, key, size)
+        try:
+            with open_store_folder(self.root, create=True) as root, temporary_file(root) as (name, file):
+                safe_files.write_all(file, make_header(key, blob, time.time()))
+                safe_files.write_all(file, blob)
+                return self._name(root, name, key, size)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            text = "the disk is full before the budget is used, so old entries are deleted to make room: %s"
+            self._warn("disk", text, error)
+        self._disk_full, self._wanted = True, max(self._wanted, size)
+        self._count(dropped=1)
+        self._start_scan()
+        return False
 
     def _there(self, keys: Sequence[str]) -> list[bool]:
         there = [False] * len(keys)
@@ -145,6 +162,21 @@ class DiskStore(CountedStore):
                 if figures.added:
                     return figures.entries, figures.bytes
         return None, None
+
+    def count(self) -> tuple[int, int]:
+        """Return the number and the bytes of all entries, found by looking at each; the folder is not changed.
+
+        Raises:
+            StoreError: there is no folder, or it cannot be read.
+        """
+
+        def found() -> list[int]:
+            with open_store_folder(self.root) as root:
+                each = (folder.entries_of(root, tenant) for tenant in filter(is_tenant, os.listdir(root)))
+                return [info.st_size for entries in each for _, info in entries]
+
+        sizes = self.attempt(found)
+        return len(sizes), sum(sizes)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds for a scan in progress; return whether none is in progress."""
@@ -191,7 +223,7 @@ class DiskStore(CountedStore):
         # The lock is taken before the folders are opened or created, so that no deletion removes them meanwhile.
         with folder.locked(root) as figures:
             self._lost |= not figures.added and any(map(is_tenant, os.listdir(root)))
-            room = math.inf if self.max_bytes is None else self.max_bytes - figures.bytes
+            room = self._budget - figures.bytes
             fits = size <= room or size <= room + (folder.size_of(root, key) or 0)
             if fits:
                 with folder.open_shard(root, key, create=True) as (shard, name):
@@ -211,9 +243,14 @@ class DiskStore(CountedStore):
 
     def _counts(self, figures: folder.Figures) -> bool:
         """Return whether a scan has to count what is there, and maybe to evict."""
-        if self.max_bytes is None:
-            return False
-        return self._lost or self._wanted > 0 or figures.bytes > _FULL * self.max_bytes
+        if self._budget == math.inf:
+            return self._disk_full
+        return self._lost or self._disk_full or self._wanted > 0 or figures.bytes > _FULL * self._budget
+
+    @property
+    def _budget(self) -> float:
+        """The bytes that all files may have now."""
+        return min(self._room, math.inf if self.max_bytes is None else self.max_bytes)
 
     def _start_scan(self) -> None:
         """Scan in the background, unless a scan runs."""
@@ -257,15 +294,21 @@ class DiskStore(CountedStore):
                     self._count(expired=1)
                 else:
                     found.append((info.st_mtime_ns, info.st_ino, info.st_size, key))
-        if not counts or self.max_bytes is None:
+        if not counts:
             return
         self._lost = False
         # What is put during a scan may be counted twice, until the next one.
         held = folder.recount(root, sum(size for _, _, size, _ in found), len(found), added)
-        room, self._wanted = self.max_bytes - self._wanted, 0
-        if held > min(_FULL * self.max_bytes, room):
+        disk = os.fstatvfs(root)
+        if self._disk_full:
+            self._disk_full, self._room = False, held
+        elif self._room < math.inf:
+            self._room = held + disk.f_bavail * disk.f_frsize
+        budget, wanted, self._wanted = self._budget, self._wanted, 0
+        room = budget - (wanted if wanted <= _KEEP * budget else 0)  # or all entries would go in vain
+        if held > min(_FULL * budget, room):
             for used, inode, size, key in sorted(found):
-                if held <= min(_KEEP * self.max_bytes, room):
+                if held <= min(_KEEP * budget, room):
                     break
                 if folder.remove_entry(root, key, (inode, used)):
                     self._count(evictions=1)

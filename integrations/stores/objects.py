@@ -34,7 +34,7 @@ try:
 except ImportError as missing:
     raise ImportError("object stores need obstore: pip install cuvee[objects]") from missing
 
-_THREADS = 16  # simultaneous requests; each mostly waits for the network
+_THREADS = 16  # simultaneous requests of a kind; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
 # Of one request, with its response. What obstore takes for a passing failure is tried twice more within 10 s.
 _TIMEOUTS = {"connect_timeout": "5s", "timeout": "60s"}
@@ -43,6 +43,8 @@ _DEBUG = "\n\nDebug source"  # begins what obstore's errors add for its develope
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 _PATH = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,2})/(\2[0-9a-f]*)")  # of an entry, below our prefix
+
+_FULL = re.compile("507|insufficient ?storage|quota", re.IGNORECASE)  # what servers say, as obstore tells it
 
 _T = TypeVar("_T")
 
@@ -83,18 +85,20 @@ class ObjectStore(CountedStore):
         super().__init__(f"object store {redacted(url)}", ttl, secrets_of(url))
         self._place = connect(url)
         self._lock = threading.Lock()
-        self._threads: ThreadPool | None = None
+        self._threads: dict[str, ThreadPool] = {}  # lookups and reads, so that neither waits for the other
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
         # The deletion alone would not tell: object storage deletes missing objects without an error.
-        return self.contains([key])[0] and super().delete(key)
+        return self.holds([key])[0] and super().delete(key)
 
     def close(self) -> None:
         """Stop the threads, waiting at most 10 s for requests that hang. May be called again."""
         with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None and not threads.dismiss(_CLOSE_SECONDS):
+            threads, self._threads = self._threads, {}
+        until = time.monotonic() + _CLOSE_SECONDS
+        ended = [pool.dismiss(max(until - time.monotonic(), 0)) for pool in threads.values()]  # each is told
+        if not all(ended):
             self._warn("hang", "closed while requests hang")
 
     def read_object(self, path: str, fits: Callable[[int], bool]) -> bytes | None:
@@ -110,7 +114,7 @@ class ObjectStore(CountedStore):
             raise FileNotFoundError("there is no such bucket")
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
-        return self._map(self._blob, keys)
+        return self._map("read", self._blob, keys)
 
     def _blob(self, key: str) -> bytes | None:
         def fits(size: int) -> bool:
@@ -126,7 +130,7 @@ class ObjectStore(CountedStore):
         return True
 
     def _there(self, keys: Sequence[str]) -> list[bool]:
-        infos = self._map(lambda key: _call(lambda: obstore.head(self._place, _path(key))), keys)
+        infos = self._map("lookup", lambda key: _call(lambda: obstore.head(self._place, _path(key))), keys)
         return [info is not None and info["size"] <= HEADER_BYTES + self.max_entry for info in infos]
 
     def _remove(self, keys: Sequence[str]) -> int:
@@ -142,17 +146,21 @@ class ObjectStore(CountedStore):
             if keys := [f"{tenant}/{name[3]}" for name in names if name is not None and name[1] == tenant]:
                 yield keys
 
+    def _hint(self, error: Exception) -> str:
+        full = _FULL.search(str(error)) is not None
+        return " (it is full: raise its quota, or have a lifecycle rule delete old objects sooner)" if full else ""
+
     def _shown(self, error: Exception) -> str:
         return super()._shown(error).partition(_DEBUG)[0]
 
-    def _map(self, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
-        """Apply `function` to each item, in threads if there are several; return the results in order."""
+    def _map(self, kind: str, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
+        """Apply `function` to each item, in threads of this kind if there are several; return the results in order."""
         if len(items) < 2:
             return [function(item) for item in items]
         with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPool(_THREADS, "cuvee-object-store")
-            futures = [self._threads.submit(function, item) for item in items]
+            if kind not in self._threads:
+                self._threads[kind] = ThreadPool(_THREADS, f"cuvee-object-{kind}")
+            futures = [self._threads[kind].submit(function, item) for item in items]
         return [future.result() for future in futures]
 
 

@@ -97,9 +97,24 @@ class TieredStore(Store):
         return kept
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is in any tier or queue."""
+        """Return whether each key is in any tier or queue. One that is in none is a miss of every tier."""
+        there = self.holds(keys)
+        self.missed(there.count(False))
+        return there
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return whether each key is in any tier or queue, without counting."""
         found = dict(self._levels(keys, self._tiers))
         return [key in found for key in keys]
+
+    def missed(self, keys: int) -> None:
+        """Count this many keys as misses of every tier."""
+        for tier in self._tiers:
+            tier.store.missed(keys)
+
+    def takes_puts(self) -> bool:
+        """Return whether any tier would attempt a put now."""
+        return any(tier.store.takes_puts() for tier in self._tiers)
 
     def locate(self, keys: Sequence[str]) -> list[str]:
         """Return the name of the first tier that has each key, in its store or queue; the last tier is not asked."""
@@ -181,7 +196,7 @@ class TieredStore(Store):
 
     def _levels(self, keys: Sequence[str], tiers: Sequence[_Tier]) -> Iterator[tuple[str, int]]:
         """Yield each key that some tier has, and the number of the first of them."""
-        for level, here in self._found(keys, tiers, lambda store, some: store.contains(some), False):
+        for level, here in self._found(keys, tiers, lambda store, some: store.holds(some), False):
             yield from dict.fromkeys(here, level).items()
 
     def _promote(self, entries: dict[str, bytes], level: int, epoch: int) -> None:

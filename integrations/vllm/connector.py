@@ -13,11 +13,13 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -72,6 +74,7 @@ _join_log()
 # Seconds that a step without tokens waits for a load to end. Otherwise the engine would ask again at once, and keep the
 # interpreter from the threads that decode. A request that arrives meanwhile waits no longer than this.
 _IDLE_WAIT = 2e-3
+_WORKERS_TIME = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 _HIT_SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
@@ -115,7 +118,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         outer = multi_connector()
         have_failed_loads_computed(vllm_config, outer)
         self._setup = replace(self._setup, beside=outer is not None)
-        self._store = borrow_store(self._setup.options.store)
+        self._store = borrow_store(self._setup.options.store, unnamed=self._setup.unnamed)
         backend = vllm_config.parallel_config.distributed_executor_backend
         if not self._store.shared and backend != "uni":
             raise InputError(
@@ -133,6 +136,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._recorder = Recorder(self._rank() if role is KVConnectorRole.WORKER else 0)
         self._guard = Guard(self._recorder)
         if role is KVConnectorRole.SCHEDULER:
+            if backend != "uni":
+                _give_workers_time(getattr(vllm_config, "shutdown_timeout", 0))
             model = vllm_config.model_config
             self._setup.check_profile(model.model, model.revision)
             identity = self._setup.identity(vllm_config)
@@ -392,6 +397,14 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             pages, self._setup.block_tokens, model.open, model.context_overhead, total_over_ranks, agree_over_ranks,
             rows,
         )  # fmt: skip
+
+
+def _give_workers_time(seconds: float) -> None:
+    """Let workers in processes of their own finish what they store for as long as the engine may take to stop: vLLM
+    ends them after 9 s whatever its `shutdown_timeout` is, unless its environment variable says otherwise.
+    """
+    if seconds > envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS:
+        os.environ.setdefault(_WORKERS_TIME, str(round(seconds)))
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

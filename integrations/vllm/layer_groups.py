@@ -161,6 +161,11 @@ def is_latent(spec: Any) -> bool:
     return _kind(spec) == _LATENT
 
 
+def all_latent(kv_cache_config: Any) -> bool:
+    """Return whether all layers that vLLM caches, a drafter's among them, hold latents (MLA), which ranks replicate."""
+    return all(is_latent(spec) for group in kv_cache_config.kv_cache_groups for spec in _specs_of(group).values())
+
+
 def _specs_of(group: Any) -> Mapping[str, Any]:
     """Return the specs of a group's layers by name: one for all, or each its own (`UniformTypeKVCacheSpecs`)."""
     each = getattr(group.kv_cache_spec, "kv_cache_specs", None)

@@ -68,11 +68,15 @@ class Lookup(Generic[T]):
     @property
     def batch(self) -> int:
         """Most digests per call of the store, at least 1. Each call asks for all ranks' parts."""
-        return max(CALL_KEYS // self._state.shards, 1)
+        return max(CALL_KEYS // len(self._state.holders), 1)
 
-    def contains(self, digests: Sequence[bytes], known: T) -> list[bool]:
-        """Return whether the store has every rank's part of each entry, with a tag of any accepted secret; `known` is
-        the lookup's answer if it is settled before that.
+    def contains(self, digests: Sequence[bytes], known: T, guesses: int = 0) -> list[bool]:
+        """Return whether the store has every rank's part of each entry, with a tag of any accepted secret.
+
+        Args:
+            digests: of the entries. Those that are not there count as misses.
+            known: the lookup's answer if it is settled before that.
+            guesses: how many of the last digests are one entry in several lengths; none of them counts as missing.
 
         Raises:
             CancelledError: nobody waits for the answer any more.
@@ -81,15 +85,17 @@ class Lookup(Generic[T]):
         self._known = known
         there: list[bool] = []
         state, size = self._state, self.batch
-        ranks = list(range(state.shards))
+        ranks = list(state.holders)
         for first in range(0, len(digests), size):
             if self.answer.done():
                 raise CancelledError
             batch = digests[first : first + size]
             parts = [digest for digest in batch for _ in ranks]
-            found = state.keys.find(self._tenant, parts, lambda _, keys: state.store.contains(keys), ranks * len(batch))
+            found = state.keys.find(self._tenant, parts, lambda _, keys: state.store.holds(keys), ranks * len(batch))
             held = [is_there for _, is_there in found]
-            there += [all(held[at : at + state.shards]) for at in range(0, len(held), state.shards)]
+            wanted = (len(digests) - guesses - first) * len(ranks)
+            state.store.missed(held[: max(wanted, 0)].count(False))
+            there += [all(held[at : at + len(ranks)]) for at in range(0, len(held), len(ranks))]
         return there
 
     def _run(self, find: Callable[[Lookup[T]], T]) -> None:

@@ -44,7 +44,7 @@ _ENTRIES = (
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
 _UNSTORED = ("asked", "positions", "blended", "quality", "reset", "overwritten")
-_SKIPPED = ("full", "failed", "adapter", "window", "stopped")
+_SKIPPED = ("full", "failed", "down", "adapter", "window", "stopped")
 
 # A chunk belongs to one rank: with two ranks, a run of tokens is two chunks. Unless stated otherwise, tails are chunks.
 METRICS: dict[str, Metric] = {
@@ -91,12 +91,13 @@ METRICS: dict[str, Metric] = {
                "that, they are beyond the model's positions, behind a blend, behind tokens loaded at less than the "
                "stored quality or computed before a reset, or they are overwritten too soon.", "reason", _UNSTORED),
         Metric("stores_skipped", "counter", "Chunks not stored: too many waited (full), a step of the engine had "
-               "failed, an adapter's files have changed, the engine had dropped a part of them from a layer with a "
-               "window, or they still waited when the engine stopped.", "reason", _SKIPPED),
+               "failed, the store was known to be down, an adapter's files have changed, the engine had dropped a part "
+               "of them from a layer with a window, or they still waited when the engine stopped.", "reason", _SKIPPED),
         Metric("store_operations", "counter", "Operations of a tier of the store by result. hit, miss: a chunk "
-               "was found or not. corrupt: it failed its checksum, so it is deleted, and missed, too. error: the tier "
-               "failed. skipped: it is known to be down. dropped: its queue was full, or a chunk exceeds its budget.",
-               "tier", second="result", values=("hit", "miss", "corrupt", "error", "skipped", "dropped")),
+               "was read, or a lookup or a read did not find it. corrupt: it failed its checksum, so it is deleted, "
+               "and missed, too. error: the tier failed. skipped: it is known to be down. dropped: its queue or its "
+               "disk was full, or a chunk exceeds its budget. evicted: deleted for room, unless by a server.",
+               "tier", second="result", values=("hit", "miss", "corrupt", "error", "skipped", "dropped", "evicted")),
         Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
         Metric("put_bytes", "counter", "Bytes written to a tier.", "tier"),
         Metric("pending_bytes", "gauge", "Bytes that wait to be stored: copies of KV, then their blobs."),

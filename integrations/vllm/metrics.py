@@ -27,7 +27,7 @@ _OPERATIONS = "store_operations"
 _OF_TIERS = {
     "hits": (_OPERATIONS, "hit"), "misses": (_OPERATIONS, "miss"), "corrupt": (_OPERATIONS, "corrupt"),
     "errors": (_OPERATIONS, "error"), "skipped": (_OPERATIONS, "skipped"), "dropped": (_OPERATIONS, "dropped"),
-    "hit_bytes": ("hit_bytes", ""), "put_bytes": ("put_bytes", ""),
+    "evictions": (_OPERATIONS, "evicted"), "hit_bytes": ("hit_bytes", ""), "put_bytes": ("put_bytes", ""),
     "queued": ("store_queue_depth", ""), "bytes": ("store_bytes", ""),
 }  # fmt: skip
 

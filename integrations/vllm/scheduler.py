@@ -85,7 +85,7 @@ class SchedulerSide:
         self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.beside)
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
-        self._events = SchedulerEvents(setup.ranks, make_events)
+        self._events = SchedulerEvents(len(setup.holders), make_events)
         in_engine = setup.prefix_caching, setup.loads_in_part
         self._loads = SchedulerLoads(state, known, self._events, self._pays, *in_engine)
         self._blends = SchedulerBlends(state.shards, setup.step_tokens)

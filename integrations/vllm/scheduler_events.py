@@ -28,7 +28,7 @@ class SchedulerEvents:
     """Collects events until the engine takes them.
 
     Args:
-        shards: number of ranks.
+        shards: number of ranks that store.
         make: makes the events of a range of a request's tokens; None: the engine has no names for them. Without it,
             nothing is collected.
     """

@@ -53,12 +53,12 @@ class PrefixSearch:
                 chunk = first + len(batch)
                 sizes = self._tail_sizes(tokens, chunk) if chunk == len(digests) else []
                 tails = chain.tails(ids, chunk, sizes)
-                there = lookup.contains([*batch, *tails], Found(first))
+                there = lookup.contains([*batch, *tails], Found(first), len(tails))
                 if not all(there[: len(batch)]):
                     chunk = first + there.index(False)
                     sizes = self._tail_sizes(tokens, chunk)
                     tails = chain.tails(ids, chunk, sizes)
-                    there = lookup.contains(tails, Found(chunk, missing=digests[chunk]))
+                    there = lookup.contains(tails, Found(chunk, missing=digests[chunk]), len(tails))
                     found = replace(_longest(chunk, sizes, tails, there), missing=digests[chunk])
                     break
                 found = _longest(chunk, sizes, tails, there[len(batch) :])
@@ -87,7 +87,7 @@ class PrefixSearch:
         for first in range(0, len(places), size):
             batch = places[first : first + size]
             names = [state.state_after(chain, ids, at) for at in batch]
-            there = lookup.contains(names, found)
+            there = lookup.contains(names, found, len(names))
             at = there.index(True) if any(there) else len(there)
             found = replace(found, absent=(*found.absent, *names[:at]))
             if at < len(there):

@@ -142,6 +142,7 @@ class SchedulerState:
         encodes: as in `Setup`.
         predicts: whether the codec predicts a part of the cache from token ids.
         shards: number of ranks.
+        holders: ranks under which entries are stored.
         keys: of entries, for a rank that is named.
         store: looked into, never read from.
         lookup_threads: wait for the store, one for each lookup.
@@ -162,7 +163,7 @@ class SchedulerState:
         self.encodes = setup.encodes
         self.parts = 1 + setup.options.refinements
         self.predicts = setup.predicts
-        self.shards = setup.ranks
+        self.shards, self.holders = setup.ranks, setup.holders
         self.keys = EntryKeys(setup.options.key_ids())
         self.store = store
         self.lookup_threads = ThreadPool(_THREADS, "cuvee-lookup", setup.options.lookup_timeout)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +40,7 @@ from cuvee.integrations.vllm.layer_groups import (
     CachedLayers,
     LayerGroup,
     RecurrentLayer,
+    all_latent,
     is_draft,
     read_layers,
 )
@@ -86,6 +89,9 @@ class Setup:
         pages: KV layout of the pages of an fp8 cache; None: that of what is coded.
         stages: pipeline stages.
         beside: whether other connectors see the engine's requests (vLLM's MultiConnector).
+        replicated: whether all tensor-parallel ranks of a stage hold the same pages, as of latents (MLA).
+        left: share of a device's memory that the engine leaves free.
+        unnamed: whether the store is the default one, which nobody expects to outlive its engines.
     """
 
     options: Options
@@ -107,11 +113,25 @@ class Setup:
     pages: KVLayout | None = None
     stages: int = 1
     beside: bool = False
+    replicated: bool = False
+    left: float = 1.0
+    unnamed: bool = False
 
     @property
     def ranks(self) -> int:
         """Processes that each store and load a part of every token."""
         return self.shards * self.stages
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that store entries, each under its number. Where pages are replicated, it is the first of a stage,
+        and all others load what that one has stored.
+        """
+        return tuple(range(0, self.ranks, self.shards if self.replicated else 1))
+
+    def holder(self, rank: int) -> int:
+        """Return the rank that stores what a rank holds."""
+        return rank - rank % self.shards if self.replicated else rank
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -159,8 +179,10 @@ class Setup:
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
-        if "store" not in transfer.kv_connector_extra_config:
-            options = replace(options, store=default_store(vllm_config.parallel_config.distributed_executor_backend))
+        unnamed = "store" not in transfer.kv_connector_extra_config
+        if unnamed:
+            backend = vllm_config.parallel_config.distributed_executor_backend
+            options = replace(options, store=default_store(backend, str(vllm_config.instance_id)))
         options.secrets()
         refuse_features(vllm_config)
         text_config, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
@@ -210,15 +232,16 @@ class Setup:
         if codes is not None and codec.lossless:
             layout = pairs_of_codes(layout, codes)
             profile = Profile.unlearned(layout)
-        events = vllm_config.kv_events_config
+        events, cache = vllm_config.kv_events_config, vllm_config.cache_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         setup = cls(
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
-            bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
+            bool(cache.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups, bool(getattr(events, "enable_kv_cache_events", False)),
             alone=shards == stages == parallel.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
-            layers=cached, codes=codes, pages=pages, stages=stages,
+            layers=cached, codes=codes, pages=pages, stages=stages, replicated=all_latent(kv_cache_config),
+            left=1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization, unnamed=unnamed,
         )  # fmt: skip
         if options.deadline_ms is not None and not setup.loads_in_part:
             raise UnsupportedModelError(
@@ -329,11 +352,13 @@ class Setup:
         return replace(layout, layers=tuple(layout.layers[number] for number in numbers))
 
 
-def default_store(executor: str | None) -> tuple[str, ...]:
-    """Return the store of an engine whose options name none: RAM, where all of its processes reach it.
+def default_store(executor: str | None, engine: str) -> tuple[str, ...]:
+    """Return the store of an engine whose options name none: RAM, where all of its processes reach it. A user's engines
+    share it.
 
     Args:
         executor: vLLM's name of what runs the workers; "uni": all run in the scheduler's process.
+        engine: its name in vLLM, the same in all of its processes.
     """
     if executor == "uni" or not _SHARED_MEMORY.is_dir():
         return Options().store
@@ -343,8 +368,13 @@ def default_store(executor: str | None) -> tuple[str, ...]:
             "cuvee: %s holds little, so the default store keeps only %.2g GB in it: enlarge it (docker run "
             "--shm-size), or name another in option 'store'", _SHARED_MEMORY, size,
         )  # fmt: skip
-    # Ranks must agree on it, and other users' folders are refused.
-    return (f"file://{_SHARED_MEMORY}/cuvee-{os.getuid()}?max_gb={size:.3g}",)
+    folder = _SHARED_MEMORY / f"cuvee-{os.getuid()}"  # ranks must agree on it
+    with suppress(FileNotFoundError):
+        info = os.lstat(folder)
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+            taken, folder = folder, folder.with_name(f"{folder.name}-{engine}")
+            logger.warning("cuvee: %s is no folder of this user alone, so the default store is %s", taken, folder)
+    return (f"file://{folder}?max_gb={size:.3g}",)
 
 
 def _key_ids(codec: Codec) -> str:

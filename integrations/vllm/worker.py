@@ -206,17 +206,19 @@ class WorkerSide:
             jobs = self.loads.under_way()
         with self._guard("close"):
             pools.fetchers.dismiss(0, cancel=True)
-        for job in jobs:
-            with job.lock:  # not while pages are written: the engine is about to free them
-                job.over = True
+        for job in jobs:  # not while pages are written: the engine is about to free them
+            held = job.lock.acquire(timeout=max(deadline - time.monotonic(), 0))
+            job.over = True
+            if held:
+                job.lock.release()
         with self._guard("close"):
             pools.loaders.dismiss(0, cancel=True)
         with self._guard("close"):
-            pools.coders.dismiss()
-        with self._guard("close"):
-            pools.encoders.dismiss(self._close_timeout)
+            pools.encoders.dismiss(max(deadline - time.monotonic(), 0))
         with self._guard("close"):
             pools.writers.dismiss(max(deadline - time.monotonic(), 0))
+        with self._guard("close"):  # what they decode is of no use any more; it may take until the pages are freed
+            pools.coders.dismiss(max(deadline - time.monotonic(), _FLUSH_SECONDS))
         lost = {"encode": self.saves.queued()[0], "store": 0}
         with self._guard("close"):
             state.store.flush(max(deadline - time.monotonic(), _FLUSH_SECONDS))

@@ -2,7 +2,8 @@
 
 A page that is being stored is copied before its step ends, so the engine may free or overwrite it at once. A step's
 entries are copied together and encoded as a batch, and each is written to the store alone: a write that hangs holds up
-no other entry. The copies have a budget.
+no other entry. The copies have a budget. On a device they lie in memory that vLLM does not know of, because it sizes
+its cache before it makes connectors: they take at most half of what it leaves free, and the codec works in the rest.
 
 Nothing is stored that a forward which raised may have left half computed, in this step or an earlier one:
 
@@ -37,11 +38,12 @@ from cuvee.integrations.guard import Guard, Once
 from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
-from cuvee.kernels.devices import Mark, refuse_capture, send
+from cuvee.kernels.devices import Mark, memory_of, refuse_capture, send
 from cuvee.naming.part_keys import part_key
 
 logger = logging.getLogger(__name__)
 
+_SHARE = 0.5  # of a device's free memory, for copies
 # The states of recurrent layers; or tokens of the model's layers, and of a drafter's. No pages: the engine may sleep.
 Copies = States | tuple[tuple[ChunkIO, PagedCache], tuple[DraftPages, PagedCache] | None]
 Beside = tuple[str, tuple[bytes, ...]]  # key and blob of a drafter's layers
@@ -62,6 +64,7 @@ class WorkerSaves:
         self._pools = pools
         self._guard = guard
         self._budget = budget
+        self._measured = False  # whether the budget is one of the device
         self._once = Once(logger)
         self._ended = 0  # the last step that has ended well, as have all before it
         self._due = 0  # what that must be for the pages to hold what they should
@@ -105,15 +108,23 @@ class WorkerSaves:
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
-        of them if the forward of this step or of an earlier one has raised.
+        of them if the store is known to be down, or the forward of this step or of an earlier one has raised.
         """
-        saves = self._of_current_adapters(saves)
+        saves = self._of_current_adapters(saves) if self._state.stores else ()
         if not saves:
             return
         if self._ended != self._due:
             with self._guard("save"):
-                self._refuse(saves)
+                self._refuse(saves, "failed")
+                self._once(
+                    "failed", "cuvee: rank %d: step %d of the engine has failed, so nothing that it has computed since "
+                    "is stored; start the engine anew", self._state.rank, self._ended + 1, level=logging.ERROR,
+                )  # fmt: skip
             return
+        with self._guard("save"):
+            if not self._state.store.takes_puts():
+                self._refuse(saves, "down")
+                return
         # A batch is one thread's work: a device takes all entries in one go, the CPU's threads share them. They are
         # dealt like cards, so that the first chunks of a prefix are the first to be stored.
         batches = 1
@@ -135,15 +146,11 @@ class WorkerSaves:
                     self._unconfirmed.append((self._ended, batch, copy, Mark(self._state.device)))
         self._submit_confirmed()
 
-    def _refuse(self, saves: Sequence[Save]) -> None:
-        """Book entries as not stored, because the engine's pages may not hold them."""
+    def _refuse(self, saves: Sequence[Save], reason: str) -> None:
+        """Book entries as not stored. Those that are under way already stay so."""
         with self._state.lock:
             self._state.report.unsaved |= {save.entry.digest for save in saves} - self._sizes.keys()
-        self._state.recorder.count("stores_skipped", len(saves), "failed")
-        self._once(
-            "failed", "cuvee: rank %d: step %d of the engine has failed, so nothing that it has computed since is "
-            "stored; start the engine anew", self._state.rank, self._ended + 1, level=logging.ERROR,
-        )  # fmt: skip
+        self._state.recorder.count("stores_skipped", len(saves), reason)
 
     def _submit_confirmed(self) -> None:
         """Have those copies encoded whose tokens all ranks have computed."""
@@ -175,6 +182,8 @@ class WorkerSaves:
         """Return the saves that are not under way already and fit the budget, and charge it; report the others."""
         admitted: list[Save] = []
         skipped = 0
+        with self._guard("save"):
+            self._measure()
         for save in saves:
             with self._guard("save", partial(self._release, [save])):
                 size, digest = self._bytes(save.entry), save.entry.digest
@@ -197,6 +206,22 @@ class WorkerSaves:
                     "max_pending_gb; stores_skipped counts them", self._state.rank,
                 )  # fmt: skip
         return admitted
+
+    def _measure(self) -> None:
+        """Limit the budget to what the engine leaves free on the device; once, when it has started."""
+        memory = None if self._measured else memory_of(self._state.device)
+        self._measured = True
+        if memory is None:
+            return
+        free, total = memory
+        room = round(_SHARE * min(free, self._state.left * total))
+        if room < self._budget:
+            logger.warning(
+                "cuvee: rank %d: chunks that wait to be stored take at most %.2g GB, not max_pending_gb=%g, because "
+                "the engine leaves %.2g GB of the device free: lower --gpu-memory-utilization to store more at a time",
+                self._state.rank, room / 1e9, self._budget / 1e9, room / _SHARE / 1e9,
+            )  # fmt: skip
+            self._budget = room
 
     def _copy(self, batch: Sequence[Save]) -> Copies:
         """Copy the entries' tokens, one entry after the other, into a cache of one block; or a state, alone in its
@@ -281,7 +306,7 @@ class WorkerSaves:
             if drafts is not None:
                 keys.append(self._draft_key(save, drafts))
                 counts[-1] += 1
-        there = iter(self._state.store.contains(keys))
+        there = iter(self._state.store.holds(keys))
         return [all(list(islice(there, count))) for count in counts]
 
     def _encode_state(self, save: Save, states: States) -> dict[int, tuple[bytes, ...]]:

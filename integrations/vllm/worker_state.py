@@ -85,8 +85,10 @@ class WorkerState:
         timeout: seconds after which a load, or a call of the store, is given up.
         codec: of this rank.
         keys: of the rank's entries.
+        stores: whether this rank stores; if not, another one stores the same.
         store: read and written.
         recorder: figures, drained into the reports.
+        left: share of a device's memory that the engine leaves free.
         tells: whether to report what is stored.
         parts: most parts that an entry has; 1: entries are whole blobs.
         sizes: expected bytes per token of each part.
@@ -111,9 +113,11 @@ class WorkerState:
         self.chunk, self.block = options.chunk_tokens, setup.block_tokens
         self.timeout = options.load_timeout
         self.codec = codec
-        self.keys = EntryKeys(codec.key_ids, rank)
+        self.keys = EntryKeys(codec.key_ids, setup.holder(rank))
+        self.stores = setup.holder(rank) == rank
         self.store = store
         self.recorder = recorder
+        self.left = setup.left
         self.tells = setup.tells
         self.parts = 1 + codec.refinements
         values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)

@@ -36,26 +36,29 @@ def store_info(
 ) -> None:
     """Report whether a store can be reached and what it holds. Exit code 1 if it or one of its tiers cannot be reached.
 
-    A folder that does not exist cannot be reached; --check creates it, as a server does.
-
-    Most stores count entries and bytes only with a budget (max_gb), starting at their first put (--check).
+    A folder that does not exist cannot be reached: a server creates it with its first entry. Entries and bytes of a
+    folder are counted one by one; other stores do not tell theirs.
 
     Example: cuvee store info redis://127.0.0.1:6379/0 --check
     """
+    from cuvee.integrations.stores.disk import DiskStore
+
     rows: list[dict[str, Any]] = []
     with shared_tiers(url) as (shown, tiers):
         for tier in tiers:
             row: dict[str, Any] = {"tier": tier.name, "reachable": True, "seconds": None, "error": None}
+            row |= {"entries": None, "bytes": None}
             try:
+                _must_exist(tier)
                 if check:
                     row["seconds"] = _round_trip(tier)
                 else:
-                    _must_exist(tier)
-                    tier.contains([_new_key()])
+                    tier.holds([_new_key()])
+                if isinstance(tier, DiskStore):
+                    row["entries"], row["bytes"] = tier.count()
             except StoreError as error:
                 row |= {"reachable": False, "error": str(error)}
-            counted = tier.counters()[tier.name]
-            rows.append({**row, "entries": counted.entries, "bytes": counted.bytes})
+            rows.append(row)
     if as_json:
         print_json({"url": shown, "tiers": rows})
     else:
@@ -148,7 +151,7 @@ def _round_trip(store: Store) -> float:
         raise StoreError(
             f"{store.name} store: lost an entry of {_CHECK_BYTES} bytes: is it full, or its budget too small?"
         )
-    if store.contains([key])[0]:
+    if store.holds([key])[0]:
         raise StoreError(f"{store.name} store: an entry could not be deleted")
     return time.perf_counter() - begin
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -420,6 +421,44 @@ def test_a_store_that_hangs_is_given_up_and_told_so(desk: Callable[..., Desk], s
     finally:
         go.set()
     assert d.counts.snapshot()["failures{store}"] == 4
+
+
+@pytest.mark.parametrize("busy", ["put", "get", "contains"])
+def test_each_kind_of_call_has_threads_of_its_own(desk: Callable[..., Desk], store: DictStore, busy: str) -> None:
+    """However many calls of one kind wait for the store, those of the others are answered."""
+    d = desk()
+    d.save(range(8))
+    go, threads = hold(store, busy), []
+    for first in range(20, 36):  # more than there are threads
+        calls = {
+            "put": partial(d.save, range(first, first + 1)),
+            "get": partial(d.pages.load, d.cache, d.at(range(first, first + 1)), named(range(1)), 0),
+            "contains": partial(d.pages.stored, named(range(1))),
+        }
+        threads.append(threading.Thread(target=calls[busy], daemon=True))
+        threads[-1].start()
+    assert go.begun.wait(30)
+    try:
+        if busy != "contains":
+            assert d.pages.stored(named(range(10))) == [True] * 8 + [False] * 2
+        if busy != "get":
+            assert d.load(range(4), range(10, 14)) == [True] * 4
+        if busy == "get":
+            assert d.save(range(36, 38)) == [True] * 2
+    finally:
+        go.set()
+    for thread in threads:
+        thread.join(30)
+
+
+def test_nothing_is_encoded_for_a_store_that_is_down(
+    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = desk()
+    monkeypatch.setattr(store, "takes_puts", lambda: False)
+    monkeypatch.setattr(d.codec, "encode", None)
+    assert d.save(range(2)) == [False, False] and store.calls == ["contains"]
+    assert d.counts.snapshot()["failures{store}"] == 1
 
 
 def test_a_save_waits_once_for_a_store_that_hangs(

@@ -15,6 +15,7 @@ from tests.integrations.stores.redis_server import wait_until
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
+from cuvee.integrations.stores.tiered import TieredStore
 
 KEY, OTHER = "ab/01", "ab/02"
 LONG = 10.0  # seconds after which a hanging test fails
@@ -111,6 +112,23 @@ def test_backoff_doubles_up_to_the_limit_and_starts_anew(inner: FakeStore, store
 
     assert outage() == [0, 1, 3, 7, 12, 17]
     assert outage() == [0, 1, 3, 7, 12, 17]
+
+
+def test_who_would_encode_in_vain_is_told(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
+    """During an outage of writing, until a probe is due; tiers take puts as long as one of them does."""
+    tiers = TieredStore([store, GuardedStore(FakeStore(), clock)])
+    assert store.takes_puts() and tiers.takes_puts()
+    inner.read_fault = down()
+    assert store.get(KEY) is None and store.takes_puts(), "reading alone fails"
+    inner.write_fault = down()
+    assert not store.put(KEY, b"x") and not store.takes_puts() and tiers.takes_puts()
+    assert not TieredStore([store]).takes_puts()
+    clock.now += 1.0
+    assert store.takes_puts(), "one put probes"
+    assert not store.put(KEY, b"x") and not store.takes_puts()
+    mend(inner)
+    clock.now += 2.0
+    assert store.put(KEY, b"x") and store.takes_puts()
 
 
 def test_an_outage_is_logged_twice(

@@ -420,30 +420,72 @@ def test_what_the_dead_left_is_removed(root: Path, monkeypatch: pytest.MonkeyPat
 # --- disks that fail ---
 
 
-def test_disk_full(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = DiskStore(root)
-    store.put(KEY, b"the earlier one")
-    before = files(root)
-    write = os.write
-    written: list[int] = []
+class SmallDisk:
+    """The file system of a folder: it has room for so many bytes of files, which others use, too.
 
-    def full(file: int, data: memoryview) -> int:
-        if sum(written) > 1000:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written.append(write(file, data[:600]))
-        return written[-1]
+    Attributes:
+        room: bytes of all files.
+        others: bytes that others use.
+        number: of the error when it is full: a disk, or a quota, of which `statvfs` says nothing.
+    """
 
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(StoreError, match=rf"^disk store {root}: .*No space left") as caught:
-        store.put(KEY, bytes(5000))
-    assert isinstance(caught.value.__cause__, OSError) and len(written) == 3, "half of it had been written"
-    with pytest.raises(StoreError):
-        store.put("cd/4567", bytes(5000))
-    monkeypatch.undo()
-    assert files(root) == before
-    assert store.get(KEY) == b"the earlier one" and store.get("cd/4567") is None
-    assert (counters(store).errors, counters(store).puts) == (2, 1)
-    assert store.put(KEY, b"room again") and store.get(KEY) == b"room again"
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, room: int, number: int) -> None:
+        self.room, self.others, self.number, self._root = room, 0, number, root
+        self._write, self._statvfs = os.write, os.fstatvfs
+        monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(os, "fstatvfs", self.statvfs)
+
+    @property
+    def free(self) -> int:
+        return max(0, self.room - self.others - used(self._root))
+
+    def write(self, file: int, data: memoryview) -> int:
+        """As much as fits; nothing fits: an error."""
+        fits = min(len(data), self.free)
+        if not fits:
+            raise OSError(self.number, os.strerror(self.number))
+        return self._write(file, data[:fits])
+
+    def statvfs(self, file: int) -> Any:
+        free = self.free if self.number == errno.ENOSPC else 10**15
+        return type("", (), {"f_bavail": free, "f_frsize": 1, "real": self._statvfs(file)})
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("budget", [None, 10**9])
+def test_a_disk_that_is_full_before_the_budget_is_used_evicts(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, budget: int | None, number: int
+) -> None:
+    """The oldest go, the newest are kept, nothing fails, and no guard stops the puts; whoever takes or gives back room
+    on the disk is followed.
+    """
+    small = SmallDisk(root, monkeypatch, 100_000, number)
+    store = DiskStore(root, budget)
+    keys = [f"ab/{name:04x}" for name in range(400)]
+
+    def put(some: list[str]) -> int:
+        kept = []
+        for key in some:  # one every second, so that their order is known
+            kept.append(store.put(key, bytes(1000 - HEADER_BYTES)))
+            assert store.flush(20)
+            if kept[-1]:
+                os.utime(file_of(root, key), (keys.index(key), keys.index(key)))
+        return kept.count(True)
+
+    kept = put(keys[:200])
+    assert 180 <= kept < 200 and 70_000 <= used(root) <= 100_000
+    now = counters(store)
+    assert (now.dropped, now.errors, now.puts) == (200 - kept, 0, kept) and now.evictions >= 100
+    there = store.holds(keys[:200])
+    assert there.index(True) > 90 and sum(there[-70:]) >= 60, "the oldest are gone, the newest are there"
+    assert not list(root.glob(".tmp-*")) and caplog.text.count("the disk is full") == 1
+    small.others = 50_000
+    assert put(keys[200:300]) >= 60 and 20_000 <= used(root) <= 50_000
+    small.others = 0
+    assert put(keys[300:]) >= 80
+    assert used(root) > 60_000 or (number == errno.EDQUOT and used(root) > 50_000), "room that is given back is used"
+    small.others = 100_000
+    assert put([KEY]) == 0 and store.get(keys[399]) is not None, "10% go at a time"
 
 
 def raising(number: int) -> Callable[..., Any]:

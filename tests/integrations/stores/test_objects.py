@@ -28,6 +28,7 @@ from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import objects as module
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.base import StoreError, TierCounters
+from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.envelope import seal
 from cuvee.integrations.stores.objects import ObjectStore
 
@@ -257,6 +258,26 @@ def test_no_message_shows_a_password(status: str, body: bytes, open_objects: Ope
     with pytest.raises(StoreError) as caught:
         store.get(KEY)
     assert "sesame" not in f"{caught.value} {caught.value.args} {caught.value.__cause__}"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "full"),
+    [
+        ("507 Insufficient Storage", b"", True),
+        ("403 Forbidden", b"<Error><Code>QuotaExceeded</Code></Error>", True),
+        ("403 Forbidden", b"<Error><Code>AccessDenied</Code></Error>", False),
+    ],
+)
+def test_storage_that_is_full_says_so_and_what_it_holds_is_read(
+    status: str, body: bytes, full: bool, open_objects: Open, server: FakeHTTP
+) -> None:
+    store = GuardedStore(open_objects(f"http://127.0.0.1:{server.port}/kv"))
+    assert store.put(KEY, b"x")
+    server.tell = lambda method, path: answer(status, body) if method == "PUT" else None
+    with pytest.raises(StoreError) as caught:
+        store._store.put("ab/99", b"x")
+    assert ("raise its quota" in str(caught.value)) == full
+    assert not store.put("ab/99", b"x") and not store.takes_puts() and store.get(KEY) == b"x"
 
 
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,18 @@ def test_each_tier_is_asked_for_what_is_missing(three: Three) -> None:
     assert three.store.get_many([A]) == [b"a"] and len(three.low.asked("get_many")) == 1
 
 
+def test_a_key_is_a_miss_where_no_tier_has_it() -> None:
+    """A lookup counts it once in every tier. What some tier has is read: then the tiers before it miss it."""
+    small, large = MemoryStore(1000), MemoryStore(1000)
+    store = TieredStore([small, large])
+    large.put(B, b"b")
+    assert store.contains([A, B, C]) == [False, True, False] and store.holds([A, B]) == [False, True]
+    assert [tier.misses for tier in store.counters().values()] == [2, 2]
+    assert store.get_many([A, B]) == [None, b"b"] and store.flush(LONG)
+    assert [(tier.misses, tier.hits) for tier in store.counters().values()] == [(4, 0), (3, 1)]
+    store.close()
+
+
 def test_a_hit_below_is_promoted_and_no_reader_waits_for_that(three: Three) -> None:
     three.low.entries[A], three.deep.entries[B] = b"a", b"b"
     gates = [three.block(three.top), three.block(three.low)]

@@ -25,18 +25,19 @@ SEGMENTS = {"segment_tokens": 12}
 def test_a_question_of_any_length_is_asked_in_bounded_calls(shards: int) -> None:
     """Each asks for the parts of all ranks."""
     asked: list[int] = []
+    missed: list[int] = []
 
-    def contains(keys: Sequence[str]) -> list[bool]:
+    def holds(keys: Sequence[str]) -> list[bool]:
         asked.append(len(keys) // shards)
         return [int(key.split("/")[1][:2], 16) % 2 == 0 for key in keys]
 
     def find(lookup: Lookup[list[int]]) -> list[int]:
-        return [sum(lookup.contains([bytes([at] * 32) for at in range(count)], [])) for count in (130, 0, 2)]
+        return [sum(lookup.contains([bytes([at] * 32) for at in range(count)], [], 20)) for count in (130, 0, 2)]
 
     pool = ThreadPool(1, "test", 60.0)
     state: Any = SimpleNamespace(
-        shards=shards, keys=EntryKeys([]), store=SimpleNamespace(contains=contains), clock=time.monotonic,
-        lookup_threads=pool,
+        holders=range(shards), keys=EntryKeys([]), store=SimpleNamespace(holds=holds, missed=missed.append),
+        clock=time.monotonic, lookup_threads=pool,
     )  # fmt: skip
     nothing: list[int] = []
     lookup = Lookup(state, "a", find, nothing, 1)
@@ -44,6 +45,7 @@ def test_a_question_of_any_length_is_asked_in_bounded_calls(shards: int) -> None
     most = max(CALL_KEYS // shards, 1)
     assert lookup.batch == most and all(count <= most for count in asked)
     assert len(asked) == -(-130 // most) + -(-2 // most)
+    assert sum(missed) == 55 * shards, "of 110 chunks; the last 20, and those of the short question, are guesses"
     assert pool.dismiss(20)
 
 

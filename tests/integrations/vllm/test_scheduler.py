@@ -43,6 +43,15 @@ def test_entries_of_every_accepted_secret_are_found_and_no_others(
     assert len(calls) == 4, "one question for each secret about chunks, and one about tails of the chunk after them"
 
 
+def test_one_rank_stores_what_all_hold(desk: Callable[..., Desk]) -> None:
+    """Of latents (MLA): the others' names are not asked for."""
+    d, request = desk(shards=2, setup={"replicated": True}), make_request()
+    d.put(request, 3)
+    for digest in d.digests(request):
+        d.store.entries.pop(store_key("", digest, 1), None)
+    assert d.matched(request) == (3 * CHUNK, True)
+
+
 def test_drafts_that_are_rejected_are_never_stored(desk: Callable[..., Desk]) -> None:
     """A step computes drafts behind the known tokens. A chunk is stored once all of its tokens are accepted."""
     d, request = desk(min_tokens=1), make_request(tokens=CHUNK - 2)

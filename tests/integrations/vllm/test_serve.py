@@ -27,6 +27,8 @@ def prompt(seed: int, tokens: int = TOKENS) -> list[int]:
 def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path) -> None:
     """A server stores, and is stopped; an engine elsewhere finds all of it, under the tenant it was stored for.
 
+    The store takes nothing for 20 s while the server stops, which is longer than vLLM waits for workers by default.
+
     The server blends, too, which the example asks for; what tenants ask for has no part twice.
     Neither has a prefix cache of its own: what is cached, we have loaded. A second server would be the same engine
     behind HTTP, and take twice as long to start.
@@ -35,8 +37,9 @@ def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path
 
     first, second, third = prompt(1), prompt(2), prompt(3)
     with redis_server() as redis:
-        transfer = cuvee(redis.url, chunk_tokens=CHUNK)
-        blending = cuvee(redis.url, chunk_tokens=CHUNK, blend=BLEND)
+        patient = {"chunk_tokens": CHUNK, "lookup_timeout": 60.0, "load_timeout": 60.0, "close_timeout": 50.0}
+        transfer = cuvee(f"{redis.url}?timeout=60", **patient)
+        blending = cuvee(f"{redis.url}?timeout=60", **patient, blend=BLEND)
         with Server.started(folder / "server", bundled_model_path(), blending, "--no-enable-prefix-caching") as server:
             fresh = server.complete(first, cache_salt="alice")
             assert fresh.cached == 0
@@ -53,7 +56,10 @@ def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path
             what_the_operator_sees(server)
             the_example_asks_about_a_folder_of_documents(server, folder)
             # Two prompts that are stored while the server is being stopped.
+            redis.client().client_pause(20_000, all=False)
             answers = [server.complete(one, cache_salt="alice").tokens for one in (second, third)]
+            log = server.text
+        assert "they are lost" not in log()
         options = {"enable_prefix_caching": False, "skip_tokenizer_init": False, "kv_transfer_config": transfer}
         computed = Step([second], until=("vllm:cuvee_stored{kind=chunk}", 6))
         steps = [Step([first, second, third], salt="alice"), Step([second], salt="bob"), computed]

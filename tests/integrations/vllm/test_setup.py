@@ -36,7 +36,7 @@ from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm import draft_layers, setup
 from cuvee.integrations.vllm.draft_layers import Drafts
-from cuvee.integrations.vllm.layer_groups import LayerGroup
+from cuvee.integrations.vllm.layer_groups import LayerGroup, all_latent
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
@@ -123,7 +123,10 @@ def _engine(
             "prefill_context_parallel_size": 1, "distributed_executor_backend": "uni",
             "data_parallel_size": 1,
         },
-        "cache": {"cache_dtype": "auto", "enable_prefix_caching": True},
+        "cache": {
+            "cache_dtype": "auto", "enable_prefix_caching": True, "gpu_memory_utilization": 0.92,
+            "kv_cache_memory_bytes": None,
+        },
         "scheduler": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
         "load": {"load_format": "auto"},
         "kv_transfer": {"kv_connector_extra_config": extra or {}, "is_kv_consumer": True, "is_kv_producer": True},
@@ -188,6 +191,31 @@ def test_the_default_store_is_one_that_all_ranks_reach(
     assert Setup.of_engine(*_engine()).options.store == ("memory://?max_gb=4",)
 
 
+@pytest.mark.parametrize("taken", ["file", "link", "writable", "other user"])
+def test_what_others_put_in_the_default_stores_place_stops_no_engine(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
+    place = tmp_path / f"cuvee-{os.getuid()}"
+    if taken == "file":
+        place.touch()
+    elif taken == "link":
+        place.symlink_to(tmp_path)
+    else:
+        place.mkdir(0o700)
+    if taken == "writable":
+        place.chmod(0o777)
+    if taken == "other user":
+        monkeypatch.setattr(setup.os, "geteuid", lambda: os.getuid() + 1)
+    engine = _engine(parallel__distributed_executor_backend="mp")
+    made = Setup.of_engine(*engine)
+    assert made.unnamed and made.options.store[0].startswith(f"file://{place}-{engine[0].instance_id}?max_gb=")
+    assert made.options.store == Setup.of_engine(*engine).options.store, "all ranks agree"
+    assert f"{place} is no folder of this user alone" in caplog.text
+    monkeypatch.undo()
+    assert open_store(made.options.store[0]).put("ab/01", b"blob")
+
+
 def _hybrid(dtype: torch.dtype = torch.bfloat16, mode: str = "align", **changes: Any) -> dict[str, Any]:
     """An engine whose first layer keeps states, of larger blocks than the other's."""
     states = _spec(MambaSpec, block_size=64, shapes=((2, 32),), dtypes=(dtype,), mamba_cache_mode=mode)
@@ -203,6 +231,11 @@ def test_recurrent_layers_keep_states_in_place_of_tokens() -> None:
         Setup.of_engine(*_engine(**_hybrid(extra={"chunk_tokens": 96})))
 
 
+def test_what_the_engine_leaves_of_a_devices_memory() -> None:
+    assert Setup.of_engine(*_engine(cache__gpu_memory_utilization=0.75)).left == 0.25
+    assert Setup.of_engine(*_engine(cache__kv_cache_memory_bytes=10**9)).left == 1.0, "as much as the driver says"
+
+
 def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
     """Served losslessly, where the engine attends to what is loaded."""
     latents: dict[str, Any] = {
@@ -213,6 +246,13 @@ def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
     assert [(layer.head_dim, layer.value_dim) for layer in made.layout.layers] == [(4, 16)] * 2
     several = Setup.of_engine(*_engine(**latents, parallel__tensor_parallel_size=2))
     assert several.layout_of_pages(1) == made.layout, "every rank holds all of it"
+    assert several.holders == (0,) and several.holder(1) == 0, "one of them stores it"
+    heads = Setup.of_engine(*_engine(specs=[_spec(num_kv_heads=1)], parallel__tensor_parallel_size=2))
+    assert heads.holders == (0, 1) and heads.holder(1) == 1
+    stages = replace(several, stages=2)
+    assert stages.holders == (0, 2) and [stages.holder(rank) for rank in range(4)] == [0, 0, 2, 2]
+    beside = {**latents, "specs": [*latents["specs"], _spec()]}
+    assert not all_latent(_engine(**beside)[1]), "a drafter's heads, which are each rank's own"
     off: dict[str, Any] = {"scheduler__enable_chunked_prefill": False, "cache__enable_prefix_caching": False}
     with pytest.raises(UnsupportedModelError, match="does not attend to what is loaded: pass --enable-prefix-caching"):
         Setup.of_engine(*_engine(**latents, **off))

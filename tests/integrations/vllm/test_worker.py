@@ -577,6 +577,25 @@ def test_what_a_store_could_not_write_behind_is_lost(
     assert len(slow.entries) == 4
 
 
+def test_close_does_not_wait_for_what_decodes_for_ever(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stores what waits meanwhile."""
+    monkeypatch.setattr("cuvee.integrations.vllm.worker._FLUSH_SECONDS", 0.1)
+    b = bench(close_timeout=1.0)
+    go, begun = threading.Event(), threading.Event()
+    b.worker._pools.coders.submit(lambda: (begun.set(), go.wait(60)))
+    assert begun.wait(10)
+    b.fill([0, 1], CHUNK)
+    held = hold(b.store, "put")
+    b.worker.saves.save(b.saves([0, 1], range(1)))
+    assert held.begun.wait(10)
+    held.set()
+    _in_time(b.worker.close)
+    go.set()
+    assert b.key(0) in b.store.entries and "stores_skipped{stopped}" not in b.counts()
+
+
 def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     b = bench(threads=1)
     b.store_all()
@@ -653,6 +672,73 @@ def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench])
     # The circuit of writing has opened for it; reading has not.
     assert b.key(0) not in b.store.entries
     go.set()
+
+
+def test_nothing_is_copied_or_encoded_for_a_store_that_is_down(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    later = 0.0
+    b.worker._state.store = GuardedStore(b.store, lambda: later)
+    copied: list[int] = []
+    copy = b.worker.saves._copy
+    monkeypatch.setattr(b.worker.saves, "_copy", lambda batch: copied.append(len(batch)) or copy(batch))
+
+    def fail(operation: str) -> None:
+        if operation == "put":
+            raise StoreError("down")
+
+    b.store.before = fail
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(1)))
+    b.drain()
+    assert sum(copied) == 1 and b.counts().get("stores_skipped{down}") is None
+    b.worker.saves.save(b.saves(blocks, range(1, 4)))
+    assert sum(copied) == 1 and b.counts()["stores_skipped{down}"] == 3
+    assert b.worker.report(1).unsaved == set(b.digests[:4]), "they are to be stored again"
+    later = 60.0
+    b.store.before = lambda operation: None
+    b.worker.saves.save(b.saves(blocks, range(4)))
+    b.drain()
+    assert {b.key(chunk) for chunk in range(4)} <= {*b.store.entries} and sum(copied) == 5
+
+
+def test_what_all_ranks_hold_is_stored_by_the_first_and_loaded_by_all(bench: Callable[..., Bench]) -> None:
+    store, given = DictStore(), {"shards": 2, "setup": {"replicated": True}, "tells": True}
+    first = bench(rank=0, store=store, **given)
+    second = bench(rank=1, store=store, sequence=first.sequence, **given)
+    blocks = list(range(16))
+    for rank in (second, first):
+        rank.fill(blocks, 8 * CHUNK)
+        rank.step(1, rank.saves(blocks, range(8)))
+        rank.step(2, [], confirmed=1)
+        rank.drain()
+        assert {*store.entries} == (set() if rank is second else {first.key(chunk) for chunk in range(8)})
+    reports = [rank.worker.report(2) for rank in (first, second)]
+    assert [len(report.stored) for report in reports] == [8, 0] and not any(report.unsaved for report in reports)
+    poison(second.cache)
+    second.load_now([second.load([4, 5], 0, CHUNK)])
+    assert second.held([4, 5], 0, CHUNK)
+
+
+@pytest.mark.parametrize(("left", "free", "chunks"), [(0.08, 100, 3), (1.0, 4, 2), (1.0, 100, 4)])
+def test_copies_on_a_device_leave_the_engine_its_memory(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    left: float, free: int, chunks: int,
+) -> None:  # fmt: skip
+    """They take half of what it leaves free, by its own account and by the driver's, in chunks of 100 in all."""
+    size = CHUNK * LAYOUT.bytes_per_token
+    monkeypatch.setattr("cuvee.integrations.vllm.worker_save.memory_of", lambda device: (free * size, 80 * size))
+    b = bench(max_pending_gb=4 * size / 1e9, setup={"left": left})
+    go = hold(b.store)
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(6)))
+    assert b.worker.saves.queued()[0] == chunks and b.counts()["stores_skipped{full}"] == 6 - chunks
+    assert ("lower --gpu-memory-utilization" in caplog.text) == (chunks < 4)
+    go.set()
+    b.drain()
 
 
 def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:

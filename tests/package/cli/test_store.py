@@ -42,24 +42,35 @@ def held(folder: Path) -> list[bool]:
 
 def test_info_checks_with_an_entry_of_its_own(folder: Path) -> None:
     before = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    row = read("info", f"file://{folder}?max_gb=1", "--check")["tiers"][0]
-    assert row["reachable"] and row["seconds"] > 0 and row["error"] is None and row["bytes"] > 301
+    for url in (f"file://{folder}?max_gb=1", f"file://{folder}"):
+        row = read("info", url, "--check")["tiers"][0]
+        assert row["reachable"] and row["seconds"] > 0 and row["error"] is None
+        assert (row["entries"], row["bytes"]) == (4, sum(path.stat().st_size for path in before))
     assert before == sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     assert " ms" in run("info", f"file://{folder}?max_gb=1", "--check").stdout
 
 
 def test_info_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    done = run("info", f"file://{tmp_path}/kv", code=1)
-    assert done.stderr.startswith(f"error: disk store {tmp_path}/kv: does not exist") and " no " in done.stdout
-    assert not (tmp_path / "kv").exists()
-    assert read("info", f"file://{tmp_path}/kv", "--check")["tiers"][0]["reachable"]  # creates it, as a server does
-    run("info", f"file://{tmp_path}/kv")
+    for url in (f"file://{tmp_path}/kv", f"file://{tmp_path}/kv?max_gb=1"):
+        for more in ((), ("--check",)):
+            done = run("info", url, *more, code=1)
+            assert done.stderr.startswith(f"error: disk store {tmp_path}/kv: does not exist") and " no " in done.stdout
+            assert not (tmp_path / "kv").exists()
+
+
+def test_info_leaves_a_folder_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o700)
+    for url in (f"file://{tmp_path}/kv", f"file://{tmp_path}/kv?max_gb=1"):
+        row = read("info", url)["tiers"][0]
+        assert (row["entries"], row["bytes"], row["reachable"]) == (0, 0, True)
+    assert not list((tmp_path / "kv").iterdir())
 
 
 def test_info_of_a_store_that_is_down(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("not a folder")
     done = run("info", f"file://{tmp_path}/kv", "--check", code=1)
     assert "no" in done.stdout and done.stderr.startswith("error: disk store") and done.stderr.count("\n") == 1
+    (tmp_path / "good").mkdir(mode=0o700)
     data = read("info", f"tiered:file://{tmp_path}/good,file://{tmp_path}/kv", "--check", code=1)
     assert [row["reachable"] for row in data["tiers"]] == [True, False]
     assert data["tiers"][0]["error"] is None and "disk store" in data["tiers"][1]["error"]
@@ -81,8 +92,8 @@ class Wrong(DiskStore):
     def delete(self, key: str) -> bool:
         return self.fault != "delete" and super().delete(key)
 
-    def contains(self, keys: Any) -> list[bool]:
-        return [True] if self.fault == "contains" else super().contains(keys)
+    def holds(self, keys: Any) -> list[bool]:
+        return [True] if self.fault == "holds" else super().holds(keys)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +103,7 @@ class Wrong(DiskStore):
         ("get", "lost an entry of 65536 bytes", 0),
         ("get raises", "gone", 0),
         ("delete", "could not be deleted", 1),
-        ("contains", "could not be deleted", 0),
+        ("holds", "could not be deleted", 0),
     ],
 )
 def test_info_says_what_goes_wrong(
@@ -100,6 +111,7 @@ def test_info_says_what_goes_wrong(
 ) -> None:
     monkeypatch.setattr("cuvee.integrations.stores.disk.DiskStore", Wrong)
     monkeypatch.setattr(Wrong, "fault", fault)
+    (tmp_path / "kv").mkdir(mode=0o700)
     done = run("info", f"file://{tmp_path}/kv", "--check", code=1)
     assert message in done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
