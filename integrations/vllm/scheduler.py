@@ -148,11 +148,12 @@ class SchedulerSide:
             self._loads.allocate(tracked, tables, tokens)
 
     def outcome(self, request: Any) -> dict[str, Any] | None:
-        """Return what the client of a request learns of its blend; None: nothing could be blended."""
+        """Return what the client of a request learns of its blend, and of options that were refused; None: nothing."""
         with self._guard("finished"):
             tracked = self._requests.tracked.get(request.request_id)
-            if tracked is not None and tracked.segmented is not None:
-                return tracked.segmented.outcome
+            if tracked is not None:
+                blended = {} if tracked.segmented is None else tracked.segmented.outcome
+                return {**blended, **({"error": tracked.error} if tracked.error else {})} or None
         return None
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:

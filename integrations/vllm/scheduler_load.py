@@ -72,6 +72,7 @@ class SchedulerLoads:
             deadline = deadline_of(request.kv_transfer_params, self._state.options.deadline_ms)
         except InputError as error:
             reason, why, deadline = "parameters", str(error), 0.0
+            tracked.error = tracked.error or why
         if deadline and self._in_part:
             waited = max(time.time() - request.arrival_time, 0.0)
             tracked.due = self._state.clock() - waited + deadline

@@ -11,7 +11,7 @@ from cuvee.integrations.adapters import Adapters
 from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.media_names import MediaNames
 from cuvee.integrations.vllm.messages import Report
-from cuvee.integrations.vllm.request_params import may_store
+from cuvee.integrations.vllm.request_params import may_store, refusal
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 from cuvee.naming.identity import Identity, Media, PrefixChain, Scope
 
@@ -106,7 +106,10 @@ class Requests:
         name = "" if adapter is None else adapter.identity(lora.lora_name)
         scope = Scope(salt or self._state.options.tenant, name, tuple(known))
         tracked = Tracked(request, scope, self.chain(scope), adapter=adapter)
-        tracked.unstored = "" if may_store(request.kv_transfer_params) else "asked"
+        tracked.error = refusal(request.kv_transfer_params)
+        if tracked.error:
+            self._once("parameters", "cuvee: request %s is not stored: %s", request.request_id, tracked.error)
+        tracked.unstored = "" if not tracked.error and may_store(request.kv_transfer_params) else "asked"
         self.tracked[request.request_id] = tracked
         return tracked
 

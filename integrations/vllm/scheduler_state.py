@@ -26,7 +26,7 @@ from cuvee.naming.identity import PrefixChain, Scope, beside_digest
 logger = logging.getLogger(__name__)
 
 UNSTORED = {
-    "asked": "their request asks for that",
+    "asked": "their request asks for that, or has options that cannot be read",
     "positions": "they are beyond the last position of the model by its configuration, so they are not loaded either",
     "blended": "they follow a blend, so their KV is not exact",
     "quality": "they follow tokens that were loaded at less than the stored quality",
@@ -92,6 +92,7 @@ class Tracked:
         due: by when its first token has to come, on the clock of the scheduler's side; None: whenever it comes, or a
             step computes it.
         adapter: the files of its adapter; None: it has none.
+        error: what is wrong with the options that its client has set; empty: nothing is.
     """
 
     request: Any
@@ -112,6 +113,7 @@ class Tracked:
     blend_end: int = 0
     due: float | None = None
     adapter: AdapterFiles | None = None
+    error: str = ""
 
     @property
     def tenant(self) -> str:

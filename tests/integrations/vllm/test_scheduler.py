@@ -616,6 +616,34 @@ def test_a_request_may_ask_not_to_be_stored(
     assert all("store: must be true or false" in message for message in warned)
 
 
+@pytest.mark.parametrize(
+    ("wants", "error"),
+    [
+        ({"Store": False}, "kv_transfer_params.cuvee: has no field 'Store': did you mean 'store'"),
+        ({"stor": False, "deadline_ms": 300}, "kv_transfer_params.cuvee: has no field 'stor'"),
+        ({"deadlin_ms": 300}, "kv_transfer_params.cuvee: has no field 'deadlin_ms': did you mean 'deadline_ms'"),
+        ("no", "kv_transfer_params.cuvee: must be an object, got str"),
+        ([{"store": False}], "kv_transfer_params.cuvee: must be an object, got list"),
+        ({"store": "false"}, "kv_transfer_params.cuvee.store: must be true or false"),
+        ({"store": False}, ""),
+        ({"deadline_ms": 300}, ""),
+        (None, ""),
+    ],
+)
+def test_a_misspelt_option_is_refused_in_the_answer_and_its_request_is_not_stored(
+    desk: Callable[..., Desk], wants: Any, error: str
+) -> None:
+    """It may have been `store`. Without a deadline, none is counted."""
+    d, request = desk(), make_request(kv_transfer_params={"cuvee": wants})
+    d.side.arrived(request)
+    assert d.matched(request) == (0, False)
+    stored = len(d.plan((request, 0, 100)).saves)
+    outcome = d.side.outcome(request)
+    assert (outcome or {}).get("error", "").startswith(error) and (outcome is not None) == bool(error)
+    assert stored == (0 if error or wants == {"store": False} else 6)
+    assert ("deadlines", "refused") not in d.recorder.totals()
+
+
 def test_a_reset_does_not_make_a_request_stored() -> None:
     for params, stored in (({"cuvee": {"store": False}}, 0), (None, 6)):
         d, request = Desk(), make_request(kv_transfer_params=params)
