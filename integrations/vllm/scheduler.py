@@ -118,6 +118,8 @@ class SchedulerSide:
             tokens = self._loads.match(tracked, computed) if self._loads.worth_asking(request, computed) else 0
             if tokens is not None:
                 tokens = self._planner.match(tracked, computed, tokens)
+            if tracked.blend is not None and tokens and not self._loads.has_place(request.request_id):
+                return None, False
             if tokens:
                 self._loads.promise(request.request_id, computed)
             return tokens, bool(tokens)
@@ -253,7 +255,8 @@ class SchedulerSide:
                 self._loads.note_delivery(delivery)
         for request_id in report.ended:
             with self._guard("take"):
-                self._load_is_over(request_id)
+                if self._loads.ended(request_id):
+                    self._load_is_over(request_id)
         for digest in report.unsaved:
             self._known.forget(digest)
         for learn in (self._loads.take, self._events.take, self._record, self._pays.take):
@@ -364,6 +367,7 @@ class SchedulerSide:
                 tracked.forget_lookups()
                 tracked.chain = self._requests.chain(tracked.scope)
                 tracked.lookup, tracked.found, tracked.end, tracked.saved, tracked.stated = None, NOTHING, 0, 0, 0
+                tracked.learned = None
                 if tracked.request.num_computed_tokens > 0:
                     tracked.unstored = tracked.unstored or "reset"
                 self._planner.rename(tracked)

@@ -81,7 +81,10 @@ class Tracked:
         found: the last answer.
         end: number of the prompt's tokens that `found` can give.
         computed: tokens that have KV in the blocks the request has now, once its last step is over.
-        settled: the answer was judged and counted; the engine may ask again.
+        learned: the lookup that `found` and `end` are of; the engine may ask again.
+        settled: whether its load pays was decided for the last lookup.
+        counted: the answer to the request was counted.
+        queued: since when it waits because ranks have enough loads; None: it does not.
         refused: nothing is loaded for it any more, because that was too slow or failed once.
         declined: its prefix is quicker to compute than to load.
         unstored: why nothing of it is stored, of `UNSTORED`; empty: it is stored.
@@ -102,7 +105,10 @@ class Tracked:
     found: Found = NOTHING
     end: int = 0
     computed: int = 0
+    learned: Lookup[Found] | None = None
     settled: bool = False
+    counted: bool = False
+    queued: float | None = None
     refused: bool = False
     declined: bool = False
     unstored: str = ""

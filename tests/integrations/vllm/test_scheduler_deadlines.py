@@ -48,7 +48,7 @@ def loading(d: Desk, request: SimpleNamespace, seconds: float = 0.0) -> Load:
 def ended(request: SimpleNamespace, parts: tuple[int, ...], complete: bool = True) -> Report:
     """A rank's report of the end of a load that restored chunks from so many parts."""
     delivery = Delivery(request.request_id, 0, (CHUNK,) * len(parts), parts, complete)
-    return Report(delivered=[delivery], ended={request.request_id})
+    return Report(delivered=[delivery], ended=[request.request_id])
 
 
 # What loads aim at ---------------------------------------------------------------------------------------------------
