@@ -96,20 +96,28 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """Look up a new request now, so that the answer is there when its turn comes."""
         with self._guard("arrived", partial(self._give_up, request.request_id)):
-            tracked = self._track(request)
-            if tracked is None:
-                return
-            self._loads.begin(tracked)
-            self._planner.segment(tracked)
-            if self._loads.worth_asking(request, 0):
-                self._loads.ask(tracked)
-                self._planner.ask(tracked)
+            if self._requests.is_named(request):
+                self._begin(request)
+
+    def _begin(self, request: Any) -> None:
+        tracked = self._track(request)
+        if tracked is None:
+            return
+        self._loads.begin(tracked)
+        self._planner.segment(tracked)
+        if self._loads.worth_asking(request, 0):
+            self._loads.ask(tracked)
+            self._planner.ask(tracked)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` can be loaded, and whether asynchronously; None: ask
         again.
         """
         with self._guard("matched_tokens", partial(self._give_up, request.request_id)):
+            if not self._requests.is_named(request):
+                return None, False
+            if self._requests.was_naming(request):
+                self._begin(request)
             tracked = self._track(request)
             if tracked is None or tracked.refused:
                 return 0, False
@@ -297,6 +305,7 @@ class SchedulerSide:
         """Stop asking the store, and log what was done. Waits for nothing."""
         with self._guard("close"):
             self._state.lookup_threads.dismiss(0, cancel=True)
+            self._requests.close()
         with self._guard("close"):
             logger.info("cuvee: %s", self._recorder.summary())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.dict_store import hold
-from tests.integrations.vllm.sides import BLOCK, CHUNK, Bench, Desk, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Bench, Desk, generate, image, make_request
 
 from cuvee.codec.format.keys import make_keys
+from cuvee.integrations.adapters import AdapterFiles
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.decision import Restored
@@ -384,6 +386,47 @@ def test_who_has_waited_as_long_as_computing_takes_is_computed(desk: Callable[..
     d.now += 5
     assert d.matched(request) == (0, False) and d.lookups() == {"hit": 16, "declined": 1}
     assert d.side.matched_tokens(other, 0) == (None, False), "its time begins when it finds no place"
+
+
+@pytest.mark.parametrize("ends", ["named", "late", "aborted"])
+def test_a_request_waits_until_a_thread_has_named_its_adapter_and_images(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """A disk may hang, and an image has megabytes: the engine's loop reads neither."""
+    d, go, threads = desk(), threading.Event(), set[int]()
+
+    def find(number: int, name: str, path: str) -> AdapterFiles:
+        threads.add(threading.get_ident())
+        assert go.wait(30)
+        return AdapterFiles(path, name)
+
+    def name(item: Any) -> str:
+        threads.add(threading.get_ident())
+        return "cat"
+
+    monkeypatch.setattr(d.side._requests._adapters, "find", find)
+    monkeypatch.setattr(d.side._requests._media_names, "name", name)
+    request = make_request(lora_request=LORA, mm_features=[image()], kv_transfer_params={"cuvee": {"store": False}})
+    d.side.arrived(request)
+    for _ in range(3):
+        assert d.side.matched_tokens(request, 0) == (None, False)
+        d.plan()
+    plain = make_request("plain")
+    assert d.matched(plain) == (0, False), "others do not wait"
+    if ends == "aborted":
+        d.side.finished(request, [[]])
+        assert not d.side._requests._naming
+    elif ends == "late":
+        d.now += 60
+        assert d.side.matched_tokens(request, 0) == (0, False)
+        assert d.recorder.totals()["uncached", "media"] == 1
+    else:
+        go.set()
+        assert d.matched(request) == (0, False)
+        tracked = d.side._requests.tracked["r"]
+        assert tracked.scope.adapter and len(tracked.scope.media) == 1 and tracked.unstored == "asked"
+    go.set()
+    assert threads and threading.get_ident() not in threads
 
 
 def test_without_prefix_caching_nobody_waits(desk: Callable[..., Desk]) -> None:
