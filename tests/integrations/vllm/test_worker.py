@@ -300,7 +300,12 @@ def test_a_load_that_queues_does_not_use_up_its_time(
     b, now, gate = bench(load_timeout=30), [100.0], threading.Semaphore(0)
     b.store_all()
     monkeypatch.setattr(worker_load, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    b.store.before = lambda operation: gate.acquire() if operation == "get" else None
+
+    def passing(operation: str) -> None:
+        if operation == "get":
+            gate.acquire()
+
+    b.store.before = passing
     threads = b.worker._pools.loaders.threads
     loads = [b.load([2 * at, 2 * at + 1], 0, CHUNK, str(at)) for at in range(threads + 2)]
     b.worker.loads.start(loads)
