@@ -62,7 +62,7 @@ class AdapterFolders:
         if known is None or known[0] != signature:
             known = self._read[path] = signature, AdapterFiles(path, checkpoint_identity(path))
             if _signature(path) != signature:
-                del self._read[path]
+                self._read.pop(path, None)  # another thread may have
                 raise InputError(f"adapter: must not change while it is read, got {path}")
         return known
 

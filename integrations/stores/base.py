@@ -125,7 +125,7 @@ class Store(ABC):
 
     @abstractmethod
     def counters(self) -> dict[str, TierCounters]:
-        """Return a snapshot by tier name."""
+        """Return a snapshot by tier name. Engines ask in every step, so this opens no file and waits for nothing."""
 
     def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
         """Store the parts of a chunk: the base under `key`, and a refinement under its own key.

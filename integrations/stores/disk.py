@@ -32,7 +32,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 
@@ -107,11 +107,14 @@ class DiskStore(CountedStore):
         self._room: float = math.inf  # bytes of all files for which the disk has room; unknown until it is full
         self._disk_full = False  # since the last scan
         self._lost = False  # the folder's size is not known
+        self._figures: folder.Figures | None = None  # what the folder held a moment ago
         self._lock = threading.Lock()
+        with suppress(OSError), self._opened_root():  # a folder that exists is counted from the start
+            pass
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         blobs: list[bytes | None] = [None] * len(keys)
-        with suppress(FileNotFoundError), open_store_folder(self.root) as root:
+        with suppress(FileNotFoundError), self._opened_root() as root:
             for at, key in enumerate(keys):
                 with suppress(FileNotFoundError):
                     blobs[at] = self._blob(root, key)
@@ -122,7 +125,7 @@ class DiskStore(CountedStore):
         if self.max_bytes is not None and size > int(_KEEP * self.max_bytes):
             return self._too_large(len(blob), int(_KEEP * self.max_bytes) - HEADER_BYTES)
         try:
-            with open_store_folder(self.root, create=True) as root, temporary_file(root) as (name, file):
+            with self._opened_root(create=True) as root, temporary_file(root) as (name, file):
                 safe_files.write_all(file, make_header(key, blob, time.time()))
                 safe_files.write_all(file, blob)
                 return self._name(root, name, key, size)
@@ -138,30 +141,41 @@ class DiskStore(CountedStore):
 
     def _there(self, keys: Sequence[str]) -> list[bool]:
         there = [False] * len(keys)
-        with suppress(FileNotFoundError), open_store_folder(self.root) as root:
+        with suppress(FileNotFoundError), self._opened_root() as root:
             for at, key in enumerate(keys):
                 size = folder.size_of(root, key)
                 there[at] = size is not None and 0 <= size - HEADER_BYTES <= self.max_entry
         return there
 
     def _remove(self, keys: Sequence[str]) -> int:
-        with suppress(FileNotFoundError), open_store_folder(self.root) as root:
+        with suppress(FileNotFoundError), self._opened_root() as root:
             return sum(folder.remove_entry(root, key) for key in keys)
         return 0
 
     def _pages(self, tenant: str) -> Iterator[list[str]]:
-        with suppress(FileNotFoundError), open_store_folder(self.root) as root:
+        with suppress(FileNotFoundError), self._opened_root() as root:
             entries = folder.entries_of(root, tenant)
             while page := [key for key, _ in islice(entries, 1000)]:
                 yield page
 
     def _held(self) -> tuple[int | None, int | None]:
-        """Return the figures of all processes; there are none without a budget."""
+        """Return the figures of all processes, as the last operation saw them; there are none without a budget."""
+        figures = self._figures
+        return (None, None) if figures is None else (figures.entries, figures.bytes)
+
+    @contextmanager
+    def _opened_root(self, create: bool = False) -> Iterator[int]:
+        """Open the folder, and note what it holds afterwards: who asks for `counters` must not wait for a file."""
+        with open_store_folder(self.root, create=create) as root:
+            try:
+                yield root
+            finally:
+                self._note(root)
+
+    def _note(self, root: int) -> None:
         if self.max_bytes is not None:
-            with suppress(OSError), open_store_folder(self.root) as root, folder.locked(root) as figures:
-                if figures.added:
-                    return figures.entries, figures.bytes
-        return None, None
+            with suppress(OSError):
+                self._figures = folder.figures_of(root) or self._figures
 
     def count(self) -> tuple[int, int]:
         """Return the number and the bytes of all entries, found by looking at each; the folder is not changed.
@@ -265,7 +279,7 @@ class DiskStore(CountedStore):
         try:
             # One process at a time scans. What the others cannot store meanwhile is given up.
             quiet = suppress(FileNotFoundError, TimeoutError)
-            with quiet, open_store_folder(self.root) as root, safe_files.file_lock(".evict", root, wait=0) as file:
+            with quiet, self._opened_root() as root, safe_files.file_lock(".evict", root, wait=0) as file:
                 os.utime(file)  # the clock of all times of files here: with NFS, that of the server
                 self._scan(root, os.fstat(file).st_mtime)
         except OSError as error:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from xxhash import xxh3_64_digest
 
 from cuvee.integrations.stores.base import is_key, is_tenant
-from cuvee.integrations.stores.safe_files import file_lock, open_folder
+from cuvee.integrations.stores.safe_files import file_lock, open_file, open_folder
 
 LOCK = ".lock"
 _FIELDS = struct.Struct("<4sqqq")
@@ -67,6 +67,17 @@ def locked(root: int) -> Iterator[Figures]:
         finally:
             if figures != before:
                 _write(file, figures)
+
+
+def figures_of(root: int) -> Figures | None:
+    """Return the figures as they are at this moment, without the lock; None: there are none, or they are just changing.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open_file(LOCK, root) as file:
+        figures = _parse(os.pread(file, 64, 0))
+    return figures if figures.added else None
 
 
 def recount(root: int, found: int, entries: int, added: int) -> int:

@@ -34,7 +34,7 @@ class Options(CodingOptions):
             are encoded; beyond it chunks are not stored. The default holds two full steps of prefill (16,384 tokens)
             of an 8B model.
         lookup_timeout: seconds that a request waits to learn whether it is cached.
-        load_timeout: seconds after which a load is given up and its tokens are computed.
+        load_timeout: seconds of work after which a load is given up and its tokens are computed.
         close_timeout: seconds that the engine's stop waits for chunks being stored; the rest is lost.
         refinements: 1: chunks are stored as a base and a refinement, which a load with a deadline leaves out first
             (`cuvee.Codec`). Needs a profile. 0: chunks are stored whole.

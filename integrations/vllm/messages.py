@@ -18,6 +18,9 @@ from cuvee.integrations.vllm.metrics import Data, merge
 if TYPE_CHECKING:  # the connector imports this module before whatever imports Numba may be
     from cuvee.integrations.adapters import AdapterFiles
 
+LOADERS = 8
+"""Loads that a rank restores at a time; others queue."""
+
 Kind = Literal["chunk", "tail", "segment", "state"]
 
 
@@ -226,7 +229,7 @@ class Report:
 
     Attributes:
         steps: numbers of the executed steps.
-        ended: requests whose loads are over, successfully or not.
+        ended: requests whose loads are over, successfully or not, once per rank.
         restored: what each successful load and blend took.
         failed: requests whose load failed in part or as a whole.
         unsaved: digests of entries that were to be stored and are not.
@@ -239,7 +242,7 @@ class Report:
     """
 
     steps: list[int] = field(default_factory=list)
-    ended: set[str] = field(default_factory=set)
+    ended: list[str] = field(default_factory=list)
     restored: list[Restored] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     unsaved: set[bytes] = field(default_factory=set)

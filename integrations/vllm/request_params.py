@@ -37,10 +37,20 @@ def request_fields(params: Any) -> Mapping[str, Any] | None:
     return given
 
 
+def refusal(params: Any) -> str:
+    """Return why `kv_transfer_params` cannot be read; empty: they can. The request is then not stored: a field that is
+    misspelt may have been `store`.
+    """
+    try:
+        request_fields(params)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def may_store(params: Any) -> bool:
-    """Return whether a request may be stored: with a `store` that is anything but true, it may not."""
-    given = _given(params)
-    return not isinstance(given, Mapping) or given.get("store", True) is True
+    """Return whether a request may be stored; `params` can be read."""
+    return (request_fields(params) or {}).get("store", True) is True
 
 
 def deadline_of(params: Any, default: float | None) -> float | None:
@@ -51,9 +61,11 @@ def deadline_of(params: Any, default: float | None) -> float | None:
         default: the engine's `deadline_ms`.
 
     Raises:
-        InputError: an unknown field, or a value of the wrong type or range.
+        InputError: a value of the wrong type or range. What is wrong with other fields is no deadline's fault.
     """
-    return read_deadline(f"{PARAMETERS}.", (request_fields(params) or {}).get("deadline_ms", default))
+    given = _given(params)
+    fields = given if isinstance(given, Mapping) else {}
+    return read_deadline(f"{PARAMETERS}.", fields.get("deadline_ms", default))
 
 
 def read_deadline(source: str, given: Any) -> float | None:

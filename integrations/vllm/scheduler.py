@@ -96,20 +96,28 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """Look up a new request now, so that the answer is there when its turn comes."""
         with self._guard("arrived", partial(self._give_up, request.request_id)):
-            tracked = self._track(request)
-            if tracked is None:
-                return
-            self._loads.begin(tracked)
-            self._planner.segment(tracked)
-            if self._loads.worth_asking(request, 0):
-                self._loads.ask(tracked)
-                self._planner.ask(tracked)
+            if self._requests.is_named(request):
+                self._begin(request)
+
+    def _begin(self, request: Any) -> None:
+        tracked = self._track(request)
+        if tracked is None:
+            return
+        self._loads.begin(tracked)
+        self._planner.segment(tracked)
+        if self._loads.worth_asking(request, 0):
+            self._loads.ask(tracked)
+            self._planner.ask(tracked)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` can be loaded, and whether asynchronously; None: ask
         again.
         """
         with self._guard("matched_tokens", partial(self._give_up, request.request_id)):
+            if not self._requests.is_named(request):
+                return None, False
+            if self._requests.was_naming(request):
+                self._begin(request)
             tracked = self._track(request)
             if tracked is None or tracked.refused:
                 return 0, False
@@ -118,6 +126,8 @@ class SchedulerSide:
             tokens = self._loads.match(tracked, computed) if self._loads.worth_asking(request, computed) else 0
             if tokens is not None:
                 tokens = self._planner.match(tracked, computed, tokens)
+            if tracked.blend is not None and tokens and not self._loads.has_place(request.request_id):
+                return None, False
             if tokens:
                 self._loads.promise(request.request_id, computed)
             return tokens, bool(tokens)
@@ -148,11 +158,12 @@ class SchedulerSide:
             self._loads.allocate(tracked, tables, tokens)
 
     def outcome(self, request: Any) -> dict[str, Any] | None:
-        """Return what the client of a request learns of its blend; None: nothing could be blended."""
+        """Return what the client of a request learns of its blend, and of options that were refused; None: nothing."""
         with self._guard("finished"):
             tracked = self._requests.tracked.get(request.request_id)
-            if tracked is not None and tracked.segmented is not None:
-                return tracked.segmented.outcome
+            if tracked is not None:
+                blended = {} if tracked.segmented is None else tracked.segmented.outcome
+                return {**blended, **({"error": tracked.error} if tracked.error else {})} or None
         return None
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
@@ -252,7 +263,8 @@ class SchedulerSide:
                 self._loads.note_delivery(delivery)
         for request_id in report.ended:
             with self._guard("take"):
-                self._load_is_over(request_id)
+                if self._loads.ended(request_id):
+                    self._load_is_over(request_id)
         for digest in report.unsaved:
             self._known.forget(digest)
         for learn in (self._loads.take, self._events.take, self._record, self._pays.take):
@@ -293,6 +305,7 @@ class SchedulerSide:
         """Stop asking the store, and log what was done. Waits for nothing."""
         with self._guard("close"):
             self._state.lookup_threads.dismiss(0, cancel=True)
+            self._requests.close()
         with self._guard("close"):
             logger.info("cuvee: %s", self._recorder.summary())
 
@@ -363,6 +376,7 @@ class SchedulerSide:
                 tracked.forget_lookups()
                 tracked.chain = self._requests.chain(tracked.scope)
                 tracked.lookup, tracked.found, tracked.end, tracked.saved, tracked.stated = None, NOTHING, 0, 0, 0
+                tracked.learned = None
                 if tracked.request.num_computed_tokens > 0:
                     tracked.unstored = tracked.unstored or "reset"
                 self._planner.rename(tracked)

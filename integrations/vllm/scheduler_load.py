@@ -17,11 +17,12 @@ from itertools import accumulate
 from typing import Any
 
 from cuvee.codec.errors import InputError
+from cuvee.integrations.costs import prefill_quantities
 from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.lookups import Lookup
-from cuvee.integrations.vllm.messages import Aim, Delivery, Entry, Load, Report
+from cuvee.integrations.vllm.messages import LOADERS, Aim, Delivery, Entry, Load, Report
 from cuvee.integrations.vllm.request_params import deadline_of
 from cuvee.integrations.vllm.scheduler_events import SchedulerEvents
 from cuvee.integrations.vllm.scheduler_lookup import PrefixSearch
@@ -30,6 +31,7 @@ from cuvee.naming.identity import canonical
 
 logger = logging.getLogger(__name__)
 
+_MOST_LOADS = 2 * LOADERS  # that ranks are given at a time, so that a thread which ends one has the next
 _LOOKUP_AGE = 10.0  # seconds after which the store is asked again: entries may have been evicted
 
 
@@ -58,7 +60,8 @@ class SchedulerLoads:
         self._distrusted = -1.0  # lookups from before this time are not believed
         self._promised: dict[str, int] = {}  # tokens before those that a request was told it can load
         self._loads: dict[str, Load] = {}  # to be started by the next step
-        self._under_way: dict[str, list[bytes]] = {}  # digests of the prefix in a request's load
+        # Digests of the prefix in a request's load, and the number of ranks that have not ended it.
+        self._under_way: dict[str, tuple[list[bytes], int]] = {}
         self._loading: dict[bytes, str] = {}  # the request in whose load each digest is
         self._given: dict[str, Tracked] = {}  # requests that were given a load, also if they are not cached any more
         self._first_tokens: list[tuple[int, float]] = []  # steps that compute one, and by when it has to come
@@ -72,6 +75,7 @@ class SchedulerLoads:
             deadline = deadline_of(request.kv_transfer_params, self._state.options.deadline_ms)
         except InputError as error:
             reason, why, deadline = "parameters", str(error), 0.0
+            tracked.error = tracked.error or why
         if deadline and self._in_part:
             waited = max(time.time() - request.arrival_time, 0.0)
             tracked.due = self._state.clock() - waited + deadline
@@ -129,41 +133,63 @@ class SchedulerLoads:
         return lookup
 
     def match(self, tracked: Tracked, computed: int) -> int | None:
-        """Return how many tokens after the first `computed` can be loaded from a prefix; None: ask again."""
+        """Return how many tokens after the first `computed` can be loaded from a prefix; None: ask again.
+
+        The engine asks at every step for each request that waits, so only the first time after a lookup is more than a
+        glance.
+        """
         request, options, lookup = tracked.request, self._state.options, tracked.lookup
         if lookup is None or (lookup.answer.done() and self._is_stale(lookup, request)):
             lookup = self.ask(tracked)
-        found = lookup.in_time()
-        if found is None:
+        if lookup is not tracked.learned and not self._learn(tracked, lookup):
             return None
-        if lookup.late and not found.chunks and not found.tail:
-            tracked.refused = tracked.settled = True
-            self._state.recorder.count("lookups", label="timeout")
-            found = NOTHING
-        elif lookup.tokens != request.num_tokens:  # this question has no answer yet; ask again once it has
-            return None
-        else:
-            self._learn(tracked, found)
-        usable = self._state.usable(request.num_tokens)
-        coded = found.stated if self._state.recurrent else found.chunks * self._state.chunk + found.tail
-        tracked.found, tracked.end = found, min(coded, usable)
-        if self._state.recurrent:
-            self._have_state_kept(request, found)
-        tokens = tracked.end - computed
+        found, tokens = tracked.found, tracked.end - computed
         if tokens >= options.least_tokens and self._is_loaded_by_another(tracked, computed):
             return None
-        result = "miss" if not coded else ("hit" if tracked.end == usable else "partial")
+        coded = self._coded(found)
+        result = "miss" if not coded else ("hit" if coded >= self._state.usable(request.num_tokens) else "partial")
         if tokens < options.least_tokens or tracked.declined:
             tokens = 0
         elif not tracked.settled and tracked.due is None and options.decide == "measured":  # else the load decides
             first, chunk = computed // self._state.chunk, self._state.chunk
             sizes = [chunk] * (found.chunks - first) + [found.tail] * bool(found.tail)
-            if not self._pays.worth("load", computed, tracked.end, sizes):
-                tokens, result, tracked.declined = 0, "declined", True
-        if not tracked.settled:
-            tracked.settled = True
-            self._state.recorder.count("lookups", label=result)
+            tracked.declined = not self._pays.worth("load", computed, tracked.end, sizes)
+        if tokens and not tracked.declined and not self.has_place(request.request_id):
+            if not self._has_waited_enough(tracked, computed):
+                return None
+            tracked.declined = True
+        if tracked.declined:
+            tokens, result = 0, "declined"
+        tracked.settled = True
+        self._count(tracked, result)
         return tokens
+
+    def has_place(self, request_id: str) -> bool:
+        """Return whether ranks have few enough loads to be given another. What they cannot begin soon would hold blocks
+        of the engine all the while.
+        """
+        return len((self._promised.keys() | self._under_way.keys()) - {request_id}) < _MOST_LOADS
+
+    def _has_waited_enough(self, tracked: Tracked, computed: int) -> bool:
+        """Return whether a request has waited for a load's place as long as computing it takes: then it is computed. By
+        that it takes at most twice the time of the better choice, however long the queue turns out to be.
+        """
+        if self._state.options.decide == "always":
+            return False
+        if tracked.queued is None:
+            tracked.queued = self._state.clock()
+        computing = self._pays.prefill.marginal(*prefill_quantities(computed, tracked.end))
+        return self._state.clock() - tracked.queued >= computing
+
+    def _count(self, tracked: Tracked, result: str) -> None:
+        """Count the answer to a request, once."""
+        if not tracked.counted:
+            tracked.counted = True
+            self._state.recorder.count("lookups", label=result)
+
+    def _coded(self, found: Found) -> int:
+        """Return the end of what was found."""
+        return found.stated if self._state.recurrent else found.chunks * self._state.chunk + found.tail
 
     def promise(self, request_id: str, computed: int) -> None:
         """Note that the engine was told of tokens to load after the first `computed`."""
@@ -194,7 +220,7 @@ class SchedulerLoads:
         prefix = [entry.within(held, sizes) for entry in prefix if start < exact and entry.start < exact]
         prefix = [entry for entry in prefix if self._state.is_needed(entry)]
         digests = [entry.digest for entry in prefix]
-        self._under_way[request_id] = digests
+        self._under_way[request_id] = digests, self._state.shards
         for digest in digests:
             self._loading.setdefault(digest, request_id)
         own = [*held[0][start // sizes[0] :]]
@@ -234,9 +260,17 @@ class SchedulerLoads:
         """Return whether a load for a request of this id has not ended yet."""
         return request_id in self._under_way
 
+    def ended(self, request_id: str) -> bool:
+        """Note that a rank has ended the load of a request; return whether it was the last one."""
+        if request_id not in self._under_way:
+            return False
+        digests, ranks = self._under_way[request_id]
+        self._under_way[request_id] = digests, ranks - 1
+        return ranks <= 1
+
     def over(self, request_id: str) -> None:
-        """Note that the load of a request has ended."""
-        for digest in self._under_way.pop(request_id, ()):
+        """Note that the load of a request has ended, on all ranks or with the request."""
+        for digest in self._under_way.pop(request_id, ([], 0))[0]:
             if self._loading.get(digest) == request_id:
                 del self._loading[digest]
 
@@ -244,7 +278,26 @@ class SchedulerLoads:
         old = self._state.clock() - lookup.asked > _LOOKUP_AGE or lookup.asked <= self._distrusted
         return old or lookup.tokens != request.num_tokens
 
-    def _learn(self, tracked: Tracked, found: Found) -> None:
+    def _learn(self, tracked: Tracked, lookup: Lookup[Found]) -> bool:
+        """Note what a lookup has found and which entries are there and which are not; False: ask again."""
+        request, found = tracked.request, lookup.in_time()
+        if found is None:
+            return False
+        if lookup.late and not found.chunks and not found.tail:
+            tracked.refused = True
+            self._count(tracked, "timeout")
+            found = NOTHING
+        elif lookup.tokens != request.num_tokens:  # this question has no answer yet; ask again once it has
+            return False
+        else:
+            self._note(tracked, found)
+        usable = self._state.usable(request.num_tokens)
+        tracked.found, tracked.end, tracked.learned = found, min(self._coded(found), usable), lookup
+        if self._state.recurrent:
+            self._have_state_kept(request, found)
+        return True
+
+    def _note(self, tracked: Tracked, found: Found) -> None:
         """Note which entries are there and which are not."""
         tokens = tracked.request.num_tokens
         whole = tracked.chain.digests(tracked.request.all_token_ids, self._state.whole(tokens))
@@ -267,7 +320,12 @@ class SchedulerLoads:
         """Return whether the next entry is on its way for another request: the engine will have it soon."""
         if not self._share:
             return False
-        at, found = computed // self._state.chunk, tracked.found
-        digests = tracked.chain.digests(tracked.request.all_token_ids, found.chunks)
-        owner = self._loading.get(digests[at] if at < found.chunks else found.digest)
+        owner = self._loading.get(self._next_digest(tracked, computed))
         return owner is not None and owner != tracked.request.request_id
+
+    def _next_digest(self, tracked: Tracked, computed: int) -> bytes:
+        """Return the digest of the first entry to load."""
+        at, found = computed // self._state.chunk, tracked.found
+        if at >= found.chunks:
+            return found.digest
+        return tracked.chain.digests(tracked.request.all_token_ids, at + 1)[-1]

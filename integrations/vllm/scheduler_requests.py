@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from cuvee.integrations.adapters import Adapters
+from cuvee.integrations.adapters import AdapterFiles, Adapters
 from cuvee.integrations.guard import Once
+from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.media_names import MediaNames
 from cuvee.integrations.vllm.messages import Report
-from cuvee.integrations.vllm.request_params import may_store
+from cuvee.integrations.vllm.request_params import may_store, refusal
 from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
 from cuvee.naming.identity import Identity, Media, PrefixChain, Scope
 
@@ -19,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_STEPS = 8  # that requests wait for the workers' word after a reset; the engine plans two ahead
 _LONGEST_NAME = 4096  # characters of a salt or of an image's id, which servers take from clients
+
+
+_Names = tuple[list[Media | None], AdapterFiles | None]
 
 
 class Requests:
@@ -45,12 +50,58 @@ class Requests:
         self.tracked: dict[str, Tracked] = {}
         self.uncached: set[str] = set()
         self._media_names = MediaNames()
+        # One thread hashes images and reads the files of adapters: megabytes, from disks that may hang.
+        self._thread = ThreadPool(1, "cuvee-names", state.options.lookup_timeout)
+        self._naming: dict[str, tuple[float, Future[_Names]]] = {}
         self._once = Once(logger)
 
     def end(self, request_id: str) -> None:
         """Forget a request."""
         self.tracked.pop(request_id, None)
         self.uncached.discard(request_id)
+        _, naming = self._naming.pop(request_id, (0.0, None))
+        if naming is not None:
+            naming.cancel()
+
+    def close(self) -> None:
+        """Name no more requests. Waits for nothing."""
+        self._thread.dismiss(0, cancel=True)
+
+    def is_named(self, request: Any) -> bool:
+        """Return whether a request's images and adapter have names, and begin to make them if not. What takes longer
+        than `lookup_timeout` stays without.
+        """
+        request_id = request.request_id
+        if (
+            request_id in self.tracked
+            or request_id in self.uncached
+            or not (request.mm_features or request.lora_request)
+        ):
+            return True
+        if request_id not in self._naming:
+            self._naming[request_id] = self._state.clock(), self._thread.submit(self._names, request)
+        begun, naming = self._naming[request_id]
+        return naming.done() or self._state.clock() - begun > self._state.options.lookup_timeout
+
+    def was_naming(self, request: Any) -> bool:
+        """Return whether a request's names were made after it arrived, and it has not begun."""
+        return request.request_id in self._naming
+
+    def _names(self, request: Any) -> _Names:
+        """Return the names of a request's images, and the files of its adapter. Used by the thread."""
+        media, lora = [self._media(request, item) for item in request.mm_features], request.lora_request
+        if lora is None:
+            return media, None
+        return media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path)
+
+    def _take_names(self, request: Any) -> _Names:
+        """Return and forget what `_names` has returned; no names if it has not ended in time."""
+        _, naming = self._naming.pop(request.request_id, (0.0, None))
+        if naming is not None and naming.done():
+            return naming.result()
+        if naming is not None:
+            naming.cancel()
+        return [None] * len(request.mm_features), None
 
     def rename(self) -> None:
         """Take another identity, under which nothing is stored yet, unless the workers say that this was a sleep."""
@@ -87,9 +138,7 @@ class Requests:
         unclear.
         """
         # Of every request: vLLM keeps the encoder's outputs and an adapter's weights for later ones.
-        media, lora, adapter = [self._media(request, item) for item in request.mm_features], request.lora_request, None
-        if lora is not None:
-            adapter = self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path)
+        (media, adapter), lora = self._take_names(request), request.lora_request
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return "embeddings"
         if request.resumable:  # a session with streamed input: tokens that were hashed may be replaced
@@ -106,7 +155,10 @@ class Requests:
         name = "" if adapter is None else adapter.identity(lora.lora_name)
         scope = Scope(salt or self._state.options.tenant, name, tuple(known))
         tracked = Tracked(request, scope, self.chain(scope), adapter=adapter)
-        tracked.unstored = "" if may_store(request.kv_transfer_params) else "asked"
+        tracked.error = refusal(request.kv_transfer_params)
+        if tracked.error:
+            self._once("parameters", "cuvee: request %s is not stored: %s", request.request_id, tracked.error)
+        tracked.unstored = "" if not tracked.error and may_store(request.kv_transfer_params) else "asked"
         self.tracked[request.request_id] = tracked
         return tracked
 

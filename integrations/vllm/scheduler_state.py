@@ -26,7 +26,7 @@ from cuvee.naming.identity import PrefixChain, Scope, beside_digest
 logger = logging.getLogger(__name__)
 
 UNSTORED = {
-    "asked": "their request asks for that",
+    "asked": "their request asks for that, or has options that cannot be read",
     "positions": "they are beyond the last position of the model by its configuration, so they are not loaded either",
     "blended": "they follow a blend, so their KV is not exact",
     "quality": "they follow tokens that were loaded at less than the stored quality",
@@ -81,7 +81,10 @@ class Tracked:
         found: the last answer.
         end: number of the prompt's tokens that `found` can give.
         computed: tokens that have KV in the blocks the request has now, once its last step is over.
-        settled: the answer was judged and counted; the engine may ask again.
+        learned: the lookup that `found` and `end` are of; the engine may ask again.
+        settled: whether its load pays was decided for the last lookup.
+        counted: the answer to the request was counted.
+        queued: since when it waits because ranks have enough loads; None: it does not.
         refused: nothing is loaded for it any more, because that was too slow or failed once.
         declined: its prefix is quicker to compute than to load.
         unstored: why nothing of it is stored, of `UNSTORED`; empty: it is stored.
@@ -92,6 +95,7 @@ class Tracked:
         due: by when its first token has to come, on the clock of the scheduler's side; None: whenever it comes, or a
             step computes it.
         adapter: the files of its adapter; None: it has none.
+        error: what is wrong with the options that its client has set; empty: nothing is.
     """
 
     request: Any
@@ -101,7 +105,10 @@ class Tracked:
     found: Found = NOTHING
     end: int = 0
     computed: int = 0
+    learned: Lookup[Found] | None = None
     settled: bool = False
+    counted: bool = False
+    queued: float | None = None
     refused: bool = False
     declined: bool = False
     unstored: str = ""
@@ -112,6 +119,7 @@ class Tracked:
     blend_end: int = 0
     due: float | None = None
     adapter: AdapterFiles | None = None
+    error: str = ""
 
     @property
     def tenant(self) -> str:

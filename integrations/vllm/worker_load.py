@@ -41,6 +41,7 @@ class WorkerLoads:
         self._arrived: set[str] = set()
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
+        self._moved = 0.0  # when a thread last began with a load
 
     def start(self, loads: Sequence[Load]) -> None:
         """Begin to restore. The engine learns of the end by `take_arrived`, and counts no block as cached before."""
@@ -54,8 +55,8 @@ class WorkerLoads:
                 self._pools.loaders.submit(self._load, job, ready)
 
     def take_arrived(self, patience: float = 0.0) -> set[str]:
-        """Return the requests whose loads ended since the last call, successfully or not. Gives up loads past their
-        deadline.
+        """Return the requests whose loads ended since the last call, successfully or not. Gives up loads that take too
+        long. A load that queues does not, as long as threads still begin with others.
 
         Args:
             patience: seconds to wait for the first, if any load is under way.
@@ -66,7 +67,8 @@ class WorkerLoads:
                 state.progress.wait_for(lambda: self._arrived or state.report.placed or not self._jobs, patience)
         now = time.monotonic()
         with state.lock:
-            late = [job for job in self._jobs.values() if not job.placed and now - job.begun > state.timeout]
+            open_jobs = [job for job in self._jobs.values() if not job.placed]
+            late = [job for job in open_jobs if now - (job.started or max(job.begun, self._moved)) > state.timeout]
         for job in late:
             with self._guard("take_arrived"):
                 self._give_up(job)
@@ -110,6 +112,8 @@ class WorkerLoads:
 
     def _load(self, job: LoadJob, ready: Mark) -> None:
         load = job.load
+        with self._state.lock:
+            self._moved = job.started = time.monotonic()
         with self._guard("load", partial(self.abandon, job)):
             try:
                 with ready.followed():
@@ -246,7 +250,7 @@ class WorkerLoads:
         """Tell the engine of the end of a load; the state's lock is held."""
         request = job.load.request
         self._arrived.add(request)
-        self._state.report.ended.add(request)
+        self._state.report.ended.append(request)
         if self._jobs.get(request) is job:
             del self._jobs[request]
         self._state.progress.notify()

@@ -53,6 +53,7 @@ class LoadJob:
     Attributes:
         load: what to restore.
         begun: when it was submitted.
+        started: when a thread began with it; 0: it queues.
         valid_until: tokens before this position are restored.
         lock: held while pages are written; only its holder may declare the load over.
         over: its outcome is booked.
@@ -72,6 +73,7 @@ class LoadJob:
     lock: threading.Lock = field(default_factory=threading.Lock)
     over: bool = False
     placed: bool = False
+    started: float = 0.0
     blending: PageBlend | None = None
     place_seconds: float = 0.0
     computed: float = 0.0

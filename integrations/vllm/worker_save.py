@@ -32,7 +32,7 @@ from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.states import States
 from cuvee.codec.token_ids import NO_TOKEN
-from cuvee.integrations.adapters import AdapterFolders
+from cuvee.integrations.adapters import AdapterFiles, AdapterFolders
 from cuvee.integrations.chunk_io import Chunk, ChunkIO
 from cuvee.integrations.guard import Guard, Once
 from cuvee.integrations.vllm.draft_layers import DraftPages
@@ -110,8 +110,7 @@ class WorkerSaves:
         """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
         of them if the store is known to be down, or the forward of this step or of an earlier one has raised.
         """
-        saves = self._of_current_adapters(saves) if self._state.stores else ()
-        if not saves:
+        if not saves or not self._state.stores:
             return
         if self._ended != self._due:
             with self._guard("save"):
@@ -159,24 +158,17 @@ class WorkerSaves:
             with self._guard("save", partial(self._release, batch)):
                 self._pools.encoders.submit(self._save, batch, copy, ready)
 
-    def _of_current_adapters(self, saves: Sequence[Save]) -> Sequence[Save]:
-        """Return the saves whose adapters' files are those that named them; report the others. The engine has read an
-        adapter's weights by now, which may have been after the request was named.
+    def _stale_adapters(self, batch: Sequence[Save]) -> set[AdapterFiles | None]:
+        """Return the adapters of a batch whose files are not those any more that named it. The engine has read their
+        weights by now, which may have been after the request was named.
         """
-        kept = [save for save in saves if save.adapter is None]
-        if len(kept) == len(saves):
-            return saves
-        with self._guard("save"):
-            named = {save.adapter for save in saves if save.adapter is not None}
-            stale = {files for files in named if not self._folders.holds(files)}
-            kept = [save for save in saves if save.adapter not in stale]
-            for path in {files.path for files in stale}:
-                self._once(path, "cuvee: KV of an adapter is not stored, because the files in %s have changed", path)
-            if stale:
-                self._state.recorder.count("stores_skipped", len(saves) - len(kept), "adapter")
-        with self._state.lock:
-            self._state.report.unsaved.update(save.entry.digest for save in saves if save not in kept)
-        return kept
+        named = {save.adapter for save in batch if save.adapter is not None}
+        stale: set[AdapterFiles | None] = {files for files in named if not self._folders.holds(files)}
+        for path in {files.path for files in stale if files is not None}:
+            self._once(path, "cuvee: KV of an adapter is not stored, because the files in %s have changed", path)
+        if stale:
+            self._state.recorder.count("stores_skipped", sum(save.adapter in stale for save in batch), "adapter")
+        return stale
 
     def _admit(self, saves: Sequence[Save]) -> list[Save]:
         """Return the saves that are not under way already and fit the budget, and charge it; report the others."""
@@ -249,8 +241,10 @@ class WorkerSaves:
         drafts = None if isinstance(copies, States) else copies[1]
         with self._guard("store", partial(self._release, batch)):
             try:
+                stale = self._stale_adapters(batch)
+                self._release([save for save in batch if save.adapter in stale])
                 there = self._complete(batch, None if drafts is None else drafts[0])
-                missing = [at for at, (_, known) in enumerate(zip(batch, there, strict=True)) if not known]
+                missing = [at for at, save in enumerate(batch) if not there[at] and save.adapter not in stale]
             except Exception as error:
                 self._fail(batch, "store", error)
                 return
@@ -269,7 +263,7 @@ class WorkerSaves:
                         beside = {at: (self._draft_key(batch[at], own), parts) for at, parts in coded.items()}
                 self._state.recorder.count("work_seconds", time.monotonic() - begun, "encode")
             for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
-                if there[at]:
+                if there[at] and save.adapter not in stale:
                     self._saved(save, kept=True)
             with self._state.lock:
                 for at, parts in blobs.items():

@@ -18,14 +18,14 @@ from cuvee.integrations.vllm.coded_pages import CodedPages
 from cuvee.integrations.vllm.cores import compute_alone, free_cores, give_way, move_to
 from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
-from cuvee.integrations.vllm.messages import Entry, Report
+from cuvee.integrations.vllm.messages import LOADERS, Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.state_pages import StatePages
 
 # Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms
-# each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `_LOADS` times two batches.
-_WRITES, _FETCHES, _LOADS = 16, 16, 8
+# each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `LOADERS` times two batches.
+_WRITES, _FETCHES = 16, 16
 _BITS, _LOSSLESS_BITS = 1.0, 11.0  # of a value in a part, where the profile does not say
 # What to expect before anything is measured: bytes per second of tiers, and tokens of parts that are decoded.
 _RATES, _REMOTE = {"memory": 1e9, "disk": 3e8, "decoding": 1e4}, 5e7
@@ -63,7 +63,7 @@ class WorkerPools:
 
             return ThreadPool(count, f"cuvee-{name}", patience, begin=begin)
 
-        self.loaders = pool(_LOADS, "load")
+        self.loaders = pool(LOADERS, "load")
         self.encoders = pool(threads, "encode", store_niceness)
         self.writers = pool(_WRITES, "write", store_niceness)
         self.fetchers = pool(_FETCHES, "fetch")

@@ -133,7 +133,7 @@ class BlendPlanner:
     def segment(self, tracked: Tracked) -> None:
         """Find a new request's segments. A load with a deadline is not blended."""
         if self._options is not None and tracked.due is None:
-            tracked.segmented = self._segmented(self._options, tracked.request, tracked.tenant)
+            tracked.segmented = self._segmented(self._options, tracked)
 
     def rename(self, tracked: Tracked) -> None:
         """Name a request's segments by a changed identity, forget the store's answer, and do not ask again."""
@@ -224,12 +224,14 @@ class BlendPlanner:
         if tracked.segmented is not None:
             self._refuse(tracked.segmented, reason)
 
-    def _segmented(self, options: BlendOptions, request: Any, tenant: str) -> Segmented | None:
+    def _segmented(self, options: BlendOptions, tracked: Tracked) -> Segmented | None:
         """Return a request's segments; None: it has none, or is not cut."""
+        request = tracked.request
         try:
             wants = BlendRequest.of(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
             self._once("parameters", "cuvee: request %s is not blended: %s", request.request_id, error)
+            tracked.error = tracked.error or str(error)
             return self._refused("parameters")
         if request.lora_request is not None:  # recomputing would have to run through the adapter
             return self._refused("adapter") if wants.segments else None
@@ -245,7 +247,7 @@ class BlendPlanner:
         spans = self._kept(request, spans)
         if not spans:
             return None
-        digests = self._digests(request, tenant, spans)
+        digests = self._digests(request, tracked.tenant, spans)
         cost = float(options.cost if wants.cost is None else wants.cost)
         return Segmented(spans, digests, cost, blends=wants.blend, min_context=min_context)
 

@@ -67,7 +67,7 @@ def used(root: Path) -> int:
 
 
 def scan(store: DiskStore) -> None:
-    with safe_files.open_store_folder(store.root) as root:
+    with store._opened_root() as root:
         store._scan(root, time.time())
 
 
@@ -878,3 +878,20 @@ def test_nobody_fails_while_another_process_scans_for_long(root: Path) -> None:
         other.communicate(b"\n", timeout=20)
     assert guarded.put("ab/0002", bytes(8000)) is False and store.flush(20)
     assert guarded.put("ab/0002", bytes(8000)) is True and used(root) <= 10_000
+
+
+def test_counters_wait_for_no_file(root: Path) -> None:
+    """An engine asks in every step, also while the process that holds the folder's lock is stopped."""
+    store, other = DiskStore(root, max_bytes=10**6), DiskStore(root, max_bytes=10**6)
+    store.put(KEY, b"x")
+    assert other.contains([KEY]) == [True]
+    opened: list[object] = []
+    asking = threading.get_ident()
+    sys.addaudithook(lambda event, _: opened.append(event) if threading.get_ident() == asking else None)
+    with safe_files.open_store_folder(str(root)) as folder_, safe_files.file_lock(".lock", folder_):
+        opened.clear()
+        counted = [counters(each) for each in (store, other)]
+        seen = list(opened)
+    asking = 0
+    assert [(each.entries, each.bytes) for each in counted] == [(1, HEADER_BYTES + 1)] * 2
+    assert not {"open", "fcntl.flock"} & set(map(str, seen))

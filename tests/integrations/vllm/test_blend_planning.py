@@ -79,7 +79,7 @@ def blend(d: Desk, request: SimpleNamespace, computed: int = 0) -> Load:
     name = request.request_id
     d.side.take(Report([1], placed=[name] * d.shards))
     assert d.plan().blends == [name]
-    d.side.take(Report([2], ended={name}, restored=[Restored("blend", 50, 22.5, 0.1)] * d.shards))
+    d.side.take(Report([2], ended=[name], restored=[Restored("blend", 50, 22.5, 0.1)] * d.shards))
     d.side.allocated(request, [BLOCKS], 0)  # as the engine does once all is there
     return planned
 
@@ -460,7 +460,7 @@ def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[...,
     request = exact_prompt(d)
     load(d, request)
     for _ in range(2):  # each rank says so
-        d.side.take(Report([2], ended={"r"}, failed={"r"}, unsaved={d.segment(FIRST)}))
+        d.side.take(Report([2], ended=["r"], failed={"r"}, unsaved={d.segment(FIRST)}))
     assert d.matched(request) == (0, False)
     assert d.side.outcome(request) == {"blended": False, "refused": "failed"}
     assert refused(d) == {"failed": 1}
@@ -471,7 +471,7 @@ def test_a_failed_load_of_the_prefix_is_no_refused_blend(desk: Callable[..., Des
     d = desk()
     request = ask(d, chunks=2)
     assert load(d, request).blend is None
-    d.side.take(Report([1], ended={"r"}, failed={"r"}))
+    d.side.take(Report([1], ended=["r"], failed={"r"}))
     assert d.matched(request) == (0, False) and refused(d) == {}
     assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)], "it is exact"
 
@@ -634,7 +634,7 @@ def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -
     d.side.take(Report(placed=["r"]))
     plan = d.plan((other, 0, 32))
     assert plan.blends == ["r"] and plan.step not in d.side._pays._timed_steps
-    d.side.take(Report(ended={"r"}))
+    d.side.take(Report(ended=["r"]))
     assert d.plan((other, 32, 32), new=False).step in d.side._pays._timed_steps
 
 
@@ -717,7 +717,12 @@ def test_a_reset_counts_no_refusal_again(desk: Callable[..., Desk]) -> None:
     d = desk()
     request = ask(d, kv_transfer_params={"cuvee": {"cost": 7}})
     d.side.reset()
-    assert refused(d) == {"parameters": 1} and d.side.outcome(request) == {"blended": False, "refused": "parameters"}
+    outcome = d.side.outcome(request)
+    assert refused(d) == {"parameters": 1} and outcome is not None
+    assert outcome.pop("error").startswith("kv_transfer_params.cuvee") and outcome == {
+        "blended": False,
+        "refused": "parameters",
+    }
 
 
 # The planner by itself -----------------------------------------------------------------------------------------------
@@ -773,12 +778,12 @@ def test_a_blend_is_named_until_its_load_is_over(desk: Callable[..., Desk]) -> N
     d.side.take(Report([1], placed=["a", "c", "b"]))
     assert d.plan().blends == d.plan().blends == ["a", "c", "b"], "in the order in which they are ready"
     assert not d.plan().idle, "the next slice waits for nothing"
-    d.side.take(Report([2], ended={"c"}))
+    d.side.take(Report([2], ended=["c"]))
     assert d.plan().blends == ["a", "b"]
     d.side.finished(d.side._requests.tracked["b"].request, [[]])
     plan = d.plan()
     assert plan.blends == ["a"] and plan.drops == ["b"], "it was aborted amid its slices"
-    d.side.take(Report([3], ended={"a"}, failed={"a"}))
+    d.side.take(Report([3], ended=["a"], failed={"a"}))
     plan = d.plan()
     assert plan.blends == [] and plan.drops == ["a"], "ranks that are not told would wait for it"
     assert not d.side._blends._ready and not d.side._blends._placed

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import Desk, image, make_request
 from tests.integrations.vllm.small_engine import SmallEngine
 
@@ -142,7 +143,8 @@ def test_an_adapter_that_changes_before_its_first_step_is_not_stored(
 ) -> None:
     """The engine reads its weights in that step; the request was named before."""
     e = engine()
-    e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
+    request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
+    wait_until(lambda: e.side._requests.is_named(request), "the request is named")
     adapter(tmp_path / "a", 2)
     e.submit("s", IDS)
     e.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.dict_store import hold
-from tests.integrations.vllm.sides import BLOCK, CHUNK, Bench, Desk, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Bench, Desk, generate, image, make_request
 
 from cuvee.codec.format.keys import make_keys
+from cuvee.integrations.adapters import AdapterFiles
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
-from cuvee.naming.identity import store_key
+from cuvee.naming.identity import PrefixChain, store_key
 
 
 def chunks_of(saves: list[Save]) -> list[int]:
@@ -284,11 +286,156 @@ def test_what_another_request_loads_is_waited_for(
         d.side.finished(first, [[]])
     elif ends == "failed":
         d.store.entries.clear()
-        d.side.take(Report([plan.step], {"a"}, failed={"a"}))
+        d.side.take(Report([plan.step], ["a"], failed={"a"}))
     else:
-        d.side.take(Report([plan.step], {"a"}, [Restored("load", 48, 0, 0.1)]))
+        d.side.take(Report([plan.step], ["a"], [Restored("load", 48, 0, 0.1)]))
     assert d.matched(second, computed) == found
     assert d.matched(third) == ((32, True) if found[0] or computed else found)
+
+
+def test_a_load_is_over_when_all_ranks_have_ended_it(desk: Callable[..., Desk]) -> None:
+    """Until then the engine has not got it, and another request would load the same again."""
+    d, first, second = desk(shards=2), make_request("a"), make_request("b")
+    d.put(first, 3)
+    _load(d, first)
+    answers = []
+    for _ in range(2):
+        assert d.side.matched_tokens(second, 0)[0] is None
+        d.plan()
+        d.side.take(Report(ended=["a"]))
+        answers.append(d.side._loads.is_under_way("a"))
+    assert answers == [True, False]
+    assert d.matched(second) == (48, True)
+
+
+def test_a_request_that_waits_costs_a_step_nothing_that_grows_with_its_prompt(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, first = desk(), make_request("a", tokens=3000)
+    d.put(first, 187)
+    _load(d, first)
+    waiting = [make_request(f"w{number}", tokens=3000) for number in range(5)]
+    for request in waiting:
+        for _ in range(500):
+            assert d.side.matched_tokens(request, 0)[0] is None
+            d.plan()
+            lookup = d.side._requests.tracked[request.request_id].lookup
+            if lookup is not None and lookup.answer.done():
+                break
+        d.side.matched_tokens(request, 0)
+    calls: list[int] = []
+    usual = PrefixChain.digests
+
+    def digests(chain: PrefixChain, ids: Sequence[int], chunks: int) -> list[bytes]:
+        calls.append(chunks)
+        return usual(chain, ids, chunks)
+
+    monkeypatch.setattr(PrefixChain, "digests", digests)
+    checked: list[bytes] = []
+    for name in ("check", "forget"):
+        monkeypatch.setattr(d.side._known, name, checked.append)
+    for request in waiting:
+        assert d.side.matched_tokens(request, 0)[0] is None
+    assert checked == [] and sum(calls) <= len(waiting)
+
+
+def test_a_request_is_counted_once_however_often_it_asks(desk: Callable[..., Desk]) -> None:
+    d, first, second = desk(), make_request("a"), make_request("b")
+    d.put(first, 3)
+    _load(d, first)
+    counted = []
+    for _ in range(3):
+        assert d.side.matched_tokens(second, 0)[0] is None
+        d.now += 11  # the answer is old
+    d.side.take(Report(ended=["a"]))
+    for _ in range(3):
+        assert d.matched(second) == (48, True)
+        counted.append(d.lookups())
+        d.now += 11
+    assert counted == [{"partial": 2}] * 3
+
+
+def _more_than_ranks_load(d: Desk) -> list[SimpleNamespace]:
+    """Requests with nothing in common that are all in the store, as many as are loaded at a time loading."""
+    requests = [make_request(f"q{at}", ids=[at + 7 * index % 61 for index in range(100)]) for at in range(20)]
+    for request in requests:
+        d.put(request, 6)
+    for request in requests[:16]:
+        _load(d, request)
+    return requests[16:]
+
+
+def test_loads_that_no_rank_begins_soon_hold_no_blocks(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    late = _more_than_ranks_load(d)
+    for _ in range(3):
+        for request in late:
+            assert d.side.matched_tokens(request, 0) == (None, False)
+        d.now += 1
+        d.plan()
+    d.side.take(Report(ended=["q3"]))
+    answers = [d.matched(request) if at == 0 else d.side.matched_tokens(request, 0) for at, request in enumerate(late)]
+    assert answers == [(96, True), *[(None, False)] * 3], "the place that is free is promised to one"
+    d.side.finished(late[0], [[]])
+    assert d.matched(late[1]) == (96, True), "it was aborted"
+
+
+def test_who_has_waited_as_long_as_computing_takes_is_computed(desk: Callable[..., Desk]) -> None:
+    d = desk(decide="measured")
+    request, other = _more_than_ranks_load(d)[:2]
+    for _ in range(8):
+        d.side._pays.prefill.observe(100, 0.0, 4.0)
+    for _ in range(500):
+        assert d.side.matched_tokens(request, 0) == (None, False)
+        if d.side._requests.tracked[request.request_id].queued is not None:
+            break
+        d.plan()
+    d.now += 1
+    assert d.side.matched_tokens(request, 0) == (None, False)
+    d.now += 5
+    assert d.matched(request) == (0, False) and d.lookups() == {"hit": 16, "declined": 1}
+    assert d.side.matched_tokens(other, 0) == (None, False), "its time begins when it finds no place"
+
+
+@pytest.mark.parametrize("ends", ["named", "late", "aborted"])
+def test_a_request_waits_until_a_thread_has_named_its_adapter_and_images(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """A disk may hang, and an image has megabytes: the engine's loop reads neither."""
+    d, go, threads = desk(), threading.Event(), set[int]()
+
+    def find(number: int, name: str, path: str) -> AdapterFiles:
+        threads.add(threading.get_ident())
+        assert go.wait(30)
+        return AdapterFiles(path, name)
+
+    def name(item: Any) -> str:
+        threads.add(threading.get_ident())
+        return "cat"
+
+    monkeypatch.setattr(d.side._requests._adapters, "find", find)
+    monkeypatch.setattr(d.side._requests._media_names, "name", name)
+    request = make_request(lora_request=LORA, mm_features=[image()], kv_transfer_params={"cuvee": {"store": False}})
+    d.side.arrived(request)
+    for _ in range(3):
+        assert d.side.matched_tokens(request, 0) == (None, False)
+        d.plan()
+    plain = make_request("plain")
+    assert d.matched(plain) == (0, False), "others do not wait"
+    if ends == "aborted":
+        d.side.finished(request, [[]])
+        assert not d.side._requests._naming
+    elif ends == "late":
+        d.now += 60
+        assert d.side.matched_tokens(request, 0) == (0, False)
+        assert d.recorder.totals()["uncached", "media"] == 1
+    else:
+        go.set()
+        assert d.matched(request) == (0, False)
+        tracked = d.side._requests.tracked["r"]
+        assert tracked.scope.adapter and len(tracked.scope.media) == 1 and tracked.unstored == "asked"
+    go.set()
+    assert threads and threading.get_ident() not in threads
 
 
 def test_without_prefix_caching_nobody_waits(desk: Callable[..., Desk]) -> None:
@@ -432,7 +579,7 @@ def test_a_failed_load_is_computed_stored_again_and_not_tried_again(desk: Callab
     d.put(request, 3)
     d.side.allocated(request, [list(range(13))], d.matched(request)[0])
     plan = d.plan()
-    d.side.take(Report([plan.step], {"r"}, [], {"r"}, set(d.digests(request)[1:3])))
+    d.side.take(Report([plan.step], ["r"], [], {"r"}, set(d.digests(request)[1:3])))
     assert d.matched(request, 16) == (0, False)
     assert chunks_of(d.plan((request, 16, 84)).saves) == [1, 2, 3, 4, 5]
 
@@ -623,6 +770,34 @@ def test_a_request_may_ask_not_to_be_stored(
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warned) == (store is not False) and all(len(message) < 1000 for message in warned)
     assert all("store: must be true or false" in message for message in warned)
+
+
+@pytest.mark.parametrize(
+    ("wants", "error"),
+    [
+        ({"Store": False}, "kv_transfer_params.cuvee: has no field 'Store': did you mean 'store'"),
+        ({"stor": False, "deadline_ms": 300}, "kv_transfer_params.cuvee: has no field 'stor'"),
+        ({"deadlin_ms": 300}, "kv_transfer_params.cuvee: has no field 'deadlin_ms': did you mean 'deadline_ms'"),
+        ("no", "kv_transfer_params.cuvee: must be an object, got str"),
+        ([{"store": False}], "kv_transfer_params.cuvee: must be an object, got list"),
+        ({"store": "false"}, "kv_transfer_params.cuvee.store: must be true or false"),
+        ({"store": False}, ""),
+        ({"deadline_ms": 300}, ""),
+        (None, ""),
+    ],
+)
+def test_a_misspelt_option_is_refused_in_the_answer_and_its_request_is_not_stored(
+    desk: Callable[..., Desk], wants: Any, error: str
+) -> None:
+    """It may have been `store`. Without a deadline, none is counted."""
+    d, request = desk(), make_request(kv_transfer_params={"cuvee": wants})
+    d.side.arrived(request)
+    assert d.matched(request) == (0, False)
+    stored = len(d.plan((request, 0, 100)).saves)
+    outcome = d.side.outcome(request)
+    assert (outcome or {}).get("error", "").startswith(error) and (outcome is not None) == bool(error)
+    assert stored == (0 if error or wants == {"store": False} else 6)
+    assert ("deadlines", "refused") not in d.recorder.totals()
 
 
 def test_a_reset_does_not_make_a_request_stored() -> None:

@@ -303,7 +303,7 @@ def test_a_tail_that_another_request_loads_is_waited_for(desk: Callable[..., Des
     for _ in range(5):
         assert d.side.matched_tokens(second, 0) == (None, False)
         d.plan()
-    d.side.take(Report([plan.step], {"a"}, [Restored("load", 48, 0, 0.1)]))
+    d.side.take(Report([plan.step], ["a"], [Restored("load", 48, 0, 0.1)]))
     assert d.matched(second, 48) == (0, False)
 
 
@@ -315,7 +315,7 @@ def test_what_a_lookup_says_of_tails_is_believed(desk: Callable[..., Desk]) -> N
     d.side.allocated(second, [BLOCKS], d.matched(second)[0])
     assert places(d.plan((second, 64, 59)).saves) == [(1, 56)], "so it is stored again"
     d.put_tails(first, 120)
-    d.side.take(Report(ended={"b"}))
+    d.side.take(Report(ended=["b"]))
     d.side.allocated(third, [BLOCKS], d.matched(third)[0])
     assert d.plan((third, 120, 3)).saves == []
 

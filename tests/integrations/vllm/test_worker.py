@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
+from cuvee.integrations.vllm import worker_load
 from cuvee.integrations.vllm.decision import Restored, decoding_work
 from cuvee.integrations.vllm.messages import Delivery, Entry, Load, Report, Save
 from cuvee.naming.identity import store_key
@@ -290,6 +292,36 @@ def test_a_load_that_never_got_a_thread_is_given_up(bench: Callable[..., Bench])
     assert b.worker._pools.loaders.dismiss(30)
     assert b.cache.keys[0].isnan().all()
     assert b.worker.report(1).failed == set(names)
+
+
+def test_a_load_that_queues_does_not_use_up_its_time(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, now, gate = bench(load_timeout=30), [100.0], threading.Semaphore(0)
+    b.store_all()
+    monkeypatch.setattr(worker_load, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def passing(operation: str) -> None:
+        if operation == "get":
+            gate.acquire()
+
+    b.store.before = passing
+    threads = b.worker._pools.loaders.threads
+    loads = [b.load([2 * at, 2 * at + 1], 0, CHUNK, str(at)) for at in range(threads + 2)]
+    b.worker.loads.start(loads)
+    jobs = dict(b.worker.loads._jobs)
+    next_one, last = jobs[str(threads)], jobs[str(threads + 1)]
+    wait_until(lambda: sum(job.started > 0 for job in jobs.values()) == threads, "all threads have a load")
+    now[0] = 125.0
+    gate.release()
+    wait_until(lambda: next_one.started == 125.0, "a thread has the next load")
+    now[0] = 140.0
+    b.wait(*map(str, range(threads)))
+    assert b.counts()["failures{timeout}"] == threads - 1, "40 seconds of work each"
+    assert not next_one.over and not last.over, "15 seconds of work, and none"
+    gate.release(100)
+    b.wait(str(threads), str(threads + 1))
+    assert b.held(loads[-1].blocks, 0, CHUNK) and b.held(loads[-2].blocks, 0, CHUNK)
 
 
 def test_a_failed_put_is_counted_and_reported(bench: Callable[..., Bench]) -> None:
@@ -764,9 +796,9 @@ def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: 
 
 def test_reports_of_ranks_add_up() -> None:
     load, blend = Restored("load", 16, 0, 0.5), Restored("blend", 5, 3, 9)
-    one = Report([1], {"c"}, [load], {"a"}, {b"x"}, None, placed=["a"])
-    one.add(Report([1], {"d"}, [blend], {"b"}, {b"y"}, None, placed=["b", "a"]))
-    assert (one.steps, one.ended, one.restored) == ([1, 1], {"c", "d"}, [load, blend])
+    one = Report([1], ["c"], [load], {"a"}, {b"x"}, None, placed=["a"])
+    one.add(Report([1], ["d"], [blend], {"b"}, {b"y"}, None, placed=["b", "a"]))
+    assert (one.steps, one.ended, one.restored) == ([1, 1], ["c", "d"], [load, blend])
     assert (one.failed, one.unsaved) == ({"a", "b"}, {b"x", b"y"})
     assert sorted(one.placed) == ["a", "a", "b"]
     one.add(Report(stored=[b"z"], kept=[3], delivered=[Delivery("r", 0, (), (), True)], step_seconds={1: 0.5}))
