@@ -17,7 +17,7 @@ import torch
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.chunk_io import BATCH, Chunk, ChunkIO, Opened, Stored, fetch_ahead
+from cuvee.integrations.chunk_io import BATCH, Chunk, ChunkIO, Stored, fetch_ahead
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
 from cuvee.integrations.pages.recognition import Recognized, Recognizer
@@ -42,14 +42,6 @@ class Found:
     number: int
     page: bytes
     entry: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A page whose entry is in memory, verified: its digest, and the open entry. No store is needed to restore it."""
-
-    page: bytes
-    opened: Opened
 
 
 # Reads entries of a call, in order; returns how many up to the first that failed, and its error.
@@ -100,14 +92,13 @@ class Entries:
 
     # Reading --------------------------------------------------------------------------------------------------------
 
-    def in_order(self, pages: Sequence[bytes], read: Read, timeout: float, until: float | None = None) -> int:
+    def in_order(self, pages: Sequence[bytes], read: Read, timeout: float) -> int:
         """Fetch and read pages, up to the first that is missing or fails; return how many that are.
 
         Args:
             pages: digests.
             read: reads entries.
             timeout: seconds that the store may take for anything.
-            until: the time at which it must be done with everything; default: any.
         """
 
         def ask(numbers: Sequence[int]) -> list[bytes | None]:
@@ -116,7 +107,7 @@ class Entries:
             return [entry for _, entry in found]
 
         done = 0
-        answer = partial(self._wait_for, "get_many", "fetch", timeout=timeout, until=until)
+        answer = partial(self._wait_for, "get_many", "fetch", timeout=timeout)
         for numbers, entries in fetch_ahead(self.waiters, ask, range(len(pages)), answer, self.together):
             found: list[Found] = []
             for number, entry in zip(numbers, entries or [None] * len(numbers), strict=True):

@@ -3,8 +3,6 @@
     stored   names ──> digests ──> are their entries there?
     save     missing pages ──codec──> entries
     load     entries ──codec──> the engine's memory, up to the first that fails
-    fetch    entries ──> verified, and kept by who asked
-    place    what was fetched ──codec──> the engine's memory, layer by layer
 
 Engines call this beside a prefix cache, so every failure is a page that is not there. It is counted, logged once per
 kind, and never raised.
@@ -15,8 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from threading import Condition, Lock
 from typing import Self
 
@@ -29,7 +26,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.chunk_io import ChunkIO
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
-from cuvee.integrations.pages.entries import Entries, Fetched, Found
+from cuvee.integrations.pages.entries import Entries, Found
 from cuvee.integrations.pages.recognition import Recognizer
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -200,87 +197,6 @@ class PageStore:
         self._counts.count("missed_pages", len(pages) - loaded)
         self._counts.count("loaded_raw_bytes", loaded * self._names.page_tokens * cache.layout.bytes_per_token)
         return [number < loaded for number in range(len(pages))]
-
-    def fetch(self, names: Sequence[bytes], start: int | None) -> list[Fetched]:
-        """Fetch and verify pages, up to the first that cannot be loaded, for an engine that admits no failure.
-
-        Waits for the store no longer than `lookup_timeout`; a damaged entry, which is deleted, may take as long again.
-
-        Args:
-            names: as in `save`.
-            start: as in `load`.
-
-        Returns:
-            the first of these pages, which `place` can restore whatever becomes of the store. With a key, nobody can
-            have made their blobs without it. Without one, somebody who writes to the store can have made streams that
-            are damaged in spite of right checksums; `place` reports these.
-        """
-        pages, fetched = [self._names.page(name) for name in names], []
-
-        def verified(found: Found) -> Fetched:
-            opened = self._entries.io.open(self._entries.as_stored(found, start, self.layout.dtype))
-            self._entries.io.codec.verify(opened.blob)
-            return Fetched(found.page, opened)
-
-        def verify(found: Sequence[Found]) -> tuple[int, CuveeError | None]:
-            good, problem = self._entries.io.in_a_row(partial(verified, each) for each in found)
-            fetched.extend(good)
-            return len(good), problem
-
-        until = time.monotonic() + self._lookup_timeout
-        with self._engine_calls as admitted:
-            if admitted:
-                self._entries.in_order(pages, verify, self._lookup_timeout, until)
-        self._counts.count("missed_pages", len(pages) - len(fetched))
-        return fetched
-
-    def serves(self, device: torch.device) -> bool:
-        """Return whether `place` can restore pages in the memory of a device."""
-        return device.type == "cpu" or self._entries.io.codec.on_device(device)
-
-    def place(
-        self,
-        cache: PagedCache,
-        loads: Sequence[tuple[Sequence[Fetched], torch.Tensor]],
-        done: Callable[[range], None],
-    ) -> bool:
-        """Restore fetched pages into the engine's memory, one run of layers after the other.
-
-        Args:
-            cache: the engine's memory, on the CPU or on a device that it `serves`, where work is on the current stream
-                of the calling thread.
-            loads: what was fetched, and int64 `[pages * page_tokens]` on the CPU: the slots of all of its tokens.
-            done: called with each run of layers (`Settings.layer_runs`) once all loads have them.
-
-        Returns:
-            whether all of it was restored. If not, `done` was not called for all layers, and the contents of the slots
-            are undefined.
-
-        Raises:
-            InputError: slots of another number than the pages call for, or that the cache does not have.
-        """
-        size, began = self._names.page_tokens, time.monotonic()
-        for fetched, slots in loads:
-            if len(slots) != len(fetched) * size:
-                raise InputError(f"slots: must be {size} for each of {len(fetched)} pages, got {len(slots)}")
-            cache.check_range(slots, range(cache.layout.num_layers), least=0)
-        pages = [page for fetched, _ in loads for page in fetched]
-        at = [[own] for fetched, slots in loads for own in slots.to(cache.device).split(size)[: len(fetched)]]
-        with self._engine_calls as admitted:
-            if not admitted:
-                return False
-            for layers in self._entries.io.codec.settings.layer_runs:
-                opened = [page.opened for page in pages]
-                blobs, problem = self._entries.io.place(cache, opened, at, layers=layers)
-                if problem is not None:
-                    self._entries.blame(problem, pages[len(blobs)].page)
-                    return False
-                done(layers)
-        self._counts.count("decode_seconds", time.monotonic() - began)
-        self._counts.count("loaded_pages", len(pages))
-        self._counts.count("loaded_raw_bytes", len(pages) * size * cache.layout.bytes_per_token)
-        self._counts.count("loaded_blob_bytes", sum(len(page.opened.entry.parts[0]) for page in pages))
-        return True
 
     def delete(self, names: Sequence[bytes]) -> list[bool]:
         """Delete pages; return whether each is known to be gone."""
