@@ -229,7 +229,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         first = next(iter(self._cached_layers), "")  # a drafter's layers have another model
         self._drafts = Drafts.of_engine(self._vllm_config, self._kv_cache_config, self._setup)
         self._weights = Weights(layers.get(first), named_weights)
-        worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, self._weights.digest)
+        worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, self._weights)
         self._attach(worker, kv_caches)
         self._worker = worker
 
@@ -255,7 +255,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         """Use the pages that the engine's layers have after it woke up. A second call does nothing.
 
-        What was stored before is found again unless weights have changed by the next step (`WorkerSide.settle`).
+        What was stored before is found again unless weights have changed by the next step (`SchedulerSide.reset`).
         """
         if self._worker is not None and not self._worker.attached:
             layers = self._attention_layers()
@@ -285,7 +285,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads then compute this step's slice of blends."""
-        self._working.settle(self._plan.step, self._plan.resets)
+        self._working.settle(self._plan.step, self._plan.names, self._plan.coding)
         self._working.loads.start(self._plan.loads)
         self._working.loads.drop(self._plan.drops)
         # vLLM's first model runner calls this after a forward that raised, too: other ranks may wait inside theirs.

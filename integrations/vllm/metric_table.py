@@ -44,7 +44,7 @@ _ENTRIES = (
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
 _UNSTORED = ("asked", "positions", "blended", "quality", "reset", "overwritten")
-_SKIPPED = ("full", "failed", "adapter", "window", "stopped")
+_SKIPPED = ("full", "failed", "adapter", "window", "weights", "profile", "stopped")
 
 # A chunk belongs to one rank: with two ranks, a run of tokens is two chunks. Unless stated otherwise, tails are chunks.
 METRICS: dict[str, Metric] = {
@@ -92,7 +92,10 @@ METRICS: dict[str, Metric] = {
                "stored quality or computed before a reset, or they are overwritten too soon.", "reason", _UNSTORED),
         Metric("stores_skipped", "counter", "Chunks not stored: too many waited (full), a step of the engine had "
                "failed, an adapter's files have changed, the engine had dropped a part of them from a layer with a "
-               "window, or they still waited when the engine stopped.", "reason", _SKIPPED),
+               "window, its weights have changed, a rank has another profile than the scheduler, or they still waited "
+               "when the engine stopped.", "reason", _SKIPPED),
+        Metric("weights_changed", "counter", "How often the engine's weights were found to be others than before. "
+               "Nothing is loaded or stored until all ranks have read them."),
         Metric("store_operations", "counter", "Operations of a tier of the store by result. hit, miss: a chunk "
                "was found or not. corrupt: it failed its checksum, so it is deleted, and missed, too. error: the tier "
                "failed. skipped: it is known to be down. dropped: its queue was full, or a chunk exceeds its budget.",

@@ -79,6 +79,7 @@ class SchedulerSide:
         self._told = 0  # of these, the last that ranks know of
         self._saving = 0  # the last step of which something is stored
         self._alone = setup.alone
+        self._coding = setup.coding
         self._guard = Guard(recorder)
         self._state = state = SchedulerState(setup, store, recorder, clock)
         self._pays = Pays(state.chunk)
@@ -182,8 +183,8 @@ class SchedulerSide:
         self._step += 1
         self._state.patience = PATIENCE
         loads = self._loads.take_step()
-        resets = self._requests.ask(self._step)
-        plan = StepPlan(self._step, loads, confirmed=self._confirmed, resets=resets)
+        plan = StepPlan(self._step, loads, confirmed=self._confirmed, names=self._requests.ask(self._step))
+        plan.coding = self._coding
         saves = self._saves.take_last()
         with self._guard("plan", partial(self._saves.forget, saves)):
             plan.last_saves = self._saves.unchanged(saves, output)
@@ -260,8 +261,16 @@ class SchedulerSide:
                 learn(report)
         with self._guard("take", self._stop):
             if self._requests.settle(report):
-                logger.info("cuvee: the engine has slept and has the same weights: what was stored before is found")
+                logger.info("cuvee: the weights are named again: what was stored by equal ones is found")
                 self._readdress(found=True)
+        with self._guard("take", self._stop):
+            if report.changed and not self._requests.unnamed:
+                logger.warning(
+                    "cuvee: the engine's weights have changed while it serves: nothing is loaded or stored until all "
+                    "ranks have read them"
+                )
+                self._recorder.count("weights_changed")
+                self._forget()
 
     # At any time -----------------------------------------------------------------------------------------------
 
@@ -272,19 +281,17 @@ class SchedulerSide:
         return []
 
     def reset(self) -> bool:
-        """Find nothing that was stored until now, because the weights may have changed. The store keeps its entries.
+        """Have the weights read anew, because they may have changed. The store keeps its entries.
 
-        The engine also resets when it sleeps. Until the workers have said in the next step whether it slept and has the
-        same weights, no request is looked up; if it has, everything is found again.
+        Until all ranks have said in the next step which weights they have, no request is looked up; then what was
+        stored by equal ones is found.
 
         Returns:
             whether that succeeded. If not, nothing is loaded or stored until a reset succeeds: it may be of other
             weights.
         """
-        self._saves.reset()
         with self._guard("reset", self._stop):
-            self._events.reset()
-            self._rename()
+            self._forget()
             self._state.enable(True)
             return True
         return False
@@ -350,8 +357,10 @@ class SchedulerSide:
         self._blends.over(request_id)
         self._loads.over(request_id)
 
-    def _rename(self) -> None:
-        """Take another identity."""
+    def _forget(self) -> None:
+        """Find nothing that was stored until now, and store nothing under its names."""
+        self._saves.reset()
+        self._events.reset()
         self._requests.rename()
         self._readdress(found=False)
 
@@ -370,7 +379,7 @@ class SchedulerSide:
                     self._planner.ask(tracked)
 
     def _stop(self) -> None:
-        """Load and store nothing until a reset succeeds, also if it is that of a sleep."""
+        """Load and store nothing until a reset succeeds."""
         self._state.enable(False)
         self._requests.rename()
         for request_id in list(self._requests.tracked):

@@ -139,6 +139,11 @@ class Setup:
         return self.windows == (None,) and not self.recurrent
 
     @property
+    def coding(self) -> str:
+        """Profile and quality, as text: processes that differ in them must not share names."""
+        return self.quality if self.quality == LOSSLESS else f"{self.profile.id.hex()} {self.quality}"
+
+    @property
     def predicts(self) -> bool:
         """Whether the codec predicts a part of the cache from token ids."""
         return self.quality != LOSSLESS and self.profile.token_table is not None

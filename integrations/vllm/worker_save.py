@@ -72,6 +72,7 @@ class WorkerSaves:
         # The state's lock guards these.
         self._pending = 0  # bytes of copies and blobs
         self._sizes: dict[bytes, int] = {}  # bytes of each copy, or of its blob once it is encoded, by digest
+        self._void: set[bytes] = set()  # of these, what is not to be stored after all
 
     def queued(self) -> tuple[int, int]:
         """Return how many entries are being stored, and the bytes of their copies; the state's lock is held."""
@@ -107,12 +108,20 @@ class WorkerSaves:
         """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
         of them if the forward of this step or of an earlier one has raised.
         """
+        if self._state.stale:
+            with self._guard("save"):
+                self._refuse(saves, self._state.stale)
+            return
         saves = self._of_current_adapters(saves)
         if not saves:
             return
         if self._ended != self._due:
             with self._guard("save"):
-                self._refuse(saves)
+                self._refuse(saves, "failed")
+                self._once(
+                    "failed", "cuvee: rank %d: step %d of the engine has failed, so nothing that it has computed since "
+                    "is stored; start the engine anew", self._state.rank, self._ended + 1, level=logging.ERROR,
+                )  # fmt: skip
             return
         # A batch is one thread's work: a device takes all entries in one go, the CPU's threads share them. They are
         # dealt like cards, so that the first chunks of a prefix are the first to be stored.
@@ -135,15 +144,18 @@ class WorkerSaves:
                     self._unconfirmed.append((self._ended, batch, copy, Mark(self._state.device)))
         self._submit_confirmed()
 
-    def _refuse(self, saves: Sequence[Save]) -> None:
+    def void(self) -> None:
+        """Store nothing of what waits to be stored, because the weights have changed."""
+        with self._state.lock:
+            self._void |= self._sizes.keys()
+        while self._unconfirmed:
+            self._release(self._unconfirmed.popleft()[1])
+
+    def _refuse(self, saves: Sequence[Save], reason: str) -> None:
         """Book entries as not stored, because the engine's pages may not hold them."""
         with self._state.lock:
             self._state.report.unsaved |= {save.entry.digest for save in saves} - self._sizes.keys()
-        self._state.recorder.count("stores_skipped", len(saves), "failed")
-        self._once(
-            "failed", "cuvee: rank %d: step %d of the engine has failed, so nothing that it has computed since is "
-            "stored; start the engine anew", self._state.rank, self._ended + 1, level=logging.ERROR,
-        )  # fmt: skip
+        self._state.recorder.count("stores_skipped", len(saves), reason)
 
     def _submit_confirmed(self) -> None:
         """Have those copies encoded whose tokens all ranks have computed."""
@@ -322,6 +334,10 @@ class WorkerSaves:
     def _write(self, save: Save, parts: tuple[bytes, ...], beside: Beside | None = None) -> None:
         with self._guard("store", partial(self._release, [save])):
             store, key = self._state.store, self._key(save)
+            if save.entry.digest in self._void:
+                self._state.recorder.count("stores_skipped", 1, "weights")
+                self._release([save])
+                return
             try:
                 kept = store.put_parts(key, parts)
                 drafted = store.put_parts(*beside) if kept and beside is not None else 0
@@ -356,6 +372,7 @@ class WorkerSaves:
         """Book an entry as stored or as never to be. One whose job was cancelled stays: it is lost at close."""
         with self._state.lock:
             self._pending -= self._sizes.pop(save.entry.digest, 0)
+            self._void.discard(save.entry.digest)
             if not kept:
                 self._state.report.unsaved.add(save.entry.digest)
             elif self._state.tells and save.entry.kind == "chunk":

@@ -101,6 +101,8 @@ class WorkerState:
         coded: the engine's pages; None: there are none yet, or the engine sleeps.
         drafts: the pages of a drafter's layers; None: there are none.
         closed: nothing is admitted any more.
+        stale: why nothing is loaded or stored: the scheduler's names stand for other "weights" or for another
+            "profile"; empty: they do not.
         states: what recurrent layers hold; None: there are none, or the engine sleeps.
     """
 
@@ -126,6 +128,7 @@ class WorkerState:
         self.progress = threading.Condition(self.lock)
         self.report = Report()
         self.closed = False
+        self.stale = ""
         self.blocks, self.windows = setup.blocks, setup.windows
         self.coded: CodedPages | None = None
         self.drafts: DraftPages | None = None

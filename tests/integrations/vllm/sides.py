@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.scheduler_events import EventPair
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.weights import Weights
 from cuvee.integrations.vllm.worker import WorkerSide
 from cuvee.naming.identity import Identity, PrefixChain, Scope, content_digest, store_key
 
@@ -271,6 +273,30 @@ def poison(cache: PagedCache) -> None:
     )
 
 
+class Served(torch.nn.Module):
+    """A model whose weights tests change while a worker looks at them: at every call, as if time flew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8, bias=False)
+        self.known = True
+        self.set("a")
+        time = itertools.count()
+        self.weights = Weights(self.layer, self._read, lambda: float(next(time)))
+
+    def compute_logits(self) -> None:
+        """By which a model of vLLM is known."""
+
+    def set(self, name: str) -> None:
+        """Change the weights in place."""
+        torch.nn.init.constant_(self.layer.weight, ord(name))
+
+    def _read(self, model: torch.nn.Module) -> Any:
+        if not self.known:
+            raise LookupError("packed")
+        return model.named_parameters()
+
+
 class Bench:
     """A worker, its store, its pages, and a sequence of 8 chunks."""
 
@@ -286,7 +312,7 @@ class Bench:
         groups: tuple[LayerGroup, ...] = (),
         tells: bool = False,
         shards: int = 1,
-        weights: Callable[[], object] = lambda: None,
+        weights: Weights | None = None,
         cache: PagedCache | None = None,
         setup: Mapping[str, Any] | None = None,
         **options: Any,
