@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Words of 8 bytes that are summed at a time, and how many such pieces a look reads: what takes less than 1 ms.
 _WORDS, _HOST_WORDS = 1 << 20, 1 << 17
-_PIECES, _HOST_PIECES = 16, 1
+_PIECES, _HOST_PIECES = 16, 4
 _PAUSE = 0.05  # seconds between two looks, at least
 _MOST_PRODUCTS = 10**11  # that reading the packed weights of a CPU may take, of all layers together: about a second
 

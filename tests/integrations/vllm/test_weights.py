@@ -124,6 +124,7 @@ def test_looks_come_round_to_every_piece_and_cost_little(model: Model, monkeypat
     """An update of all weights is found at once; that of one value when its piece is read."""
     model.table = torch.nn.Parameter(torch.zeros(1000, 8))
     monkeypatch.setattr(weights, "_HOST_WORDS", 100)
+    monkeypatch.setattr(weights, "_HOST_PIECES", 1)
     of_model, read = of(model), []
     monkeypatch.setattr(
         of_model, "_sum", lambda data, first, words: read.append(words) or Weights._sum(of_model, data, first, words)
