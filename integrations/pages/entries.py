@@ -63,6 +63,7 @@ class Entries:
         once: logs failures of the store.
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that anything else may take: writing, for all pages of a call together.
+        valid: whether the names still are those of the engine's weights.
     """
 
     io: ChunkIO
@@ -75,6 +76,7 @@ class Entries:
     once: Once
     lookup_timeout: float
     load_timeout: float
+    valid: Callable[[], bool]
 
     @property
     def together(self) -> int:
@@ -213,6 +215,8 @@ class Entries:
 
     def _write(self, page: bytes, entry: bytes, cache: PagedCache) -> bool:
         """Store the entry of a page; return whether the store took it."""
+        if not self.valid():
+            return False
         if not self.store.put(self.keys.written(self.names.tenant, page), entry):
             self._fail("store", StoreError("the store did not take a page"))
             return False

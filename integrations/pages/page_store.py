@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Condition, Lock
 from typing import Self
 
@@ -51,6 +51,7 @@ class PageStore:
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that the store may take for anything else; `save` waits no longer for all of its entries.
         counts: told what happens, by the names in `Counts`.
+        valid: whether the names are still those of the engine's weights; if not, no page is found, loaded or stored.
 
     Attributes:
         layout: as given.
@@ -89,6 +90,7 @@ class PageStore:
         threads: int = 2,
         lookup_timeout: float = 2.0,
         load_timeout: float = 30.0,
+        valid: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
@@ -98,14 +100,18 @@ class PageStore:
         self._once = Once(logger)
         self._lock = Lock()
         self._recognizers: dict[Codec, Recognizer | None] = {}  # each takes a while to make
-        self._serve(codec, names, layout or codec.profile.layout, shard, counts)
+        self._serve(codec, names, layout or codec.profile.layout, shard, counts, valid)
 
-    def _serve(self, codec: Codec, names: PageNames, layout: KVLayout, shard: int, counts: Recorder) -> None:
+    def _serve(
+        self, codec: Codec, names: PageNames, layout: KVLayout, shard: int, counts: Recorder, valid: Callable[[], bool]
+    ) -> None:
         """Serve this rank and tenant."""
+        self._valid = valid
         self.layout, self._names, self._counts = layout, names, counts
         self._entries = Entries(
             ChunkIO(codec, self._coders), self._store, self._waiters, EntryKeys(codec.key_ids, shard), names,
             self._recognizer(codec), counts, self._once, self._lookup_timeout, self._load_timeout,
+            valid,
         )  # fmt: skip
 
     def _recognizer(self, codec: Codec) -> Recognizer | None:
@@ -116,7 +122,14 @@ class PageStore:
             return self._recognizers[codec]
 
     def beside(
-        self, codec: Codec, names: PageNames, layout: KVLayout, *, shard: int = 0, counts: Recorder | None = None
+        self,
+        codec: Codec,
+        names: PageNames,
+        layout: KVLayout,
+        *,
+        shard: int = 0,
+        counts: Recorder | None = None,
+        valid: Callable[[], bool] | None = None,
     ) -> Self:
         """Return a page store of another rank or tenant that shares this one's store, threads and end.
 
@@ -129,16 +142,17 @@ class PageStore:
             layout: of its part of the engine's caches.
             shard: its tensor-parallel rank.
             counts: told what happens there; default: as here.
+            valid: of its names; default: as here.
         """
         other = copy.copy(self)
-        other._serve(codec, names, layout, shard, counts or self._counts)
+        other._serve(codec, names, layout, shard, counts or self._counts, valid or self._valid)
         return other
 
     def stored(self, names: Sequence[bytes]) -> list[bool]:
         """Return whether each page can be loaded, by the engine's names."""
         pages = [self._names.page(name) for name in names]
         with self._engine_calls as admitted:
-            return self._entries.stored(pages) if admitted else [False] * len(pages)
+            return self._entries.stored(pages) if admitted and self._valid() else [False] * len(pages)
 
     def save(
         self, cache: PagedCache, slots: torch.Tensor, names: Sequence[bytes], start: int | None, *, following: int = 0
@@ -161,7 +175,9 @@ class PageStore:
         """
         pages = self._digests(slots, names)
         with self._engine_calls as admitted:
-            done = self._entries.save(cache, slots, pages, start, following) if admitted else [False] * len(pages)
+            done = [False] * len(pages)
+            if admitted and self._valid():
+                done = self._entries.save(cache, slots, pages, start, following)
         self._counts.count("unsaved_pages", len(done) - sum(done))
         return done
 
@@ -192,11 +208,16 @@ class PageStore:
             return len(blobs), problem
 
         with self._engine_calls as admitted:
-            loaded = self._entries.in_order(pages, restore, self._load_timeout) if admitted else 0
+            loaded = self._entries.in_order(pages, restore, self._load_timeout) if admitted and self._valid() else 0
+        loaded *= self._valid()  # what was restored meanwhile may be of other weights
         self._counts.count("loaded_pages", loaded)
         self._counts.count("missed_pages", len(pages) - loaded)
         self._counts.count("loaded_raw_bytes", loaded * self._names.page_tokens * cache.layout.bytes_per_token)
         return [number < loaded for number in range(len(pages))]
+
+    def count(self, name: str) -> None:
+        """Count something that happened to all pages."""
+        self._counts.count(name)
 
     def delete(self, names: Sequence[bytes]) -> list[bool]:
         """Delete pages; return whether each is known to be gone."""

@@ -46,6 +46,7 @@ from cuvee.integrations.vllm.other_connectors import have_failed_loads_computed,
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
 from cuvee.integrations.vllm.state_pages import StatePages
+from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm.weights import Weights, named_weights
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
@@ -147,6 +148,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 breaks=line_breaks(self._setup.options.blend, model),
                 make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,
             )  # fmt: skip
+            from vllm.v1.engine.core import EngineCore
+
+            watch_calls(EngineCore, self._scheduler.reset)
             alone = multiprocessing.parent_process() is None  # then this process stores what waits before it exits
             if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1) and not alone:
                 logger.info(

@@ -86,6 +86,7 @@ class SchedulerSide:
         self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.beside)
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
+        self._named = identity  # by the weights that were read last
         self._events = SchedulerEvents(setup.ranks, make_events)
         in_engine = setup.prefix_caching, setup.loads_in_part
         self._loads = SchedulerLoads(state, known, self._events, self._pays, *in_engine)
@@ -261,15 +262,17 @@ class SchedulerSide:
                 learn(report)
         with self._guard("take", self._stop):
             if self._requests.settle(report):
-                logger.info("cuvee: the weights are named again: what was stored by equal ones is found")
+                if self._requests.identity != self._named:
+                    self._named = self._requests.identity
+                    self._recorder.count("weights_changed")
+                    logger.warning("cuvee: the engine's weights have changed: they are named %s", self._named.model)
                 self._readdress(found=True)
         with self._guard("take", self._stop):
             if report.changed and not self._requests.unnamed:
                 logger.warning(
-                    "cuvee: the engine's weights have changed while it serves: nothing is loaded or stored until all "
-                    "ranks have read them"
+                    "cuvee: the engine's weights have changed and nobody said so: nothing is loaded or stored until "
+                    "all ranks have read them"
                 )
-                self._recorder.count("weights_changed")
                 self._forget()
 
     # At any time -----------------------------------------------------------------------------------------------

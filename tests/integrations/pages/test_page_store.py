@@ -26,6 +26,7 @@ from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.pages import Counts, PageStore, entries
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
 
 PAGE = 8  # tokens
@@ -226,6 +227,32 @@ def test_nothing_behind_a_missing_page_is_loaded(
         kept = store.entries.pop(d.key(gone))
         assert d.load(range(16), range(20, 36)) == [True] * gone + [False] * (16 - gone)
         store.entries[d.key(gone)] = kept
+
+
+def test_what_was_begun_under_a_name_that_no_longer_holds_does_not_count(
+    desk: Callable[..., Desk], store: DictStore
+) -> None:
+    """The weights change while pages are stored, or loaded."""
+    d = desk()
+    d.save(range(4))
+    weights = WeightsName.known("w")
+    named = weights.current
+    d.pages = d.pages.beside(
+        d.pages._entries.io.codec, d.pages._names, d.pages.layout, valid=lambda: weights.holds(named)
+    )
+    assert d.load(range(4), range(20, 24)) == [True] * 4
+
+    def change(operation: str) -> None:
+        if operation in ("get", "contains"):
+            weights.withdraw("they change")
+
+    before, store.before = dict(store.entries), change
+    assert d.load(range(4), range(20, 24)) == [False] * 4
+    weights.use("w")
+    named = weights.current
+    assert d.save(range(4, 8)) == [False] * 4 and store.entries == before
+    store.before = lambda operation: None
+    assert d.pages.stored([b"0"]) == [False]
 
 
 # Deleting ------------------------------------------------------------------------------------------------------------
