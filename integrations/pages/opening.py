@@ -74,7 +74,7 @@ class PageStores:
         if options.profile is None:
             self._profile = Profile.unlearned(layout)
         else:
-            self._profile = find_profile(options.profile, layout, path, revision=revision)
+            self._profile = find_profile(options.profile, layout)
         self._profile.check_layout(layout)
         self._secrets = options.secrets() or None
         self._layout = layout

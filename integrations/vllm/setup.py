@@ -201,8 +201,7 @@ class Setup:
         if options.profile is None:
             profile = Profile.unlearned(layout)
         else:
-            model = vllm_config.model_config
-            profile = _find_profile(vllm_config.instance_id, options.profile, layout, model.model, model.revision)
+            profile = _find_profile(vllm_config.instance_id, options.profile, layout)
             if stages > 1:
                 raise UnsupportedModelError(
                     "profile: cannot be cut by the stages of pipeline parallelism; remove it to store losslessly, or "
@@ -364,17 +363,9 @@ def _states_in_keys(layers: Sequence[RecurrentLayer]) -> list[list[str]]:
 
 
 @lru_cache(maxsize=1)
-def _find_profile(engine: str, where: str, layout: KVLayout, model_path: str, revision: str | None) -> Profile:
-    """Find the profile once per engine: with one rank, both roles live in one process, and must have the same one.
-
-    Args:
-        engine: its name in vLLM.
-        where: a file or a collection.
-        layout: of the whole model.
-        model_path: checkpoint.
-        revision: of a hub id.
-    """
-    return find_profile(where, layout, model_path, revision=revision)
+def _find_profile(engine: str, where: str, layout: KVLayout) -> Profile:
+    """Find the profile of a model with this layout once per engine: with one rank, both roles live in one process."""
+    return find_profile(where, layout)
 
 
 def _asked(options: Options, codes: torch.dtype | None) -> dict[str, Any]:

@@ -438,23 +438,25 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
 ) -> None:
     where = f"file://{tmp_path}/collection"
     missing = {"profile": where, "quality": "balanced"}
-    with pytest.raises(FileNotFoundError, match=r"^no profile of this llama model in "):
+    with pytest.raises(InputError, match=r"^profile: must name a file, or a place and an id .* it holds none of this"):
         rank(missing)
     weights = weight_fingerprints(bundled_model_path()).found[0]
+    ids = []
     for name in (weights, "0" * 32):
         fitted = fitted_to(layout())
         profile = Profile(fitted.layout, fitted.group, fitted.source, fitted.family, fitted.learned, model=name)
-        pushed = profile.id.hex()
+        ids.append(profile.id.hex())
         ProfileCollection(where).push(profile)
+    own, other = (f"{where}#{identity}" for identity in ids)
     caplog.set_level("INFO")
-    made = rank({"profile": where, "quality": "balanced"})
+    made = rank({"profile": own, "quality": "balanced"})
     (line,) = [record.message for record in caplog.records if "took profile" in record.message]
-    assert line.endswith(f"from {where}") and pushed not in line
+    assert line.endswith(f"from {own}")
     indices = made.alloc(4)
     assert made.back_up(TOKENS[: 4 * 16], indices, []) == 4 * 16, "its file is not needed any more"
     with pytest.raises(ProfileMismatchError, match=r"got file://.*calibrated on other weights"):
-        rank({"profile": f"{where}?id={pushed}", "quality": "balanced"})
-    rank({"profile": f"{where}?id={pushed}", "quality": "balanced", "check_model": False})
+        rank({"profile": other, "quality": "balanced"})
+    rank({"profile": other, "quality": "balanced", "check_model": False})
 
 
 def test_the_model_is_what_the_engine_serves(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
