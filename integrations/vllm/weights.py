@@ -205,8 +205,9 @@ class Weights:
         for label, totals, pieces in read:  # only now: a device has been given all of its work
             values = totals.tolist()
             digest.update(repr((label, values)).encode())
-            for piece, piece.total in zip(pieces, values, strict=False):
-                self._pieces.append(piece)
+            for piece, total in zip(pieces, values, strict=False):
+                piece.total = total
+            self._pieces += pieces
 
     @staticmethod
     def _words(device: torch.device) -> int:

@@ -504,8 +504,9 @@ def test_the_profile_of_an_id_is_taken_from_a_collection(
     pushed = _push(_profile("head"), where)
     named = f"{where}#{pushed.hex()}"
     with caplog.at_level(logging.INFO, "cuvee"):
+        engine = _engine(extra={"profile": named})
         for _ in range(2):
-            assert Setup.of_engine(*_engine(extra={"profile": named})).profile.id == pushed
+            assert Setup.of_engine(*engine).profile.id == pushed
     (line,) = [record.message for record in caplog.records if "took profile" in record.message]
     assert line.endswith(f"from {named}"), "both roles of a process have the same one"
 
