@@ -86,7 +86,6 @@ class SchedulerSide:
         self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.beside)
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
-        self._named = identity  # by the weights that were read last
         self._events = SchedulerEvents(setup.ranks, make_events)
         in_engine = setup.prefix_caching, setup.loads_in_part
         self._loads = SchedulerLoads(state, known, self._events, self._pays, *in_engine)
@@ -262,10 +261,11 @@ class SchedulerSide:
                 learn(report)
         with self._guard("take", self._stop):
             if self._requests.settle(report):
-                if self._requests.identity != self._named:
-                    self._named = self._requests.identity
+                if self._requests.changed:
                     self._recorder.count("weights_changed")
-                    logger.warning("cuvee: the engine's weights have changed: they are named %s", self._named.model)
+                    logger.warning(
+                        "cuvee: the engine's weights have changed: they are named %s", self._requests.identity.model
+                    )
                 self._readdress(found=True)
         with self._guard("take", self._stop):
             if report.changed and not self._requests.unnamed:

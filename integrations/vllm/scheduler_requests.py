@@ -33,6 +33,7 @@ class Requests:
     Attributes:
         identity: as given; of other weights if the engine has changed them: their name is then the given one and a
             digest of what all ranks hold.
+        changed: whether the weights that were read last are others than those before.
         tracked: requests that are cached, by id.
         uncached: ids of requests that are neither loaded nor stored until they end.
     """
@@ -42,6 +43,8 @@ class Requests:
         self._adapters = adapters
         self.identity = identity
         self._first = identity
+        self.changed = False
+        self._live = ""  # digest of the weights that were read last; empty: the first ones
         self._unread = False  # the workers are to be asked which weights they have
         self._asked = 0  # step in which they are asked; 0: they have answered
         self.tracked: dict[str, Tracked] = {}
@@ -83,11 +86,13 @@ class Requests:
         self._asked = 0
         if [each.rank for each in seen] != [*range(self._state.shards)] or any(each.now is None for each in seen):
             return False  # the name of before stays, which no other engine has
-        self.identity = self._first
+        self.identity, live = self._first, ""
         if any(each.now != each.first for each in seen):
-            live = hashlib.blake2b(digest_size=16, person=b"cuvee-live-name")
-            live.update(b"".join(each.now or b"" for each in seen))
-            self.identity = replace(self._first, model=f"{self._first.model} live {live.hexdigest()}")
+            digest = hashlib.blake2b(digest_size=16, person=b"cuvee-live-name")
+            digest.update(b"".join(each.now or b"" for each in seen))
+            live = digest.hexdigest()
+            self.identity = replace(self._first, model=f"{self._first.model} live {live}")
+        self.changed, self._live = live != self._live, live
         return True
 
     def begin(self, request: Any) -> Tracked | str:
