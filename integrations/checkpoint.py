@@ -27,6 +27,7 @@ import torch
 
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.fingerprint import PREFIX, SAMPLED
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
 from cuvee.integrations.checkpoint_files import load_config, open_file, read_header, resolve
@@ -289,6 +290,8 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
     """
     if profile.model is None:
         return f"unknown: the profile ({profile.source}) names no model"
+    if not profile.model.startswith(PREFIX):
+        return f"unknown: {SAMPLED}"
     weights = weight_fingerprints(path, revision=revision)
     if not weights.found:
         return f"unknown: {weights.unknown}"

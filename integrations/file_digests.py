@@ -2,6 +2,8 @@
 
     $CUVEE_CACHE/digests/<hash of the real path>    path, device, inode, size, mtime, ctime -> SHA-256
 
+What else is made of all bytes of files is kept there, too (`remembered`).
+
 A digest that is kept holds as long as all of these are the same: whoever writes to a file changes its ctime, which
 nobody can set back. What the folder holds is only trusted if no other user can write to it.
 
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _BUFFER = 4 << 20
 _THREADS = 4
-_MOST = 1 << 16  # bytes of a file that keeps a digest
+_MOST = 1 << 22  # bytes of a file that keeps a digest
 _SETTLED = 2e9  # nanoseconds: a file written so shortly before may be written again with the same times
 _SAY = 10.0  # seconds between two lines of the log
 _BLOB = re.compile("[0-9a-f]{64}")
@@ -105,17 +107,17 @@ class _Work:
     def digest(self, file: Path, state: State) -> bytes:
         """Return the digest of a file in this state."""
         kept = _read_kept(state[0])
-        if kept is not None and kept[0] == state:
-            return bytes.fromhex(kept[1])
+        if kept is not None and kept[0] == [state] and _BLOB.fullmatch(digest := "".join(kept[1])):
+            return bytes.fromhex(digest)
         name = _name_of_blob(file, state[0])
         if name and kept is None:
             digest = name
         else:
             began = time.time_ns()
             digest = self._hash(state)
-            if began - state[-1] < _SETTLED:
+            if not _settled([state], began):
                 return bytes.fromhex(digest)
-        _keep(state, digest)
+        _keep(state[0], [state], [digest])
         return bytes.fromhex(digest)
 
     def _hash(self, state: State) -> str:
@@ -182,11 +184,41 @@ def _name_of_blob(file: Path, real: str) -> str:
 # What is kept ---------------------------------------------------------------------------------------------------------
 
 
-def _entry(real: str) -> str:
-    return hashlib.blake2b(os.fsencode(real), digest_size=16, person=b"cuvee-digest").hexdigest()
+def remembered(kind: str, files: Sequence[Path], make: Callable[[], list[str]]) -> list[str]:
+    """Return what `make` makes of some files, or made of them earlier if they are the same.
+
+    Args:
+        kind: names what it makes, and its version.
+        files: that it reads.
+        make: what it returns is kept, unless a file was written a moment ago.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    states, began = [_state(file) for file in files], time.time_ns()
+    name = f"{kind} {[state[0] for state in states]}"
+    kept = _read_kept(name)
+    if kept is not None and kept[0] == states and kept[1]:
+        return kept[1]
+    made = make()
+    if _settled(states, began) and [_state(file) for file in files] == states:
+        _keep(name, states, made)
+    return made
 
 
-def _kept(action: Callable[[int], tuple[State, str] | None]) -> tuple[State, str] | None:
+def _settled(states: Sequence[State], began: int) -> bool:
+    """Return whether files were last written so long before a time that another write would show in their times."""
+    return all(began - state[-1] >= _SETTLED for state in states)
+
+
+Kept = tuple[list[State], list[str]]
+
+
+def _entry(name: str) -> str:
+    return hashlib.blake2b(os.fsencode(name), digest_size=16, person=b"cuvee-digest").hexdigest()
+
+
+def _kept(action: Callable[[int], Kept | None]) -> Kept | None:
     """Do something in the folder of digests; None if that is not possible, which costs time only."""
     path = cache_folder() / "digests"
     try:
@@ -203,29 +235,28 @@ def _kept(action: Callable[[int], tuple[State, str] | None]) -> tuple[State, str
         return None
 
 
-def _read_kept(real: str) -> tuple[State, str] | None:
-    def read(folder: int) -> tuple[State, str] | None:
-        with open_file(_entry(real), folder) as file:
+def _read_kept(name: str) -> Kept | None:
+    def read(folder: int) -> Kept | None:
+        with open_file(_entry(name), folder) as file:
             info = os.fstat(file)
             if info.st_uid not in (os.geteuid(), 0) or info.st_mode & 0o022:
                 return None
             data = read_exactly(file, _MOST)
         try:
-            path, *numbers, digest = json.loads(data)
-            if path != real or len(numbers) != 5 or not all(type(number) is int for number in numbers):
+            whose, states, made = json.loads(data)
+            if whose != name or not all(isinstance(each, str) for each in made):
                 return None
-            device, inode, size, mtime, ctime = numbers
-            return ((path, device, inode, size, mtime, ctime), digest) if _BLOB.fullmatch(digest) else None
+            return [tuple(state) for state in states], list(made)
         except (ValueError, TypeError, RecursionError):
             return None
 
     return _kept(read)
 
 
-def _keep(state: State, digest: str) -> None:
+def _keep(name: str, states: Sequence[State], made: Sequence[str]) -> None:
     def write(folder: int) -> None:
-        with temporary_file(folder) as (name, file):
-            write_all(file, json.dumps([*state, digest]).encode())
-            os.rename(name, _entry(state[0]), src_dir_fd=folder, dst_dir_fd=folder)
+        with temporary_file(folder) as (temporary, file):
+            write_all(file, json.dumps([name, states, made]).encode())
+            os.rename(temporary, _entry(name), src_dir_fd=folder, dst_dir_fd=folder)
 
     _kept(write)

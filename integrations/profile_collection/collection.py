@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_PROFILE_BYTES = 8 << 30
 _MAX_NEWEST_BYTES = 100
 _NEWEST = re.compile(rb"([0-9a-f]{32}) ([0-9]{1,11})\n")  # an id, and the time of its push in seconds since 1970
-_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_FINGERPRINT = re.compile(r"(?:w2-)?[0-9a-f]{32}")  # without the prefix: of cuvee before 0.4
 
 
 class ProfileCollection:
@@ -83,8 +83,8 @@ class ProfileCollection:
         layout, identity, weights = _layout_name(profile.layout), profile.id.hex(), profile.model
         if weights is not None and _FINGERPRINT.fullmatch(weights) is None:
             raise InputError(
-                f"profile.model: must be 32 hex digits, the fingerprint of the weights, got {weights!r:.80}; learn the "
-                "profile anew (cuvee profile learn)"
+                f"profile.model: must be w2- and 32 hex digits, the fingerprint of the weights, got {weights!r:.80}; "
+                "learn the profile anew (cuvee profile learn)"
             )
         with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
             profile.save(f"{folder}/profile")

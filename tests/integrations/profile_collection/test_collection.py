@@ -272,7 +272,7 @@ def test_what_is_no_file_is_refused_and_what_is_gone_names_the_remedy(folder: Pa
 def test_names_in_a_profile_do_not_become_paths(tmp_path: Path) -> None:
     """The weights' fingerprint in a file may be any text."""
     for name in ("../../../../escaped", "", "A1" * 16):
-        with pytest.raises(InputError, match="model: must be 32 hex digits"):
+        with pytest.raises(InputError, match="model: must be w2- and 32 hex digits"):
             push(str(tmp_path / "collection"), small_profile(weights=name))
     assert not list(tmp_path.iterdir())
 
