@@ -81,14 +81,16 @@ def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield name, buffer
 
 
-def are_others(recorded: str | None, model: PreTrainedModel) -> bool:
-    """Return whether a profile's fingerprint is of other weights than a model's; log if that cannot be told."""
+def are_others(recorded: str | None, own: PreTrainedModel | str) -> bool:
+    """Return whether a profile's fingerprint is of other weights than a model's, or than those of another fingerprint;
+    log if that cannot be told.
+    """
     if recorded is None:
         return False
     if not recorded.startswith(PREFIX):
         logger.warning("cuvee: is the profile of this model's weights? Unknown: %s", SAMPLED)
         return False
-    return recorded != model_fingerprint(model)
+    return recorded != (own if isinstance(own, str) else model_fingerprint(own))
 
 
 def _unwrapped(name: str) -> str:
