@@ -282,7 +282,7 @@ def text(smollm2: tuple[Any, Any]) -> torch.Tensor:
 
 def test_the_weights_are_the_known_ones(smollm2: tuple[Any, Any]) -> None:
     """Figures measured on this model are compared with each other: a new transformers must not change it silently."""
-    assert model_fingerprint(smollm2[0]) == "df47d4f7301d3670da2bd75d4770ac90"
+    assert model_fingerprint(smollm2[0]) == "w2-4ff0651aa8626f50b55d7b5119c42afc"
 
 
 @torch.no_grad()
