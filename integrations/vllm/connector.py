@@ -48,6 +48,7 @@ from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
 from cuvee.integrations.vllm.state_pages import StatePages
 from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm.weights import Weights, named_weights
+from cuvee.integrations.weights_name import START_SECONDS, WeightsName
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
 # of llvmlite's. So whatever imports Numba is imported later.
@@ -136,9 +137,13 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             model = vllm_config.model_config
             self._setup.check_profile(model.model, model.revision)
-            identity = self._setup.identity(vllm_config)
+            identity, make = self._setup.naming(vllm_config)
             if self._setup.changed_while_loading(vllm_config):
                 self._setup = replace(self._setup, loads=False, stores=False)
+            weights = WeightsName(make)
+            weights.wait(START_SECONDS)
+            if weights.current is None:
+                logger.info("cuvee: the checkpoint is being read to name it; until then requests are not cached")
             adapters = Adapters()
             if vllm_config.lora_config is not None:
                 watch_loads(adapters, Executor)
@@ -147,6 +152,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",
                 breaks=line_breaks(self._setup.options.blend, model),
                 make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,
+                weights=weights,
             )  # fmt: skip
             from vllm.v1.engine.core import EngineCore
 

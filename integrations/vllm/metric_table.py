@@ -37,7 +37,7 @@ _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _KINDS = ("chunk", "tail", "segment", "drafts", "state")
 _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "refinement", "drafts")
-_UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
+_UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "unnamed", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "reset", "stats",
     "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
@@ -85,7 +85,7 @@ METRICS: dict[str, Metric] = {
                "called; affected tokens are computed, or not stored.", "entry", _ENTRIES),
         Metric("uncached", "counter", "Requests that are neither loaded nor stored: the prompt is given as embeddings "
                "or in parts, it is not known what an image holds or where it is, the salt is no string or too long, an "
-               "adapter's files cannot be read or have changed, or an error.",
+               "adapter's files cannot be read or have changed, the weights had no name yet, or an error.",
                "reason", _UNCACHED),
         Metric("unstored_tokens", "counter", "Tokens that were computed and are not stored: their request asks for "
                "that, they are beyond the model's positions, behind a blend, behind tokens loaded at less than the "

@@ -37,6 +37,7 @@ from cuvee.integrations.vllm.scheduler_requests import Requests
 from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class SchedulerSide:
         clock: seconds, monotonic.
         breaks: line breaks of the engine's vocabulary, by which blending finds paragraphs, if they are known.
         make_events: makes the events about a request's tokens (`SchedulerEvents`); None: nobody is told.
+        weights: makes the identity's name of the weights; until that is known, requests are computed, and not cached.
+            None: the identity has its name.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         breaks: LineBreaks | None = None,
         make_events: Callable[[Any, range], EventPair | None] | None = None,
+        weights: WeightsName | None = None,
     ) -> None:
         options = setup.options
         self._recorder = recorder
@@ -79,6 +83,9 @@ class SchedulerSide:
         self._told = 0  # of these, the last that ranks know of
         self._saving = 0  # the last step of which something is stored
         self._alone = setup.alone
+        self._weights = weights
+        self._named = weights is None
+        self._early: set[str] = set()  # requests that arrived before the weights had a name, and wait to be scheduled
         self._coding = setup.coding
         self._guard = Guard(recorder)
         self._state = state = SchedulerState(setup, store, recorder, clock)
@@ -97,6 +104,10 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """Look up a new request now, so that the answer is there when its turn comes."""
         with self._guard("arrived", partial(self._give_up, request.request_id)):
+            if not self._take_name():
+                self._early.add(request.request_id)
+                self._requests.note(request)
+                return
             tracked = self._track(request)
             if tracked is None:
                 return
@@ -110,6 +121,9 @@ class SchedulerSide:
         """Return how many tokens after the first `computed` can be loaded, and whether asynchronously; None: ask
         again.
         """
+        if request.request_id in self._early and self._take_name():  # it is scheduled now, and can still be cached
+            self._early.discard(request.request_id)
+            self.arrived(request)
         with self._guard("matched_tokens", partial(self._give_up, request.request_id)):
             tracked = self._track(request)
             if tracked is None or tracked.refused:
@@ -162,6 +176,9 @@ class SchedulerSide:
         They keep their content until the next step begins: that is when the request's tail is copied.
         """
         request_id = request.request_id
+        if request_id in self._early:
+            self._early.discard(request_id)
+            self._recorder.count("uncached", label="unnamed")
         tracked = self._requests.tracked.get(request_id)
         with self._guard("finished"):
             if tracked is not None and self._state.stores and not tracked.unstored:
@@ -301,6 +318,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop asking the store, and log what was done. Waits for nothing."""
+        if self._weights is not None:
+            self._weights.close()
         with self._guard("close"):
             self._state.lookup_threads.dismiss(0, cancel=True)
         with self._guard("close"):
@@ -321,7 +340,7 @@ class SchedulerSide:
         tracked = self._requests.tracked.get(request_id)
         if tracked is not None and tracked.request is request:
             return tracked
-        if request_id in self._requests.uncached:
+        if request_id in self._requests.uncached or request_id in self._early or not self._take_name():
             return None
         begun = self._requests.begin(request)
         if isinstance(begun, Tracked) and not self._loads.is_under_way(request_id):
@@ -329,6 +348,14 @@ class SchedulerSide:
         # A load may be under way for another request of this id, which never ended.
         self._give_up(request_id, begun if isinstance(begun, str) else "error")
         return None
+
+    def _take_name(self) -> bool:
+        """Return whether the weights have a name, and take it when it is there."""
+        if not self._named and self._weights is not None and (named := self._weights.current) is not None:
+            self._requests.name(named.text)
+            self._planner.identity = self._requests.identity
+            self._named = True
+        return self._named
 
     def _give_up(self, request_id: str, reason: str = "error") -> None:
         """Neither load nor store anything for a request from here on. A load that a worker has begun goes on to its

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from cuvee.integrations.adapters import Adapters
+from cuvee.integrations.adapters import AdapterFiles, Adapters
 from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.media_names import MediaNames
 from cuvee.integrations.vllm.messages import Report
@@ -57,6 +57,14 @@ class Requests:
         self.tracked.pop(request_id, None)
         self.uncached.discard(request_id)
 
+    def name(self, model: str) -> None:
+        """Take the name of the weights that the engine has read, unless it has changed them since."""
+        if self.identity is self._first:
+            self.identity = replace(self._first, model=model)
+            self._first = self.identity
+        else:
+            self._first = replace(self._first, model=model)
+
     def rename(self) -> None:
         """Take another identity, under which nothing is stored yet, until the workers have read their weights."""
         self._unread, self._asked = True, 0
@@ -99,10 +107,7 @@ class Requests:
         """Track a new request, or return why it is not cached: its tokens do not determine its KV, or its tenant is
         unclear.
         """
-        # Of every request: vLLM keeps the encoder's outputs and an adapter's weights for later ones.
-        media, lora, adapter = [self._media(request, item) for item in request.mm_features], request.lora_request, None
-        if lora is not None:
-            adapter = self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path)
+        (media, adapter), lora = self.note(request), request.lora_request
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return "embeddings"
         if request.resumable:  # a session with streamed input: tokens that were hashed may be replaced
@@ -122,6 +127,16 @@ class Requests:
         tracked.unstored = "" if may_store(request.kv_transfer_params) else "asked"
         self.tracked[request.request_id] = tracked
         return tracked
+
+    def note(self, request: Any) -> tuple[list[Media | None], AdapterFiles | None]:
+        """Return a request's media and adapter, and remember them.
+
+        To be called for every request: vLLM keeps the encoder's outputs and an adapter's weights for later ones.
+        """
+        media, lora = [self._media(request, item) for item in request.mm_features], request.lora_request
+        if lora is None:
+            return media, None
+        return media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path)
 
     def chain(self, scope: Scope) -> PrefixChain:
         """Return a new chain of digests of the prefixes of requests of this scope."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,8 +23,8 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.checkpoint import (
+    Checkpoint,
     changed_since,
-    checkpoint_identity,
     name_of_weights,
     refuse_other_weights,
     tokenizer_identity,
@@ -52,6 +53,7 @@ from cuvee.integrations.vllm.refusals import (
     dtype_of_cache,
     refuse_features,
 )
+from cuvee.integrations.weights_name import Make
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -232,27 +234,47 @@ class Setup:
         return setup
 
     def identity(self, vllm_config: Any) -> Identity:
-        """Return the identity of this engine's blobs: everything but tokens that determines their content. Reads the
-        checkpoint's files.
+        """Return the identity of this engine's blobs: everything but tokens that determines their content. Takes as
+        long as reading the checkpoint's files.
 
         Raises:
-            InputError: files that cannot be read, or an option that processes write differently (`set_options`).
+            InputError: as `naming`, and files that change while they are read.
+        """
+        identity, make = self.naming(vllm_config)
+        return replace(identity, model=make(threading.Event()))
+
+    def naming(self, vllm_config: Any) -> tuple[Identity, Make]:
+        """Return the identity of this engine's blobs with another `model`, and what makes its own, which takes as long
+        as reading the checkpoint's files.
+
+        Raises:
+            InputError: there are no such files, or they are not what the engine reads; an option that processes write
+                differently (`set_options`).
         """
         model, named = vllm_config.model_config, self.options.model_id
         options = vllm_options(vllm_config, named=named is not None)
         if self.recurrent:  # their dtypes decide what later layers compute
             options = {**options, "recurrent_states": _states_in_keys(self.recurrent)}
         logger.info("cuvee: options of the engine that are part of the keys: %s", options or "none")
-        return Identity(
-            model=name_of_weights(
-                named or checkpoint_identity(model.model, revision=model.revision), model.dtype, options
-            ),
+        checkpoint = None if named else _checkpoint(vllm_config)
+
+        def make(stop: threading.Event) -> str:
+            weights = named or ""
+            if checkpoint is not None:
+                weights = checkpoint.identity(stop)
+                if self.changed_while_loading(vllm_config):
+                    raise InputError("model: must not change while the engine starts")
+            return name_of_weights(weights, model.dtype, options)
+
+        identity = Identity(
+            model="unnamed",
             tokenizer=_tokenizer(model),
             layout=self.layout.fingerprint,
             profile=b"" if self.quality == LOSSLESS else self.profile.id,
             quality=self.quality,
             shards=self.ranks,
         )
+        return identity, make
 
     def changed_while_loading(self, vllm_config: Any) -> bool:
         """Return, and log, whether the checkpoint's files may be others than those that the engine has read: some are
@@ -349,6 +371,19 @@ def default_store(executor: str | None) -> tuple[str, ...]:
         )  # fmt: skip
     # Ranks must agree on it, and other users' folders are refused.
     return (f"file://{_SHARED_MEMORY}/cuvee-{os.getuid()}?max_gb={size:.3g}",)
+
+
+def _checkpoint(vllm_config: Any) -> Checkpoint:
+    """Return the files that vLLM has read the model's weights from."""
+    model = vllm_config.model_config
+    elsewhere = getattr(model, "model_weights", "")
+    if elsewhere and elsewhere != model.model:
+        raise InputError(
+            f"model: must hold its weights, got {elsewhere}, where vLLM reads them from: set option 'model_id' to a "
+            "name of your own that changes with the weights"
+        )
+    load_format = str(vllm_config.load_config.load_format)
+    return Checkpoint(model.model, revision=model.revision, load_format=load_format)
 
 
 def _key_ids(codec: Codec) -> str:

@@ -57,6 +57,11 @@ _THREADS = 4  # for each kind of job; they mostly wait for the store and for the
 _TOGETHER = 2048  # tokens of a job that are stored between two looks at the clock
 
 
+def _load_format(engine: Any) -> str:
+    """Return how vLLM reads the checkpoint, if it tells."""
+    return "auto" if engine is None else str(engine.load_config.load_format)
+
+
 class _Lookups(AsyncLookupManager):
     """vLLM's own manager of lookups, which asks on a thread. `stored`: tells in bounded time what is stored."""
 
@@ -113,7 +118,7 @@ class CuveeTier(SecondaryTierManager):
         stores = PageStores(
             given, layout,
             lambda: name_of_weights(
-                given.model_id or checkpoint_identity(path),
+                given.model_id or checkpoint_identity(path, load_format=_load_format(engine)),
                 layout.torch_dtype if engine is None else engine.model_config.dtype,
                 None if engine is None else vllm_options(engine, named=given.model_id is not None),
             ),

@@ -32,6 +32,7 @@ from cuvee.integrations.vllm.scheduler_events import EventPair
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.weights import Weights
 from cuvee.integrations.vllm.worker import WorkerSide
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import Identity, PrefixChain, Scope, content_digest, store_key
 
 BLOCK, CHUNK, BLOCKS = 8, 16, 24
@@ -144,6 +145,7 @@ class Desk:
         groups: tuple[LayerGroup, ...] = (),
         make_events: Callable[[Any, range], EventPair | None] | None = None,
         setup: Mapping[str, Any] | None = None,
+        weights: WeightsName | None = None,
         **options: Any,
     ) -> None:
         self.now = 1000.0
@@ -165,7 +167,7 @@ class Desk:
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
             engine, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
-            None, make_events,
+            None, make_events, weights,
         )  # fmt: skip
 
     def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.dict_store import hold
-from tests.integrations.vllm.sides import BLOCK, CHUNK, Bench, Desk, Served, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, CHUNK, IDENTITY, Bench, Desk, Served, generate, make_request
 
 from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import store_key
 
 
@@ -730,3 +732,37 @@ def test_what_could_not_be_stored_is_stored_the_next_time(desk: Callable[..., De
     d.side.take(Report([1], unsaved={d.digests(first)[1]}))
     d.matched(second, 96)
     assert chunks_of(d.plan((second, 96, 4)).saves) == [1]
+
+
+def test_nothing_is_stored_or_loaded_before_the_weights_have_a_name() -> None:
+    """Requests are computed. Those that the engine schedules once there is a name are cached like any other."""
+    go = threading.Event()
+
+    def make(stop: threading.Event) -> str:
+        go.wait(60)
+        return IDENTITY.model
+
+    weights = WeightsName(make)
+    desk = Desk(weights=weights)
+    running, waiting = make_request("running", 100), make_request("waiting", 100)
+    desk.put(running, 2)
+    for request in (running, waiting):
+        desk.side.arrived(request)
+    assert desk.side.matched_tokens(running, 0) == (0, False)
+    desk.side.allocated(running, desk.tables, 0)
+    assert not desk.plan((running, 0, 100)).saves
+    go.set()
+    assert weights.wait(60)
+    assert desk.matched(waiting) == (2 * CHUNK, True), "of an engine with the same weights"
+    assert not desk.plan((running, 100, 1), new=False).saves, "it was scheduled without a name"
+    for request in (running, waiting):
+        desk.side.finished(request, desk.tables)
+    assert desk.recorder.totals()["uncached", "unnamed"] == 1
+    later = make_request("later", ids=range(100))
+    desk.side.arrived(later)
+    assert desk.matched(later) == (0, False)
+    desk.side.allocated(later, desk.tables, 0)
+    digests = [save.entry.digest for save in desk.plan((later, 0, 100)).saves]
+    assert digests == desk.digests(later)
+    desk.close()
+    assert weights.current is None

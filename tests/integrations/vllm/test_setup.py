@@ -268,7 +268,11 @@ def _read_drafts(names: Sequence[str], drafts: Sequence[FullAttentionSpec], **ch
 
 def test_layers_of_a_drafter_have_a_layout_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a name, from its weights and that layout."""
-    monkeypatch.setattr(draft_layers, "checkpoint_identity", lambda path, revision: f"weights of {path}")
+    monkeypatch.setattr(
+        draft_layers,
+        "Checkpoint",
+        lambda path, revision: SimpleNamespace(identity=lambda stop: f"weights of {path}"),
+    )
     names = ["draft_model.model.layers.1.attn", "draft_model.model.layers.0.attn"]
 
     def read(drafter: str = "head", size: int = 4, **changes: Any) -> Drafts:
@@ -286,8 +290,14 @@ def test_layers_of_a_drafter_have_a_layout_of_their_own(monkeypatch: pytest.Monk
     eight = read(specs=[_spec(dtype=torch.uint8)], dtype=torch.uint8, cache__cache_dtype="fp8")
     assert (eight.codes, eight.pages) == (torch.float8_e4m3fn, made.pages)
     assert [each.head_dim for each in eight.codec.profile.layout.layers] == [4, 2], "pairs of codes"
-    assert len({each.name for each in (made, read("other"), read(size=6), eight)}) == 4
-    assert read().name == made.name
+
+    def name(drafts: Drafts) -> str:
+        named = drafts.name.wait(60)
+        assert named is not None
+        return named.text
+
+    assert len({name(each) for each in (made, read("other"), read(size=6), eight)}) == 4
+    assert name(read()) == name(made)
     assert _read_drafts([], [], speculative=_drafts("ngram")) is None and _read_drafts([], []) is None
 
 
@@ -301,7 +311,7 @@ def test_a_drafter_that_cannot_be_stored_is_told(
     def missing(path: str, revision: str | None) -> str:
         raise InputError("no weights")
 
-    monkeypatch.setattr(draft_layers, "checkpoint_identity", missing)
+    monkeypatch.setattr(draft_layers, "Checkpoint", missing)
     assert _read_drafts(["model.layers.2.attn"], [spec], speculative=_drafts("eagle")) is None
     assert "a drafter's layers are not stored" in caplog.text and why in caplog.text
 
@@ -462,7 +472,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def say(verdict: str = "match", weights: str = "weights") -> None:
         monkeypatch.setattr(checkpoint_module, "check_profile", lambda profile, path, **_: verdict)
-        monkeypatch.setattr(setup, "checkpoint_identity", lambda path, **_: weights)
+        monkeypatch.setattr(setup, "Checkpoint", lambda path, **_: SimpleNamespace(identity=lambda stop: weights))
         monkeypatch.setattr(setup, "tokenizer_identity", lambda path, **_: "tokenizer")
 
     say()
@@ -598,8 +608,8 @@ def test_the_library_names_blobs_as_a_plain_engine_does(
     if "step" in extra:
         fitted_to(Setup.of_engine(*_engine()).layout).save(tmp_path / "p")
         extra = {**extra, "profile": str(tmp_path / "p")}
-    for name in ("checkpoint_identity", "tokenizer_identity"):
-        monkeypatch.setattr(checkpoint_module, name, getattr(setup, name))
+    monkeypatch.setattr(checkpoint_module, "checkpoint_identity", lambda path: "weights")
+    monkeypatch.setattr(checkpoint_module, "tokenizer_identity", setup.tokenizer_identity)
     config, cache = _engine(extra=extra, model__skip_tokenizer_init=not tokenizer)
     made = Setup.of_engine(config, cache)
     identity = checkpoint_module.engine_identity(
