@@ -23,7 +23,7 @@ from cuvee.blend.selectors import Guided, Selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
-from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.fingerprint import are_others
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
@@ -172,8 +172,7 @@ class Blender:
         _check_selector(self.selector)
         if codec is not None:
             codec.profile.check_layout(self._model.layout)
-            known = codec.profile.model
-            if known is not None and known != model_fingerprint(model):
+            if are_others(codec.profile.model, model):
                 raise ProfileMismatchError(
                     "codec: must have a profile calibrated on the model's weights, got one of other weights"
                 )

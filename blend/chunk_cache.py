@@ -35,7 +35,7 @@ from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
-from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.fingerprint import are_others, model_fingerprint
 from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, layer_units, prefill
 from cuvee.codec.open_blob import Expected
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key
@@ -145,8 +145,7 @@ class ChunkCache:
         checked = TransformersModel(model)
         self._layout, self._vocabulary = checked.layout, checked.vocabulary
         codec.profile.check_layout(self._layout)
-        fingerprint = model_fingerprint(model)
-        if codec.profile.model not in (None, fingerprint):
+        if are_others(codec.profile.model, model):
             raise ProfileMismatchError(
                 "codec: must have a profile calibrated on the model's weights, got one of other weights; calibrate one "
                 "for this model"
@@ -158,7 +157,7 @@ class ChunkCache:
         self._contexts = None if contexts is None else self._check_contexts(contexts)
         self._shared = identity is not None
         self._identity = identity or Identity(
-            model=fingerprint,
+            model=model_fingerprint(model),
             tokenizer="",
             layout=self._layout.fingerprint,
             profile=b"" if codec.lossless else codec.profile.id,

@@ -43,7 +43,7 @@ class CorruptError(FormatError):
 class ProfileMismatchError(CuveeError):
     """The blob belongs to another profile than the codec's, or the profile to another model."""
 
-    blames_blob = True  # a store's key names model and profile, so such a blob contradicts its key
+    blames_blob = False  # it is sound, and a reader with its profile decodes it
 
 
 class ProfileError(CuveeError):

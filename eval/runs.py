@@ -19,7 +19,7 @@ import torch
 from cuvee.calibration.corpus import Corpus, load_model
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.fingerprint import are_others, model_fingerprint
 from cuvee.codec.models.forward import coded_layout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.files import write_json
@@ -118,9 +118,9 @@ class MeasuredModel:
         """
         profile = Profile.load(path)
         profile.check_layout(self.layout)
-        if profile.model not in (None, self.fingerprint):
+        if are_others(profile.model, self.fingerprint):
             raise ProfileMismatchError(
-                f"{path}: was calibrated on other weights ({profile.model[:12]}…) than those of {self.name} "
+                f"{path}: was calibrated on other weights ({str(profile.model)[:12]}…) than those of {self.name} "
                 f"({self.fingerprint[:12]}…): learn one for this model, or leave --profile out"
             )
         return profile

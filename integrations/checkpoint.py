@@ -2,15 +2,15 @@
 a checkpoint.
 
     folder ─┬─ config.json …       canonical JSON without volatile entries ─┐
-            ├─ *.safetensors       header, and pages spread over each tensor ├─> BLAKE2b
-            └─ *.bin, *.gguf …     size, and pages spread over the file      ┘   (only without safetensors)
+            ├─ *.safetensors       SHA-256 of the whole file               ├─> BLAKE2b
+            └─ *.bin, *.gguf …     likewise; only without safetensors      ┘
 
 Paths and times are left out, so replicas with copies at other paths find each other's entries.
 
-**Covered**: any tensor name, shape, dtype, order or entry of the configuration; any bit of a file of up to 2 MiB; of a
-larger file any bit of 2 MiB, at least one page of 4 KiB from each tensor (with over 512 tensors in one file, from 512
-of them). A fine-tune changes nearly every value, and so the identity. **Not covered**: a few values changed outside the
-sampled pages; set the adapter's option `model_id` after such an edit.
+**Covered**: every byte of every file that an engine may read its weights from, in the folder and in the folders in it;
+the configuration, without entries about its origin; code beside it. Each file is read once: `file_digests`.
+**Not covered**: files that an engine reads from elsewhere, so these ways to load are refused; what changes in memory
+after the files were read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,11 @@ import torch
 
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.fingerprint import PREFIX, SAMPLED
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
-from cuvee.integrations.checkpoint_files import load_config, resolve, sampled_digest
+from cuvee.integrations.checkpoint_files import load_config, open_file, read_header, resolve
+from cuvee.integrations.file_digests import file_digests
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
 from cuvee.naming.identity import Identity, canonical
 
@@ -37,11 +40,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+_SAFETENSORS = ("*.safetensors", "*/*.safetensors")  # some models have towers in folders of their own
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*/*.bin", "*/*.pt", "*/*.pth", "*/*.gguf")
+# The files that engines read, by their names of load formats: safetensors if there are any, or others. What is not here
+# reads weights from elsewhere: other hosts and processes, object stores, converted copies, a user's own loader.
+_EITHER = (
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer", "sharded_state",
+    "runai_streamer_sharded", "bitsandbytes", "layered",
+)  # fmt: skip
+_FORMATS = {
+    **dict.fromkeys(_EITHER, (_SAFETENSORS, _OTHER_WEIGHTS)),
+    "pt": (_OTHER_WEIGHTS,),
+    "gguf": (("*.gguf", "*/*.gguf"),),
+    "dummy": (),  # values without files
+}
 # Files besides the weights that determine a token's KV, including a checkpoint's code.
 _CONFIGS = (
     "config.json", "params.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json", "*.py",
-    "*processor_config.json",
+    "*processor_config.json", "*.safetensors.index.json",
 )  # fmt: skip
 # Entries about a file's writer and origin, and the path of an adapter's base model.
 VOLATILE = {
@@ -55,34 +71,74 @@ _TOKENIZERS = (
 )  # fmt: skip
 
 
-def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str:
+class Checkpoint:
+    """The files of a checkpoint, which are listed now, and named later.
+
+    Args:
+        path: as in `checkpoint_identity`.
+        revision: of a hub id.
+        load_format: by which vLLM or SGLang reads them.
+
+    Raises:
+        InputError: the path does not exist, holds no weights, or holds a damaged file; or the engine reads its weights
+            from elsewhere.
+    """
+
+    def __init__(self, path: str | Path, *, revision: str | None = None, load_format: str = "auto") -> None:
+        if load_format not in _FORMATS:
+            raise InputError(
+                f"load_format: must be {', '.join(_FORMATS)}, got {load_format}, whose weights are not named by the "
+                "checkpoint's files: set option 'model_id' to a name of your own that changes with the weights"
+            )
+        self._root = resolve(path, revision)
+        self._format = load_format
+        self._files = _weights(self._root, load_format)
+        if not self._files and load_format != "dummy":
+            raise InputError(
+                f"model: must hold weights ({', '.join(('*.safetensors', *_OTHER_WEIGHTS[:4]))}), got {path} without "
+                "any: set option 'model_id' to a name of your own that changes with the weights"
+            )
+        for file in self._files:
+            if file.suffix == ".safetensors":
+                with open_file(file) as stream:
+                    read_header(file, stream)
+
+    def identity(self, stop: threading.Event | None = None) -> str:
+        """Return `checkpoint_identity`. Takes as long as reading the files, unless their digests are kept.
+
+        Args:
+            stop: once it is set, this raises an InputError soon.
+
+        Raises:
+            InputError: files that cannot be read, or change meanwhile.
+        """
+        digest = hashlib.blake2b(digest_size=16, person=b"cuvee-weights")
+        digest.update(canonical(b"2"))
+        _add_configs(digest, self._root)
+        for file, content in zip(self._files, file_digests(self._files, stop), strict=True):
+            # A single file is identified by its content alone, because the user chooses its name.
+            name = file.relative_to(self._root).as_posix().encode() if self._root.is_dir() else b""
+            digest.update(canonical(b"weights", name, content))
+        if _weights(self._root, self._format) != self._files:
+            raise InputError(f"model: must not change while it is read, got {self._root}: start again")
+        return digest.hexdigest()
+
+
+def checkpoint_identity(path: str | Path, *, revision: str | None = None, load_format: str = "auto") -> str:
     """Return the identity of a checkpoint's weights and configuration: 32 hex digits.
 
-    Reads 2 MiB of each weight file (see above), in milliseconds per file from the page cache.
+    Reads every byte of every weight file once, at about 2 GB/s for each core; later calls take milliseconds.
 
     Args:
         path: a local folder (of a model or an adapter), a single weight file, or a hub id (`org/name`), which is looked
             up in the local cache of huggingface_hub and never on the network.
         revision: of a hub id.
+        load_format: by which vLLM or SGLang reads it.
 
     Raises:
-        InputError: the path does not exist, holds no weights, or holds a damaged file.
+        InputError: as `Checkpoint` and `Checkpoint.identity`.
     """
-    root = resolve(path, revision)
-    digest = hashlib.blake2b(digest_size=16, person=b"cuvee-weights")
-    digest.update(canonical(b"1"))
-    _add_configs(digest, root)
-    weights = _weights(root)
-    if not weights:
-        raise InputError(
-            f"model: must hold weights ({', '.join(('*.safetensors', *_OTHER_WEIGHTS))}), got {path} without any: set "
-            "option 'model_id' to a name of your own that changes with the weights"
-        )
-    for file in weights:
-        # A single file is identified by its content alone, because the user chooses its name.
-        name = file.name.encode() if root.is_dir() else b""
-        digest.update(canonical(b"weights", name, sampled_digest(file)))
-    return digest.hexdigest()
+    return Checkpoint(path, revision=revision, load_format=load_format).identity()
 
 
 def configuration_identity(path: str | Path, *, revision: str | None = None) -> str:
@@ -234,6 +290,8 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
     """
     if profile.model is None:
         return f"unknown: the profile ({profile.source}) names no model"
+    if not profile.model.startswith(PREFIX):
+        return f"unknown: {SAMPLED}"
     weights = weight_fingerprints(path, revision=revision)
     if not weights.found:
         return f"unknown: {weights.unknown}"
@@ -267,10 +325,11 @@ def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted({file for pattern in patterns for file in root.glob(pattern) if file.is_file()})
 
 
-def _weights(root: Path) -> list[Path]:
+def _weights(root: Path, load_format: str = "auto") -> list[Path]:
+    """Return the files that an engine may read weights from."""
     if root.is_file():
-        return [root]
-    return _files(root, ("*.safetensors",)) or _files(root, _OTHER_WEIGHTS)
+        return [root] if load_format != "dummy" else []
+    return next((found for patterns in _FORMATS[load_format] if (found := _files(root, patterns))), [])
 
 
 def _add_configs(digest: Any, root: Path) -> None:

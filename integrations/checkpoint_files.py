@@ -1,11 +1,9 @@
-"""Files of checkpoints: found by path or hub id, and read a page at a time."""
+"""Files of checkpoints: found by path or hub id, and headers of safetensors files."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -14,10 +12,7 @@ from typing import Any
 from cuvee.codec.errors import InputError
 from cuvee.codec.models.kimi import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.support.plain_json import parse_json
-from cuvee.naming.identity import canonical
 
-_PAGE = 4096
-_PAGES = 512  # read of one file
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
@@ -53,32 +48,6 @@ def load_config(path: str | Path, revision: str | None = None) -> Any:
     if is_deepseek_v3(entries):
         return as_deepseek_v3(entries)
     return AutoConfig.from_pretrained(path, revision=revision, local_files_only=True, trust_remote_code=False)
-
-
-def sampled_digest(file: Path) -> bytes:
-    """Return BLAKE2b over a weight file's size, header and pages spread over its tensors."""
-    digest = hashlib.blake2b(digest_size=32, person=b"cuvee-file")
-    with open_file(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        digest.update(struct.pack("<q", size))
-        spans = [(0, size)]
-        if file.suffix == ".safetensors":
-            raw, tensors = read_header(file, stream)
-            digest.update(canonical(raw))
-            spans = sorted((tensor.begin, tensor.end) for tensor in tensors.values())
-        pages: Iterable[int] = range(-(-size // _PAGE)) if size <= _PAGES * _PAGE else sorted(set(_spread(spans)))
-        for page in pages:
-            digest.update(os.pread(stream.fileno(), _PAGE, page * _PAGE))
-    return digest.digest()
-
-
-def _spread(spans: list[tuple[int, int]]) -> Iterator[int]:
-    """Yield page numbers, equally many per span, in the middle of equal parts; of too many spans, every n-th."""
-    chosen = spans if len(spans) <= _PAGES else [spans[index * len(spans) // _PAGES] for index in range(_PAGES)]
-    for begin, end in chosen:
-        parts = min(_PAGES // len(chosen), -(-(end - begin) // _PAGE))
-        for part in range(parts):
-            yield (begin + (2 * part + 1) * (end - begin) // (2 * parts)) // _PAGE
 
 
 @dataclass(frozen=True, slots=True)

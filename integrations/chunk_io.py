@@ -156,7 +156,6 @@ class ChunkIO:
         entries: Sequence[Opened],
         slots: Sequence[Sequence[torch.Tensor]],
         starts: Sequence[int] | None = None,
-        layers: range | None = None,
         write: Writer | None = None,
     ) -> tuple[list[OpenBlob], CuveeError | None]:
         """Decode entries into their slots: on a device on this thread's stream, on the CPU in the threads.
@@ -166,7 +165,6 @@ class ChunkIO:
             entries: from `open`.
             slots: of each entry, int64 `[T]` on the cache's device; of each group of layers if there is a writer.
             starts: of each entry, the position that its first token gets; default: that at which it was encoded.
-            layers: as in `Codec.decode_paged`.
             write: in place of the codec.
 
         Returns:
@@ -176,7 +174,7 @@ class ChunkIO:
         if not entries:
             return [], None
         several = [
-            partial(self._place, cache, *each, None if starts is None else starts[at], layers, write)
+            partial(self._place, cache, *each, None if starts is None else starts[at], write)
             for at, each in enumerate(zip(entries, slots, strict=True))
         ]
         if not self.codec.on_device(cache.device):
@@ -184,7 +182,7 @@ class ChunkIO:
         if write is None:
             blobs = [entry.blob for entry in entries]
             try:
-                self.codec.decode_paged(blobs, cache, [at for (at,) in slots], starts, layers).check()
+                self.codec.decode_paged(blobs, cache, [at for (at,) in slots], starts).check()
                 return blobs, None
             except CuveeError:
                 pass  # one entry is damaged; decoding them one by one tells which
@@ -202,7 +200,6 @@ class ChunkIO:
         opened: Opened,
         slots: Sequence[torch.Tensor],
         start: int | None,
-        layers: range | None,
         write: Writer | None,
     ) -> OpenBlob:
         """Decode an entry from as many of its parts as are sound; return the blob of these."""
@@ -213,7 +210,7 @@ class ChunkIO:
                     write(blob, slots, start)
                 else:
                     at = None if start is None else [start]
-                    self.codec.decode_paged([blob], cache, slots, at, layers).check()
+                    self.codec.decode_paged([blob], cache, slots, at).check()
                 return blob
             except CuveeError as error:
                 if not blob.refinements or not error.blames_blob:

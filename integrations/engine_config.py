@@ -1,4 +1,5 @@
-"""What an engine's configuration adds to the identity of its caches: every option, except those that cannot matter.
+"""What an engine's configuration adds to the identity of its caches: every option, except those that cannot matter, and
+its environment variables (`engine_environment`).
 
     configuration ──> fields that differ from their defaults ──> without those listed ──> JSON, in `name_of_weights`
 
@@ -11,6 +12,7 @@ compilation, ranks and batches change the order of sums, and entries are shared 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,12 +20,26 @@ from typing import Any
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.checkpoint import checkpoint_identity, configuration_identity, file_identity
+from cuvee.integrations.engine_environment import sglang_environment, vllm_environment
 from cuvee.integrations.option_values import LEFT_OUT, UnstableError, canonical_text, fields_of, is_record, plain_json
+from cuvee.integrations.stores.redaction import redacted
 
 Listed = Mapping[str, Mapping[str, str]]  # by class, the fields that are left out, by the reason
 Readers = Mapping[str, Callable[[Any], Any]]  # by "Class.field", what stands for its value; LEFT_OUT: nothing
 
 
+# Entries of `model_loader_extra_config` that only change how the same weights are read. The others name other weights,
+# or change them; they count by a digest, since some hold credentials.
+_LOADER: Mapping[str, str] = {
+    "how fast the same files are read": (
+        "concurrency memory_limit distributed num_readers enable_multithread_load num_threads max_num_threads "
+        "verify_hash"
+    ),
+    "credentials, and where they are valid": (
+        "s3_access_key_id s3_secret_access_key s3_endpoint stream_kwargs encryption_keyfile"
+    ),
+    "the same entries": "tensorizer_config",  # and entries below it
+}
 _OF_SAFETENSORS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy")  # dummy is named by its seed
 
 VLLM: Listed = {
@@ -247,10 +263,13 @@ def vllm_options(vllm_config: Any, *, named: bool = False) -> dict[str, Any]:
         # "auto", as vLLM resolves it.
         "LoRAConfig.lora_dtype": lambda dtype: LEFT_OUT if dtype == model.dtype else dtype,
         "LoadConfig.load_format": lambda name: LEFT_OUT if str(name) in _OF_SAFETENSORS else str(name),
+        "LoadConfig.model_loader_extra_config": _loader,
         "ParallelConfig.worker_cls": lambda name: LEFT_OUT if str(name).startswith("vllm.") else name,
     }
     options = set_options(vllm_config, VLLM, readers, named=named)
-    return options | ({"dummy": model.seed} if load_format.endswith("dummy") else {})
+    options |= {"dummy": model.seed} if load_format.endswith("dummy") else {}
+    environment = vllm_environment()
+    return options | ({"environment": environment} if environment else {})
 
 
 def sglang_options(server_args: Any, *, named: bool = False) -> dict[str, Any]:
@@ -271,8 +290,11 @@ def sglang_options(server_args: Any, *, named: bool = False) -> dict[str, Any]:
         "ServerArgs.json_model_override_args": lambda text: json.loads(text or "{}") or LEFT_OUT,
         "ServerArgs.lora_paths": lambda paths: _adapters(paths) or LEFT_OUT,
         "ServerArgs.quantization_param_path": lambda path: path and file_identity(path),
+        "ServerArgs.model_loader_extra_config": _loader_of_sglang,
     }
-    return set_options(server_args, SGLANG, readers, named=named)
+    environment = sglang_environment()
+    options = set_options(server_args, SGLANG, readers, named=named)
+    return options | ({"environment": environment} if environment else {})
 
 
 def set_options(
@@ -321,6 +343,28 @@ def _other_config(model: Any, path: str | None) -> Any:
     """Return the identity of a configuration that is read from another place than the checkpoint."""
     revision = getattr(model, "_hf_config_revision", None) or model.revision
     return LEFT_OUT if path in (None, "", model.model) else configuration_identity(str(path), revision=revision)
+
+
+def _loader(given: Any) -> Any:
+    """Return the entries of a loader's options that may change weights, each as a digest."""
+    if is_record(given):
+        given = {name: getattr(given, name) for name, _ in fields_of(given)}
+    if not isinstance(given, Mapping):
+        return LEFT_OUT if not given else _hashed(given)
+    left_out = {name for names in _LOADER.values() for name in names.split()}
+    found = {str(name): _hashed(value) for name, value in given.items() if name not in left_out and value is not None}
+    inner = _loader(given["tensorizer_config"]) if "tensorizer_config" in given else LEFT_OUT
+    return found | ({} if inner is LEFT_OUT else inner) or LEFT_OUT
+
+
+def _loader_of_sglang(given: Any) -> Any:
+    """Return what `_loader` does for a JSON object, or its text."""
+    return _loader(json.loads(given or "{}") if isinstance(given, str) else given)
+
+
+def _hashed(value: Any) -> str:
+    text = redacted(value) if isinstance(value, str) and "://" in value else canonical_text(plain_json(value))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _length(config: Any, most: int | None) -> Any:

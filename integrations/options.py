@@ -28,8 +28,8 @@ class CodingOptions:
     Attributes:
         SOURCE: name of the engine's option that holds the JSON, for messages.
         store: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
-        profile: path of the model's profile, or a collection of profiles in which the engine finds that of its model
-            (`cuvee.integrations.profile_collection.location`); None: lossless.
+        profile: path of the model's profile, or its id at a place (`cuvee.integrations.profile_collection.location`);
+            None: lossless.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one, which then is the only quality.
         worst: with `kl`: the worst kind of text decides, as it does for presets.

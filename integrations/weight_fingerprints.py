@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
+from cuvee.codec.models.fingerprint import PREFIX, WeightHash, stored_tensors
 from cuvee.integrations.checkpoint_files import Tensor, load_config, open_file, read_header, resolve
+from cuvee.integrations.file_digests import remembered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_READ = 1 << 21  # bytes that are read at a time: whole values of every dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ def weight_fingerprints(path: str | Path, *, revision: str | None = None) -> Wei
     """Return the fingerprints that a calibration of a checkpoint may record, without loading its weights.
 
     Computes `model_fingerprint` of the transformers model from names and shapes of its skeleton, built on the meta
-    device from the configuration, and 256 values of each parameter from the files. The calibration may have loaded the
+    device from the configuration, and the values in the files. That is kept, as long as these are the same: the first
+    call reads all of them, about a second for each GB. The calibration may have loaded the
     weights in the files' dtype, or as float32, bfloat16 or float16. They are not known of a checkpoint that is not
     stored under the names that transformers gives its parameters (quantized, fused experts, no safetensors).
 
@@ -55,14 +58,13 @@ def weight_fingerprints(path: str | Path, *, revision: str | None = None) -> Wei
         return WeightFingerprints(unknown="the checkpoint holds no safetensors files")
     try:
         model = _skeleton(root)
-        samples = _parameters(model, files)
+        import transformers
+
+        kind = f"fingerprints {PREFIX} {transformers.__version__}"
+        sources = [*sorted(root.glob("*.json")), *files]
+        return WeightFingerprints(tuple(remembered(kind, sources, lambda: _fingerprints(model, files))))
     except _Unknown as reason:
         return WeightFingerprints(unknown=str(reason))
-    found = []
-    for dtype in (None, torch.bfloat16, torch.float16):  # None: the files' dtype; float32 keeps its values
-        cast = ((name, shape, values if dtype is None else values.to(dtype)) for name, shape, values in samples)
-        found.append(fingerprint_samples(cast))
-    return WeightFingerprints(tuple(dict.fromkeys(found)))
 
 
 class _Unknown(Exception):
@@ -88,8 +90,10 @@ def _skeleton(root: Path) -> PreTrainedModel:
     return model
 
 
-def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """Return name, shape and sampled values of every parameter, in the model's order and the files' dtypes."""
+def _fingerprints(model: PreTrainedModel, files: list[Path]) -> list[str]:
+    """Return the fingerprint in each dtype, that of the files first."""
+    dtypes = (None, torch.bfloat16, torch.float16)  # None: the files' dtype; float32 keeps its values
+    hashes = [WeightHash() for _ in dtypes]
     with ExitStack() as stack:
         found: dict[str, tuple[Path, FileIO, Tensor]] = {}
         for file in files:
@@ -98,8 +102,8 @@ def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tu
                 if name in found:
                     raise _Unknown(f"{name} is in {found[name][0].name} and in {file.name}")
                 found[name] = file, stream, tensor
-        samples = []
-        for name, parameter in model.named_parameters():
+        wanted = []
+        for name, parameter in stored_tensors(model):
             # Checkpoints of the bare model leave out the prefix (GPT-2's).
             stored = found.get(name) or found.get(name.removeprefix(f"{model.base_model_prefix}."))
             if stored is None:
@@ -107,11 +111,15 @@ def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tu
             file, stream, tensor = stored
             if tensor.shape != tuple(parameter.shape) or tensor.dtype not in _DTYPES:
                 raise _Unknown(f"{name} is stored as {tensor.dtype} {list(tensor.shape)}")
-            dtype = _DTYPES[tensor.dtype]
-            width = dtype.itemsize
-            if tensor.end - tensor.begin != width * parameter.numel():
+            if tensor.end - tensor.begin != _DTYPES[tensor.dtype].itemsize * parameter.numel():
                 raise InputError(f"model: must hold whole tensors, got another size of {name} in {file}: copy again")
-            positions = sampled_positions(parameter.numel()).tolist()
-            data = b"".join(os.pread(stream.fileno(), width, tensor.begin + width * at) for at in positions)
-            samples.append((name, tensor.shape, torch.frombuffer(bytearray(data), dtype=dtype)))
-    return samples
+            wanted.append((name, stream, tensor))
+        for name, stream, tensor in wanted:
+            for each in hashes:
+                each.begin(name, tensor.shape)
+            for at in range(tensor.begin, tensor.end, _READ):
+                data = os.pread(stream.fileno(), min(_READ, tensor.end - at), at)
+                values = torch.frombuffer(bytearray(data), dtype=_DTYPES[tensor.dtype])
+                for dtype, each in zip(dtypes, hashes, strict=True):
+                    each.add(values if dtype is None else values.to(dtype))
+    return list(dict.fromkeys(each.fingerprint for each in hashes))

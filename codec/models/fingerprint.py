@@ -1,53 +1,96 @@
-"""Fingerprints of a model's weights."""
+"""Fingerprints of a model's weights: XXH3 over every value.
+
+    name, shape ─┐
+    values ──────┴─> as float32 ──XXH3, 128 bits──> "w2-" and 32 hex digits
+
+Values count as float32, so a model has one fingerprint in every dtype that holds its values. Fingerprints without the
+prefix are of cuvee before 0.4, which took 256 values of each parameter: whether they agree with weights is unknown.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SAMPLES = 256  # values of each parameter tensor that enter the fingerprint
+logger = logging.getLogger(__name__)
+
+PREFIX = "w2-"
+SAMPLED = "it was made by the sampled fingerprint of cuvee before 0.4: learn it again, and this can be told"
+_PIECE = 1 << 18  # values that are converted at a time: what a core's cache holds
+_ON_DEVICE = 1 << 24  # likewise, copied from a device at a time
 # What wrappers put into the names of parameters: torch.compile, FSDP, checkpointing of activations, PEFT; and before
 # them: DistributedDataParallel, PEFT.
 _INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
 _BEFORE = ("module.", "base_model.model.")
 
 
-def sampled_positions(values: int) -> torch.Tensor:
-    """Return the indices, int64, of the values that enter the fingerprint: evenly spread, at most 256."""
-    count = min(_SAMPLES, values)
-    # Integers, because float32 cannot hold the last index of a large tensor, and CPUs round its steps differently.
-    return torch.arange(count) * (values - 1) // max(count - 1, 1)
+class WeightHash:
+    """Hashes parameters, given one after the other, each in pieces. A wrapper does not change a parameter's name."""
 
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self._buffer = torch.empty(_PIECE)
 
-def fingerprint_samples(parameters: Iterable[tuple[str, tuple[int, ...], torch.Tensor]]) -> str:
-    """Return the fingerprint of parameters given as name, shape, and the values at `sampled_positions`, in order.
+    def begin(self, name: str, shape: tuple[int, ...]) -> None:
+        """Begin the next parameter."""
+        self._hash.update(f"{_unwrapped(name)} {shape}".encode())
 
-    A model in a wrapper, such as a compiled one, has the fingerprint of the model.
-    """
-    digest = hashlib.blake2b(digest_size=16, person=b"cuvee-model")
-    for name, shape, values in parameters:
-        digest.update(f"{_unwrapped(name)} {shape}".encode())
-        digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    def add(self, values: torch.Tensor) -> None:
+        """Add the next values of the parameter, `[N]`, in any dtype and on any device."""
+        for part in values.split(_ON_DEVICE):
+            for piece in part.cpu().split(_PIECE):
+                if piece.is_floating_point():  # as float32: float64 is rounded
+                    same = piece.dtype is torch.float32 and piece.is_contiguous()
+                    piece = piece if same else self._buffer[: len(piece)].copy_(piece)  # noqa: PLW2901
+                self._hash.update(piece.contiguous().view(torch.uint8).numpy())
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of what was added."""
+        return PREFIX + self._hash.hexdigest()
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Return the fingerprint of the weights: hexadecimal BLAKE2b over each parameter's name, shape and 256 values.
+    """Return the fingerprint of the weights: of each parameter's and stored buffer's name, shape and values.
 
-    It does not hash every byte, since a 70B model has 140 GB. Two fine-tunes differ in almost every value. An adapter
-    of PEFT that is not merged counts: its weights, its scaling, and whether it is active.
+    Reads all of them: 1.5 billion float32 values take about a second on one core. An adapter of PEFT that is not merged
+    counts: its weights, its scaling, and whether it is active.
     """
-    weights = (
-        (name, tuple(p.shape), p.detach().reshape(-1)[sampled_positions(p.numel()).to(p.device)])
-        for name, p in model.named_parameters()
-    )
-    return fingerprint_samples((*weights, *_adapter_states(model)))
+    weights = WeightHash()
+    for name, tensor in stored_tensors(model):
+        weights.begin(name, tuple(tensor.shape))
+        weights.add(tensor.detach().reshape(-1))
+    for state in _adapter_states(model):
+        weights.begin(state, ())
+    return weights.fingerprint
+
+
+def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's parameters, then the buffers that are stored with it."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def are_others(recorded: str | None, own: PreTrainedModel | str) -> bool:
+    """Return whether a profile's fingerprint is of other weights than a model's, or than those of another fingerprint;
+    log if that cannot be told.
+    """
+    if recorded is None:
+        return False
+    if not recorded.startswith(PREFIX):
+        logger.warning("cuvee: is the profile of this model's weights? Unknown: %s", SAMPLED)
+        return False
+    return recorded != (own if isinstance(own, str) else model_fingerprint(own))
 
 
 def _unwrapped(name: str) -> str:
@@ -58,10 +101,10 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _adapter_states(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """Yield what PEFT's layers do with their adapters, which is in no parameter, as names of empty parameters."""
+def _adapter_states(model: torch.nn.Module) -> Iterable[str]:
+    """Yield what PEFT's layers do with their adapters, which is in no parameter."""
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "active_adapters"):
             scaling = sorted(getattr(module, "scaling", {}).items())
             state = module.active_adapters, module.disable_adapters, module.merged_adapters, scaling
-            yield f"{name}: {state}", (), torch.empty(0)
+            yield f"{name}: {state}"

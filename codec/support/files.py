@@ -1,4 +1,4 @@
-"""Atomic writes, so that readers never see a partial file."""
+"""Atomic writes, so that readers never see a partial file; and the folder of what is kept between runs."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is kept between runs: $CUVEE_CACHE, else `cuvee` in $XDG_CACHE_HOME or ~/.cache."""
+    if folder := os.environ.get("CUVEE_CACHE"):
+        return Path(folder).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative path.
+    return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "cuvee"

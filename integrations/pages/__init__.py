@@ -7,8 +7,7 @@ An adapter describes the engine's memory as a `cuvee.codec.paged.PagedCache` and
 """
 
 from cuvee.integrations.pages.counts import Counts
-from cuvee.integrations.pages.entries import Fetched
 from cuvee.integrations.pages.opening import PageStores
 from cuvee.integrations.pages.page_store import PageStore
 
-__all__ = ["Counts", "Fetched", "PageStore", "PageStores"]
+__all__ = ["Counts", "PageStore", "PageStores"]

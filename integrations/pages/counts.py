@@ -21,6 +21,7 @@ class Counts:
         loaded_raw_bytes, loaded_blob_bytes        of what was restored, likewise
         encode_seconds, decode_seconds             of all threads together
         failures{lookup,fetch,decode,encode,store,positions}    by what failed
+        weights_changed                            how often the engine's weights were said to be others
         contained{…}                               errors kept from the engine, by the call in which they happened
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.chunk_io import BATCH, Chunk, ChunkIO, Opened, Stored, fetch_ahead
+from cuvee.integrations.chunk_io import BATCH, Chunk, ChunkIO, Stored, fetch_ahead
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
 from cuvee.integrations.pages.recognition import Recognized, Recognizer
@@ -42,14 +42,6 @@ class Found:
     number: int
     page: bytes
     entry: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A page whose entry is in memory, verified: its digest, and the open entry. No store is needed to restore it."""
-
-    page: bytes
-    opened: Opened
 
 
 class Waiters(NamedTuple):
@@ -79,6 +71,7 @@ class Entries:
         once: logs failures of the store.
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that anything else may take: writing, for all pages of a call together.
+        valid: whether the names still are those of the engine's weights.
     """
 
     io: ChunkIO
@@ -91,6 +84,7 @@ class Entries:
     once: Once
     lookup_timeout: float
     load_timeout: float
+    valid: Callable[[], bool]
 
     @property
     def together(self) -> int:
@@ -118,14 +112,13 @@ class Entries:
 
     # Reading --------------------------------------------------------------------------------------------------------
 
-    def in_order(self, pages: Sequence[bytes], read: Read, timeout: float, until: float | None = None) -> int:
+    def in_order(self, pages: Sequence[bytes], read: Read, timeout: float) -> int:
         """Fetch and read pages, up to the first that is missing or fails; return how many that are.
 
         Args:
             pages: digests.
             read: reads entries.
             timeout: seconds that the store may take for anything.
-            until: the time at which it must be done with everything; default: any.
         """
 
         def ask(numbers: Sequence[int]) -> list[bytes | None]:
@@ -134,7 +127,7 @@ class Entries:
             return [entry for _, entry in found]
 
         done = 0
-        answer = partial(self._wait_for, "get_many", "fetch", timeout=timeout, until=until)
+        answer = partial(self._wait_for, "get_many", "fetch", timeout=timeout)
         for numbers, entries in fetch_ahead(self.waiters.read, ask, range(len(pages)), answer, self.together):
             found: list[Found] = []
             for number, entry in zip(numbers, entries or [None] * len(numbers), strict=True):
@@ -243,6 +236,8 @@ class Entries:
 
     def _write(self, page: bytes, entry: bytes, cache: PagedCache) -> bool:
         """Store the entry of a page; return whether the store took it."""
+        if not self.valid():
+            return False
         if not self.store.put(self.keys.written(self.names.tenant, page), entry):
             self._fail("store", StoreError("the store did not take a page"))
             return False

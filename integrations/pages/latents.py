@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.pages import PageOrder, Pages, PermutedPages
@@ -19,22 +18,14 @@ def latent_cache(pages: list[torch.Tensor], layout: KVLayout, latent: int, adjac
     """Return latents, and the rotated part of keys behind them, as a cache.
 
     Args:
-        pages: per layer `[pages, page tokens, 1, latent + rotated part]`.
+        pages: per layer `[pages, page tokens, 1, latent + rotated part]`, in host memory.
         layout: of the model.
         latent: numbers of a latent.
         adjacent_pairs: whether pairs of dimensions that turn together are adjacent in the rotated part.
-
-    Raises:
-        UnsupportedModelError: the layout's order is another one, and the pages are not in host memory.
     """
     keys = [each[..., latent:] for each in pages]
     rope = layout.layers[0].rope
     sorts = adjacent_pairs and rope is not None and not rope.interleaved
-    if sorts and keys[0].device.type != "cpu":
-        raise UnsupportedModelError(
-            "latents: must be in host memory if rotated dimensions of latents lie in another order than in "
-            f"transformers, got {keys[0].device}: use an adapter of the engine's host memory"
-        )
     return PagedCache(layout, _sorted_pairs(keys) if sorts else keys, [each[..., :latent] for each in pages])
 
 

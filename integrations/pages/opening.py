@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
+from uuid import uuid4
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
@@ -20,6 +22,7 @@ from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.stores import open_store
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import Identity, PageNames, Scope
 
 logger = logging.getLogger(__name__)
@@ -71,7 +74,7 @@ class PageStores:
         if options.profile is None:
             self._profile = Profile.unlearned(layout)
         else:
-            self._profile = find_profile(options.profile, layout, path, revision=revision)
+            self._profile = find_profile(options.profile, layout)
         self._profile.check_layout(layout)
         self._secrets = options.secrets() or None
         self._layout = layout
@@ -86,7 +89,7 @@ class PageStores:
                 "which this engine does not tell. A learned profile of a model with RoPE recognizes them: give one in "
                 "option 'profile'"
             )
-        self._weights = weights()
+        self._base, self._weights = (text := weights()), WeightsName.known(text)
         logger.info("cuvee: pages of %d tokens are coded at quality %s", page_tokens, codec.quality_name)
         if page_tokens < _FEW_TOKENS:
             logger.warning(
@@ -96,7 +99,7 @@ class PageStores:
         self._any = PageStore(
             codec, open_store(options.store), self._names(codec, ranks, options.tenant), counts=counts,
             layout=layout.shard(rank, ranks), shard=rank, threads=options.threads,
-            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
+            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout, valid=self._valid(),
         )  # fmt: skip
 
     def of(self, rank: int, ranks: int, tenant: str, counts: Recorder | None = None) -> PageStore:
@@ -114,11 +117,34 @@ class PageStores:
         """
         codec = self._codec(rank, ranks)
         names, layout = self._names(codec, ranks, tenant), self._layout.shard(rank, ranks)
-        return self._any.beside(codec, names, layout, shard=rank, counts=counts)
+        return self._any.beside(codec, names, layout, shard=rank, counts=counts, valid=self._valid())
+
+    @property
+    def named(self) -> bool:
+        """Whether the engine's weights have a name."""
+        return self._weights.current is not None
+
+    def withdraw(self, reason: str) -> None:
+        """Have no page found, loaded or stored until `rename`, because the engine's weights may be others."""
+        self._weights.withdraw(reason)
+        self._any.count("weights_changed")
+
+    def rename(self, version: str | None = None) -> None:
+        """Name the engine's weights anew. Page stores of before stay without names: ask `of` for others.
+
+        Args:
+            version: of the weights, which engines with equal weights have in common; None: unknown, so that nobody else
+                finds what is stored from now on, and neither does this engine after a restart.
+        """
+        self._weights.use(f"{self._base} {'live ' + uuid4().hex if version is None else 'version ' + version}")
 
     def close(self) -> None:
         """Close all of them, as `PageStore.close` does."""
         self._any.close()
+
+    def _valid(self) -> Callable[[], bool]:
+        """Return what says whether the present name of the weights still holds; without one, it never does."""
+        return partial(self._weights.holds, self._weights.current)
 
     def _codec(self, rank: int, ranks: int) -> Codec:
         with self._lock:
@@ -131,7 +157,7 @@ class PageStores:
 
     def _names(self, codec: Codec, ranks: int, tenant: str) -> PageNames:
         identity = Identity(
-            model=self._weights,
+            model="" if (named := self._weights.current) is None else named.text,
             tokenizer="",  # the engine's names of pages are made of token ids
             layout=self._layout.fingerprint,
             profile=b"" if codec.lossless else self._profile.id,

@@ -3,8 +3,6 @@
     stored   names ──> digests ──> are their entries there?
     save     missing pages ──codec──> entries
     load     entries ──codec──> the engine's memory, up to the first that fails
-    fetch    entries ──> verified, and kept by who asked
-    place    what was fetched ──codec──> the engine's memory, layer by layer
 
 Engines call this beside a prefix cache, so every failure is a page that is not there. It is counted, logged once per
 kind, and never raised.
@@ -16,7 +14,6 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from threading import Condition, Lock
 from typing import Self
 
@@ -29,7 +26,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.chunk_io import ChunkIO
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
-from cuvee.integrations.pages.entries import Entries, Fetched, Found, Waiters
+from cuvee.integrations.pages.entries import Entries, Found, Waiters
 from cuvee.integrations.pages.recognition import Recognizer
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -54,6 +51,7 @@ class PageStore:
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that the store may take for anything else; `save` waits no longer for all of its entries.
         counts: told what happens, by the names in `Counts`.
+        valid: whether the names are still those of the engine's weights; if not, no page is found, loaded or stored.
 
     Attributes:
         layout: as given.
@@ -92,6 +90,7 @@ class PageStore:
         threads: int = 2,
         lookup_timeout: float = 2.0,
         load_timeout: float = 30.0,
+        valid: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
@@ -104,14 +103,18 @@ class PageStore:
         self._once = Once(logger)
         self._lock = Lock()
         self._recognizers: dict[Codec, Recognizer | None] = {}  # each takes a while to make
-        self._serve(codec, names, layout or codec.profile.layout, shard, counts)
+        self._serve(codec, names, layout or codec.profile.layout, shard, counts, valid)
 
-    def _serve(self, codec: Codec, names: PageNames, layout: KVLayout, shard: int, counts: Recorder) -> None:
+    def _serve(
+        self, codec: Codec, names: PageNames, layout: KVLayout, shard: int, counts: Recorder, valid: Callable[[], bool]
+    ) -> None:
         """Serve this rank and tenant."""
+        self._valid = valid
         self.layout, self._names, self._counts = layout, names, counts
         self._entries = Entries(
             ChunkIO(codec, self._coders), self._store, self._waiters, EntryKeys(codec.key_ids, shard), names,
             self._recognizer(codec), counts, self._once, self._lookup_timeout, self._load_timeout,
+            valid,
         )  # fmt: skip
 
     def _recognizer(self, codec: Codec) -> Recognizer | None:
@@ -122,7 +125,14 @@ class PageStore:
             return self._recognizers[codec]
 
     def beside(
-        self, codec: Codec, names: PageNames, layout: KVLayout, *, shard: int = 0, counts: Recorder | None = None
+        self,
+        codec: Codec,
+        names: PageNames,
+        layout: KVLayout,
+        *,
+        shard: int = 0,
+        counts: Recorder | None = None,
+        valid: Callable[[], bool] | None = None,
     ) -> Self:
         """Return a page store of another rank or tenant that shares this one's store, threads and end.
 
@@ -135,16 +145,17 @@ class PageStore:
             layout: of its part of the engine's caches.
             shard: its tensor-parallel rank.
             counts: told what happens there; default: as here.
+            valid: of its names; default: as here.
         """
         other = copy.copy(self)
-        other._serve(codec, names, layout, shard, counts or self._counts)
+        other._serve(codec, names, layout, shard, counts or self._counts, valid or self._valid)
         return other
 
     def stored(self, names: Sequence[bytes]) -> list[bool]:
         """Return whether each page can be loaded, by the engine's names."""
         pages = [self._names.page(name) for name in names]
         with self._engine_calls as admitted:
-            return self._entries.stored(pages) if admitted else [False] * len(pages)
+            return self._entries.stored(pages) if admitted and self._valid() else [False] * len(pages)
 
     def save(
         self, cache: PagedCache, slots: torch.Tensor, names: Sequence[bytes], start: int | None, *, following: int = 0
@@ -167,7 +178,9 @@ class PageStore:
         """
         pages = self._digests(slots, names)
         with self._engine_calls as admitted:
-            done = self._entries.save(cache, slots, pages, start, following) if admitted else [False] * len(pages)
+            done = [False] * len(pages)
+            if admitted and self._valid():
+                done = self._entries.save(cache, slots, pages, start, following)
         self._counts.count("unsaved_pages", len(done) - sum(done))
         return done
 
@@ -198,92 +211,16 @@ class PageStore:
             return len(blobs), problem
 
         with self._engine_calls as admitted:
-            loaded = self._entries.in_order(pages, restore, self._load_timeout) if admitted else 0
+            loaded = self._entries.in_order(pages, restore, self._load_timeout) if admitted and self._valid() else 0
+        loaded *= self._valid()  # what was restored meanwhile may be of other weights
         self._counts.count("loaded_pages", loaded)
         self._counts.count("missed_pages", len(pages) - loaded)
         self._counts.count("loaded_raw_bytes", loaded * self._names.page_tokens * cache.layout.bytes_per_token)
         return [number < loaded for number in range(len(pages))]
 
-    def fetch(self, names: Sequence[bytes], start: int | None) -> list[Fetched]:
-        """Fetch and verify pages, up to the first that cannot be loaded, for an engine that admits no failure.
-
-        Waits for the store no longer than `lookup_timeout`; a damaged entry, which is deleted, may take as long again.
-
-        Args:
-            names: as in `save`.
-            start: as in `load`.
-
-        Returns:
-            the first of these pages, which `place` can restore whatever becomes of the store. With a key, nobody can
-            have made their blobs without it. Without one, somebody who writes to the store can have made streams that
-            are damaged in spite of right checksums; `place` reports these.
-        """
-        pages, fetched = [self._names.page(name) for name in names], []
-
-        def verified(found: Found) -> Fetched:
-            opened = self._entries.io.open(self._entries.as_stored(found, start, self.layout.dtype))
-            self._entries.io.codec.verify(opened.blob)
-            return Fetched(found.page, opened)
-
-        def verify(found: Sequence[Found]) -> tuple[int, CuveeError | None]:
-            good, problem = self._entries.io.in_a_row(partial(verified, each) for each in found)
-            fetched.extend(good)
-            return len(good), problem
-
-        until = time.monotonic() + self._lookup_timeout
-        with self._engine_calls as admitted:
-            if admitted:
-                self._entries.in_order(pages, verify, self._lookup_timeout, until)
-        self._counts.count("missed_pages", len(pages) - len(fetched))
-        return fetched
-
-    def serves(self, device: torch.device) -> bool:
-        """Return whether `place` can restore pages in the memory of a device."""
-        return device.type == "cpu" or self._entries.io.codec.on_device(device)
-
-    def place(
-        self,
-        cache: PagedCache,
-        loads: Sequence[tuple[Sequence[Fetched], torch.Tensor]],
-        done: Callable[[range], None],
-    ) -> bool:
-        """Restore fetched pages into the engine's memory, one run of layers after the other.
-
-        Args:
-            cache: the engine's memory, on the CPU or on a device that it `serves`, where work is on the current stream
-                of the calling thread.
-            loads: what was fetched, and int64 `[pages * page_tokens]` on the CPU: the slots of all of its tokens.
-            done: called with each run of layers (`Settings.layer_runs`) once all loads have them.
-
-        Returns:
-            whether all of it was restored. If not, `done` was not called for all layers, and the contents of the slots
-            are undefined.
-
-        Raises:
-            InputError: slots of another number than the pages call for, or that the cache does not have.
-        """
-        size, began = self._names.page_tokens, time.monotonic()
-        for fetched, slots in loads:
-            if len(slots) != len(fetched) * size:
-                raise InputError(f"slots: must be {size} for each of {len(fetched)} pages, got {len(slots)}")
-            cache.check_range(slots, range(cache.layout.num_layers), least=0)
-        pages = [page for fetched, _ in loads for page in fetched]
-        at = [[own] for fetched, slots in loads for own in slots.to(cache.device).split(size)[: len(fetched)]]
-        with self._engine_calls as admitted:
-            if not admitted:
-                return False
-            for layers in self._entries.io.codec.settings.layer_runs:
-                opened = [page.opened for page in pages]
-                blobs, problem = self._entries.io.place(cache, opened, at, layers=layers)
-                if problem is not None:
-                    self._entries.blame(problem, pages[len(blobs)].page)
-                    return False
-                done(layers)
-        self._counts.count("decode_seconds", time.monotonic() - began)
-        self._counts.count("loaded_pages", len(pages))
-        self._counts.count("loaded_raw_bytes", len(pages) * size * cache.layout.bytes_per_token)
-        self._counts.count("loaded_blob_bytes", sum(len(page.opened.entry.parts[0]) for page in pages))
-        return True
+    def count(self, name: str) -> None:
+        """Count something that happened to all pages."""
+        self._counts.count(name)
 
     def delete(self, names: Sequence[bytes]) -> list[bool]:
         """Delete pages; return whether each is known to be gone."""

@@ -4,5 +4,5 @@
     cuvee profile pull <──        │
     engines            <── find_profile: what option "profile" names
 
-`location` says how a place is written, `collection` which profile is taken and how it is verified.
+`location` says how a place and an id are written, `collection` how a profile is verified.
 """

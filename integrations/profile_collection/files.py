@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,15 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LONGEST_MESSAGE = 500  # characters of the hub's own messages that are shown
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file: its name, its bytes, and when it was written, in seconds since 1970."""
+
+    name: str
+    size: int
+    time: float
 
 
 class NamedFiles(ABC):
@@ -49,11 +59,19 @@ class NamedFiles(ABC):
         """
 
     @abstractmethod
-    def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files in order, each of them atomically, replacing files of the same names.
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file atomically, replacing one of the same name.
 
         Raises:
-            StoreError: the place cannot be reached, or refuses a file. The files before it are written.
+            StoreError: the place cannot be reached, or refuses it.
+        """
+
+    @abstractmethod
+    def list(self, folder: str) -> list[Listed]:
+        """Return the files below a folder; none if there is no such folder.
+
+        Raises:
+            StoreError: the place cannot be reached, or lists nothing.
         """
 
     def check_size(self, name: str, size: int | None, most: int) -> bool:
@@ -88,18 +106,31 @@ class _FolderFiles(NamedFiles):
                 "replace it by a copy"
             ) from error
 
-    def write(self, files: Mapping[str, bytes]) -> None:
+    def write(self, name: str, data: bytes) -> None:
         # Readers see the old file, or all of the new one, even after a power failure.
-        for name, data in files.items():
-            try:
-                with self._folder_of(name, create=True) as folder:
-                    with temporary_file(folder, _FILE_MODE) as (temporary, file):
-                        write_all(file, data)
-                        os.fsync(file)
-                        os.replace(temporary, name.rpartition("/")[2], src_dir_fd=folder, dst_dir_fd=folder)
-                    os.fsync(folder)
-            except OSError as error:
-                raise StoreError(f"{name}: cannot be written in {self.shown}: {error}") from error
+        try:
+            with self._folder_of(name, create=True) as folder:
+                with temporary_file(folder, _FILE_MODE) as (temporary, file):
+                    write_all(file, data)
+                    os.fsync(file)
+                    os.replace(temporary, name.rpartition("/")[2], src_dir_fd=folder, dst_dir_fd=folder)
+                os.fsync(folder)
+        except OSError as error:
+            raise StoreError(f"{name}: cannot be written in {self.shown}: {error}") from error
+
+    def list(self, folder: str) -> list[Listed]:
+        found: list[Listed] = []
+        try:
+            for path, _, names, opened in os.fwalk(os.path.join(self._path, folder)):
+                for name in names:
+                    info = os.stat(name, dir_fd=opened, follow_symlinks=False)
+                    shown = os.path.relpath(os.path.join(path, name), self._path)
+                    found.append(Listed(shown, info.st_size, info.st_mtime))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"{self.shown}: cannot be listed: {error}") from error
+        return found
 
     @contextmanager
     def _folder_of(self, name: str, *, create: bool = False) -> Iterator[int]:
@@ -124,17 +155,19 @@ class _ObjectFiles(NamedFiles):
         fits = partial(self.check_size, name, most=most)
         return self._store.attempt(self._store.read_object, name, fits)
 
-    def write(self, files: Mapping[str, bytes]) -> None:
-        for name, data in files.items():
-            self._store.attempt(self._store.write_object, name, data)
+    def write(self, name: str, data: bytes) -> None:
+        self._store.attempt(self._store.write_object, name, data)
+
+    def list(self, folder: str) -> list[Listed]:
+        found = self._store.attempt(self._store.list_objects, folder)
+        return [Listed(name, size, time) for name, size, time in found]
 
 
 class _HubFiles(NamedFiles):
     """Files in a model repository of the Hugging Face hub, through huggingface_hub.
 
-    Every read is of one commit: a branch is resolved once, so that the files that belong together are of one push.
-    Files of a commit never change, so huggingface_hub's cache serves them again; with a commit as the revision, it does
-    so without a network. Access tokens and the address of the hub are huggingface_hub's own (HF_TOKEN, HF_ENDPOINT).
+    Files of a commit never change, so with a commit as the revision huggingface_hub's cache serves them again without a
+    network. Access tokens and the address of the hub are huggingface_hub's own (HF_TOKEN, HF_ENDPOINT).
     """
 
     def __init__(self, location: ProfileLocation) -> None:
@@ -145,41 +178,52 @@ class _HubFiles(NamedFiles):
         super().__init__(location)
         self._repository, self._revision = location.place, location.revision
         self.remedy += f", or, if only this machine's copy is damaged, remove that (hf cache rm model/{location.place})"
-        self._commit = self._revision if self._revision and _COMMIT.fullmatch(self._revision) else None
 
     def read(self, name: str, most: int) -> bytes | None:
         # The hub's announced size is checked before a download.
-        from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
-        if self._commit is None:
-            commit = self._ask(lambda: HfApi().model_info(self._repository, revision=self._revision).sha)
-            # It becomes part of the paths of huggingface_hub's cache.
-            if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None:
-                raise StoreError(f"{self.shown}: the hub names no commit of it, but {commit!r:.80}")
-            self._commit = commit
-        if not isinstance(try_to_load_from_cache(self._repository, name, revision=self._commit), str):
-            url = hf_hub_url(self._repository, name, revision=self._commit)
+        revision = self._revision
+        fixed = revision is not None and _COMMIT.fullmatch(revision) is not None
+        if not fixed or not isinstance(try_to_load_from_cache(self._repository, name, revision=revision), str):
+            url = hf_hub_url(self._repository, name, revision=revision)
             announced = self._ask(lambda: get_hf_file_metadata(url))
             if announced is None:
                 return None
             self.check_size(name, announced.size, most)
-        cached = self._ask(lambda: hf_hub_download(self._repository, name, revision=self._commit))
+            revision = announced.commit_hash
+            if revision is None or _COMMIT.fullmatch(revision) is None:  # it becomes part of a path in the cache
+                raise StoreError(f"{self.shown}: the hub names no commit of it, but {revision!r:.80}")
+        cached = self._ask(lambda: hf_hub_download(self._repository, name, revision=revision))
         if cached is None:
             return None
         self.check_size(name, Path(cached).stat().st_size, most)
         return Path(cached).read_bytes()
 
-    def write(self, files: Mapping[str, bytes]) -> None:
-        # In one commit, so that readers see all of them or none.
+    def write(self, name: str, data: bytes) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
 
         if self._revision is not None and _COMMIT.fullmatch(self._revision):
             raise StoreError(f"{self.shown}: is a commit, which never changes: push to a branch, or leave it out")
-        operations = [CommitOperationAdd(name, data) for name, data in files.items()]
         named: dict[str, Any] = {"commit_message": "Push a cuvee profile", "revision": self._revision}
         # Asked once first: create_commit asks a hub that is down six times, in half a minute.
         self._ask(lambda: HfApi().model_info(self._repository, revision=self._revision))
-        self._ask(lambda: HfApi().create_commit(self._repository, operations, **named))
+        self._ask(lambda: HfApi().create_commit(self._repository, [CommitOperationAdd(name, data)], **named))
+
+    def list(self, folder: str) -> list[Listed]:
+        from huggingface_hub import HfApi
+
+        def ask() -> list[Listed]:
+            tree = HfApi().list_repo_tree(
+                self._repository, folder, recursive=True, expand=True, revision=self._revision
+            )
+            return [
+                Listed(each.path, each.size, 0.0 if (last := each.last_commit) is None else last.date.timestamp())
+                for each in tree
+                if hasattr(each, "size")
+            ]
+
+        return self._ask(ask) or []
 
     def _ask(self, call: Callable[[], _T]) -> _T | None:
         """Return `call()`; None if there is no such file."""

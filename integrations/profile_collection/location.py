@@ -1,9 +1,11 @@
 """Where a collection of profiles is, as users write it.
 
-/srv/profiles                      a folder
-file:///srv/profiles?id=12ab…      the same folder; `id` names one profile in place of the newest of the model
-s3://bucket/prefix?id=12ab…        object storage: also gs, az, abfs, http and https
-hf://owner/name@revision?id=12ab…  a repository of the Hugging Face hub, at its main branch without a revision
+/srv/profiles#12ab…               a folder, and the id of a profile in it
+file:///srv/profiles#12ab…        the same
+s3://bucket/prefix#12ab…          object storage: also gs, az, abfs, http and https
+hf://owner/name@revision#12ab…    a repository of the Hugging Face hub, at its main branch without a revision
+
+Without an id, a location names the collection.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from cuvee.integrations.stores.redaction import redacted
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _TIERED = "tiered:"
 _ID = re.compile(r"[0-9a-f]{32}")
+_ENDED = re.compile(r"(.+)#([0-9a-f]{32})", re.DOTALL)
 _REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 
 
@@ -36,7 +39,7 @@ class ProfileLocation:
         kind: what holds the collection.
         place: path of the folder, URL of the prefix, or `owner/name` of the repository.
         shown: the location for messages, without secrets.
-        id: of one profile, 32 hex digits; None: the newest of the model.
+        id: of one profile, 32 hex digits; None: of none.
         revision: branch, tag or commit of the repository; None: its main branch.
     """
 
@@ -55,18 +58,16 @@ class ProfileLocation:
         """
         shown, scheme = redacted(where), _URL.match(where)
         if not scheme and where and not where.startswith(_TIERED):
-            return cls("folder", where, where)
+            ended = _ENDED.fullmatch(where)
+            return cls("folder", ended[1], where, ended[2]) if ended else cls("folder", where, where)
         kind = scheme[1].lower() if scheme else ""
-        place, _, query = where.partition("?")
-        rest, named = place.partition("://")[2], None
-        if query:
-            name, _, value = query.partition("=")
-            if name != "id":
-                raise InputError(f"{name}: must be no option of {kind}://, which takes one id alone, got {shown}")
-            named = check_id(value)
+        place, _, fragment = where.partition("#")
+        rest, named = place.partition("://")[2], check_id(fragment) if fragment else None
+        if "?" in place:
+            raise InputError(f"profile: must have no options, and may end in #ID, the id of a profile, got {shown}")
         if kind == "file":
             path = unquote(rest)
-            if not path.startswith("/") or set(rest) & set("#\0") or "\0" in path:
+            if not path.startswith("/") or "\0" in rest or "\0" in path:
                 raise InputError(f"profile: must be file:///absolute/path, with %23 for # and %3F for ?, got {shown}")
             return cls("folder", path, shown, named)
         if kind in OBJECT_SCHEMES:
@@ -81,8 +82,9 @@ class ProfileLocation:
 
 
 def names_collection(profile: str) -> bool:
-    """Return whether an engine's option `profile` names a collection, by a URL or as a folder, and not a file."""
-    return profile.startswith(_TIERED) or _URL.match(profile) is not None or Path(profile).is_dir()
+    """Return whether option `profile` of an engine names a collection, by a URL, an id or a folder, and not a file."""
+    named = _URL.match(profile) or _ENDED.fullmatch(profile)
+    return profile.startswith(_TIERED) or named is not None or Path(profile).is_dir()
 
 
 def shown_profile(profile: str) -> str:

@@ -1,3 +1,1 @@
-"""SGLang: a storage backend for its hierarchical cache (HiCache), `hicache.CuveeHiCache`, and an external linker of its
-prefix cache, `linker.CuveeLinker`. SGLang loads either.
-"""
+"""SGLang: `hicache.CuveeHiCache`, a storage backend of its hierarchical cache (HiCache). SGLang loads it."""

@@ -28,6 +28,7 @@ from cuvee.integrations.pages.refusals import refuse_features
 from cuvee.integrations.sglang.host_pool import check_pool, pool_cache
 from cuvee.integrations.sglang.options import HiCacheOptions
 from cuvee.integrations.sglang.served_model import ServedModel
+from cuvee.integrations.sglang.weight_updates import watch_updates
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,8 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
             engine=_ENGINE, page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
         )  # fmt: skip
         self._attached = stores.of(rank, ranks, options.tenant), cache
+        self._stores, self._rank = stores, (rank, ranks)
+        watch_updates(self)
 
     def close(self) -> None:
         """Wait for what is being stored, close the store, and log what happened."""
@@ -99,6 +102,30 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         with self._guard("close"):
             attached[0].close()
         logger.info("cuvee: closed after %s", self._counts.snapshot())
+
+    def updating(self) -> None:
+        """Have no pages, because SGLang is about to change its weights."""
+        with self._guard("updating"):
+            self._stores.withdraw("SGLang updates its weights")
+
+    def updated(self, flushed: bool, version: str | None) -> None:
+        """Have pages again, of other names.
+
+        Args:
+            flushed: whether SGLang holds no pages of the old weights. If it does, there are none until an update
+                flushes its cache.
+            version: `weight_version` of the update, if it has one.
+        """
+        with self._guard("updating"):
+            if not flushed:
+                logger.warning(
+                    "cuvee: nothing is stored or loaded, because an update of the weights failed, or SGLang keeps "
+                    "pages of before it: update with flush_cache, or restart"
+                )
+                return
+            self._stores.rename(version)
+            _, cache = self._there
+            self._attached = self._stores.of(*self._rank, self._options.tenant), cache
 
     def clear(self) -> None:
         """Delete what this backend's tenant has in the store, on all ranks and for all models."""

@@ -53,26 +53,22 @@ def check_pool(pool: Any) -> None:
 
 
 def holds_latents(pool: Any) -> bool:
-    """Return whether a pool of SGLang, of the host or of a device, is one of multi-head latent attention."""
+    """Return whether a pool of SGLang is one of multi-head latent attention."""
     return hasattr(pool, "kv_lora_rank")
 
 
-def check_shapes(pool: Any, layout: KVLayout, name: str) -> None:
-    """Refuse a pool, of the host or of a device, that does not hold the layout's layers, or holds more.
-
-    Raises:
-        UnsupportedModelError: begins with `name`.
-    """
+def _check_shapes(pool: Any, layout: KVLayout) -> None:
+    """Refuse a pool that does not hold the layout's layers, or holds more."""
     if pool.layer_num != layout.num_layers:
         raise UnsupportedModelError(
-            f"{name}: must hold the model's {layout.num_layers} layers, got {pool.layer_num}: draft layers and "
+            f"host pool: must hold the model's {layout.num_layers} layers, got {pool.layer_num}: draft layers and "
             "layers that share a cache are not supported"
         )
     if holds_latents(pool):
         held = 1, pool.qk_rope_head_dim, pool.kv_lora_rank
         if pool.kv_cache_dim != pool.qk_rope_head_dim + pool.kv_lora_rank:
             raise UnsupportedModelError(
-                f"{name}: must hold {pool.kv_lora_rank} numbers of a latent and {pool.qk_rope_head_dim} of keys per "
+                f"host pool: must hold {pool.kv_lora_rank} numbers of a latent and {pool.qk_rope_head_dim} of keys per "
                 f"token, got {pool.kv_cache_dim}"
             )
     else:
@@ -80,7 +76,7 @@ def check_shapes(pool: Any, layout: KVLayout, name: str) -> None:
     for index, layer in enumerate(layout.layers):
         if held != (layer.kv_heads, layer.head_dim, layer.value_dim):
             raise UnsupportedModelError(
-                f"{name}: must hold {layer.kv_heads} heads of {layer.head_dim} and {layer.value_dim} numbers, as "
+                f"host pool: must hold {layer.kv_heads} heads of {layer.head_dim} and {layer.value_dim} numbers, as "
                 f"the model's configuration says of layer {index}, got {held[0]} of {held[1]} and {held[2]}"
             )
 
@@ -96,7 +92,7 @@ def pool_cache(pool: Any, layout: KVLayout, *, adjacent_pairs: bool = False) -> 
     Raises:
         UnsupportedModelError: other layers or heads than the layout's, or SGLang says that a page lies elsewhere.
     """
-    check_shapes(pool, layout, "host pool")
+    _check_shapes(pool, layout)
     buffers = [pool.kv_buffer] if holds_latents(pool) else [pool.k_buffer, pool.v_buffer]
     pages = [[_pages(pool, buffer, index) for index in range(layout.num_layers)] for buffer in buffers]
     for page in {0, pool.page_num - 1}:

@@ -81,5 +81,6 @@ class ServedModel:
             InputError: as `checkpoint_identity` and `set_options`.
         """
         options = None if self.server_args is None else sglang_options(self.server_args, named=model_id is not None)
-        weights = model_id or checkpoint_identity(self.path, revision=self.revision)
+        load_format = "auto" if self.server_args is None else str(self.server_args.load_format)
+        weights = model_id or checkpoint_identity(self.path, revision=self.revision, load_format=load_format)
         return name_of_weights(weights, layout.torch_dtype, options)

@@ -113,6 +113,14 @@ class ObjectStore(CountedStore):
         if _call(lambda: obstore.put(self._place, path, data, use_multipart=False)) is None:
             raise FileNotFoundError("there is no such bucket")
 
+    def list_objects(self, folder: str) -> list[tuple[str, int, float]]:
+        """Return the objects below the prefix and a folder: path, bytes, and the time of the last write."""
+        pages: Any = _call(lambda: obstore.list(self._place, folder, chunk_size=1000))
+        found = []
+        while page := _call(lambda: next(pages, None)):
+            found += [(each["path"], each["size"], each["last_modified"].timestamp()) for each in page]
+        return found
+
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         return self._map("read", self._blob, keys)
 

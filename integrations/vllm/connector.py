@@ -48,7 +48,9 @@ from cuvee.integrations.vllm.other_connectors import have_failed_loads_computed,
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
 from cuvee.integrations.vllm.state_pages import StatePages
+from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm.weights import Weights, named_weights
+from cuvee.integrations.weights_name import START_SECONDS, WeightsName
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
 # of llvmlite's. So whatever imports Numba is imported later.
@@ -140,9 +142,13 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 _give_workers_time(getattr(vllm_config, "shutdown_timeout", 0))
             model = vllm_config.model_config
             self._setup.check_profile(model.model, model.revision)
-            identity = self._setup.identity(vllm_config)
+            identity, make = self._setup.naming(vllm_config)
             if self._setup.changed_while_loading(vllm_config):
                 self._setup = replace(self._setup, loads=False, stores=False)
+            weights = WeightsName(make)
+            weights.wait(START_SECONDS)
+            if weights.current is None:
+                logger.info("cuvee: the checkpoint is being read to name it; until then requests are not cached")
             adapters = Adapters()
             if vllm_config.lora_config is not None:
                 watch_loads(adapters, Executor)
@@ -151,7 +157,11 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",
                 breaks=line_breaks(self._setup.options.blend, model),
                 make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,
+                weights=weights,
             )  # fmt: skip
+            from vllm.v1.engine.core import EngineCore
+
+            watch_calls(EngineCore, self._scheduler.reset)
             alone = multiprocessing.parent_process() is None  # then this process stores what waits before it exits
             if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1) and not alone:
                 logger.info(
@@ -234,7 +244,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         first = next(iter(self._cached_layers), "")  # a drafter's layers have another model
         self._drafts = Drafts.of_engine(self._vllm_config, self._kv_cache_config, self._setup)
         self._weights = Weights(layers.get(first), named_weights)
-        worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, self._weights.digest)
+        worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder, self._weights)
         self._attach(worker, kv_caches)
         self._worker = worker
 
@@ -260,7 +270,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         """Use the pages that the engine's layers have after it woke up. A second call does nothing.
 
-        What was stored before is found again unless weights have changed by the next step (`WorkerSide.settle`).
+        What was stored before is found again unless weights have changed by the next step (`SchedulerSide.reset`).
         """
         if self._worker is not None and not self._worker.attached:
             layers = self._attention_layers()
@@ -290,7 +300,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads then compute this step's slice of blends."""
-        self._working.settle(self._plan.step, self._plan.resets)
+        self._working.settle(self._plan.step, self._plan.names, self._plan.coding)
         self._working.loads.start(self._plan.loads)
         self._working.loads.drop(self._plan.drops)
         # vLLM's first model runner calls this after a forward that raised, too: other ranks may wait inside theirs.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from cuvee.codec.errors import CuveeError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.checkpoint import checkpoint_identity
+from cuvee.integrations.checkpoint import Checkpoint
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.coded_pages import CodedPages, pairs_of_codes
 from cuvee.integrations.vllm.engine_pages import find_pages
@@ -33,6 +34,7 @@ from cuvee.integrations.vllm.exact_pages import exact_layout, find_exact_pages
 from cuvee.integrations.vllm.layer_groups import CachedLayers, is_latent, read_layers
 from cuvee.integrations.vllm.refusals import codes_of_cache, dtype_of_cache
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.weights_name import START_SECONDS, WeightsName
 from cuvee.naming.identity import beside_digest, canonical
 
 logger = logging.getLogger(__name__)
@@ -49,14 +51,14 @@ class Drafts:
         pages: KV layout of their pages on this rank.
         codes: dtype of an fp8 cache; None: the pages hold values.
         codec: of these values, or of pairs of codes; lossless, without threads.
-        name: of the drafter's weights and layers.
+        name: of the drafter's weights and layers; its layers are neither stored nor loaded before it is known.
     """
 
     layers: CachedLayers
     pages: KVLayout
     codes: torch.dtype | None
     codec: Codec
-    name: bytes
+    name: WeightsName
 
     @classmethod
     def of_engine(cls, vllm_config: Any, kv_cache_config: Any, setup: Setup) -> Drafts | None:
@@ -97,12 +99,20 @@ class Drafts:
             shapes = tuple(_shape(spec, setup.layout_of_pages(0).layers[-1]) for spec in layers.specs)
             pages = KVLayout("drafter", shapes, dtype, None)
         layout = pages if codes is None else pairs_of_codes(pages, codes)
-        same = setup.options.model_id if drafter.model == vllm_config.model_config.model else None
-        weights = same or checkpoint_identity(drafter.model, revision=drafter.revision)
-        name = canonical(weights.encode(), str(drafter.dtype).encode(), layout.fingerprint)
+        # The weights of heads in the model's own checkpoint are named by the entries' digests.
+        own = drafter.model == vllm_config.model_config.model
+        checkpoint = None if own else Checkpoint(drafter.model, revision=drafter.revision)
+
+        def make(stop: threading.Event) -> str:
+            weights = "" if checkpoint is None else checkpoint.identity(stop)
+            name = canonical(weights.encode(), str(drafter.dtype).encode(), layout.fingerprint)
+            return hashlib.blake2b(name, digest_size=16).hexdigest()
+
         key = setup.options.secrets() or None
         codec = Codec(Profile.unlearned(layout), quality="lossless", dtype=layout.dtype, threads=1, key=key)
-        return cls(layers, pages, codes, codec, hashlib.blake2b(name, digest_size=16).digest())
+        name = WeightsName(make)
+        name.wait(START_SECONDS)
+        return cls(layers, pages, codes, codec, name)
 
 
 def _shape(spec: Any, last: LayerLayout) -> LayerLayout:
@@ -130,5 +140,16 @@ class DraftPages(CodedPages):
         self._name = drafts.name
 
     def digest(self, entry: bytes) -> bytes:
-        """Return the digest of what is stored beside the entry with this digest."""
-        return beside_digest(entry, self._name)
+        """Return the digest of what is stored beside the entry with this digest.
+
+        Raises:
+            RuntimeError: the drafter has no name.
+        """
+        if (named := self._name.current) is None:
+            raise RuntimeError("the drafter's weights have no name")
+        return beside_digest(entry, bytes.fromhex(named.text))
+
+    @property
+    def named(self) -> bool:
+        """Whether the drafter has a name; until then its layers are neither stored nor loaded."""
+        return self._name.current is not None

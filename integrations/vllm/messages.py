@@ -189,7 +189,8 @@ class StepPlan:
         drops: requests that are not blended after all, because a rank failed or the request ended.
         idle: the step computes no tokens; the engine only waits for loads.
         confirmed: all ranks have ended this step and all steps before it.
-        resets: how often the engine has reset its cache since the last step.
+        names: whether ranks are to report their weights (`Seen`), because these may be others than before.
+        coding: profile and quality that the names of entries stand for (`Setup.coding`); empty: any.
     """
 
     step: int
@@ -201,7 +202,8 @@ class StepPlan:
     drops: list[str] = field(default_factory=list)
     idle: bool = False
     confirmed: int = 0
-    resets: int = 0
+    names: bool = False
+    coding: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,23 @@ class Delivery:
     complete: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The weights of a rank, which it has read at a step that asked for them.
+
+    Attributes:
+        step: that asked.
+        rank: number of the rank.
+        first: digest of the weights that the engine began with; None: unknown.
+        now: digest of those that it has; None: unknown.
+    """
+
+    step: int
+    rank: int
+    first: bytes | None
+    now: bytes | None
+
+
 @dataclass(slots=True)
 class Report:
     """What happened on the workers since the last report.
@@ -237,7 +256,8 @@ class Report:
         delivered: what was restored of which quality, once per rank and load.
         placed: requests with a blend whose prefix and segments are placed, once per rank.
         stored: digests of chunks that are stored, once per rank, if routers are told.
-        kept: numbers of steps before which all resets were those of sleeps and changed no weight, once per rank.
+        seen: what ranks say of their weights.
+        changed: ranks that have found other weights than they had, and neither load nor store until a step asks.
         step_seconds: what steps took on the slowest rank, by their numbers, once they are over.
     """
 
@@ -250,7 +270,8 @@ class Report:
     delivered: list[Delivery] = field(default_factory=list)
     placed: list[str] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    changed: set[int] = field(default_factory=set)
     step_seconds: dict[int, float] = field(default_factory=dict)
 
     def add(self, other: Report) -> None:

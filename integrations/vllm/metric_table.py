@@ -37,14 +37,14 @@ _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _KINDS = ("chunk", "tail", "segment", "drafts", "state")
 _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "refinement", "drafts")
-_UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "error")
+_UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "unnamed", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "reset", "stats",
     "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
 )  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
 _UNSTORED = ("asked", "positions", "blended", "quality", "reset", "overwritten")
-_SKIPPED = ("full", "failed", "down", "adapter", "window", "stopped")
+_SKIPPED = ("full", "failed", "down", "adapter", "window", "weights", "profile", "stopped")
 
 # A chunk belongs to one rank: with two ranks, a run of tokens is two chunks. Unless stated otherwise, tails are chunks.
 METRICS: dict[str, Metric] = {
@@ -85,14 +85,17 @@ METRICS: dict[str, Metric] = {
                "called; affected tokens are computed, or not stored.", "entry", _ENTRIES),
         Metric("uncached", "counter", "Requests that are neither loaded nor stored: the prompt is given as embeddings "
                "or in parts, it is not known what an image holds or where it is, the salt is no string or too long, an "
-               "adapter's files cannot be read or have changed, or an error.",
+               "adapter's files cannot be read or have changed, the weights had no name yet, or an error.",
                "reason", _UNCACHED),
         Metric("unstored_tokens", "counter", "Tokens that were computed and are not stored: their request asks for "
                "that, they are beyond the model's positions, behind a blend, behind tokens loaded at less than the "
                "stored quality or computed before a reset, or they are overwritten too soon.", "reason", _UNSTORED),
         Metric("stores_skipped", "counter", "Chunks not stored: too many waited (full), a step of the engine had "
                "failed, the store was known to be down, an adapter's files have changed, the engine had dropped a part "
-               "of them from a layer with a window, or they still waited when the engine stopped.", "reason", _SKIPPED),
+               "of them from a layer with a window, its weights have changed, a rank has another profile than the "
+               "scheduler, or they still waited when the engine stopped.", "reason", _SKIPPED),
+        Metric("weights_changed", "counter", "How often the engine's weights were found to be others than before. "
+               "Nothing is loaded or stored until all ranks have read them."),
         Metric("store_operations", "counter", "Operations of a tier of the store by result. hit, miss: a chunk "
                "was read, or a lookup or a read did not find it. corrupt: it failed its checksum, so it is deleted, "
                "and missed, too. error: the tier failed. skipped: it is known to be down. dropped: its queue or its "

@@ -37,6 +37,7 @@ from cuvee.integrations.vllm.scheduler_requests import Requests
 from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class SchedulerSide:
         clock: seconds, monotonic.
         breaks: line breaks of the engine's vocabulary, by which blending finds paragraphs, if they are known.
         make_events: makes the events about a request's tokens (`SchedulerEvents`); None: nobody is told.
+        weights: makes the identity's name of the weights; until that is known, requests are computed, and not cached.
+            None: the identity has its name.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         breaks: LineBreaks | None = None,
         make_events: Callable[[Any, range], EventPair | None] | None = None,
+        weights: WeightsName | None = None,
     ) -> None:
         options = setup.options
         self._recorder = recorder
@@ -79,6 +83,10 @@ class SchedulerSide:
         self._told = 0  # of these, the last that ranks know of
         self._saving = 0  # the last step of which something is stored
         self._alone = setup.alone
+        self._weights = weights
+        self._named = weights is None
+        self._early: set[str] = set()  # requests that arrived before the weights had a name, and wait to be scheduled
+        self._coding = setup.coding
         self._guard = Guard(recorder)
         self._state = state = SchedulerState(setup, store, recorder, clock)
         self._pays = Pays(state.chunk)
@@ -96,7 +104,10 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """Look up a new request now, so that the answer is there when its turn comes."""
         with self._guard("arrived", partial(self._give_up, request.request_id)):
-            if self._requests.is_named(request):
+            if not self._take_name():
+                self._early.add(request.request_id)
+                self._requests.is_named(request)  # vLLM keeps its images and its adapter for later requests
+            elif self._requests.is_named(request):
                 self._begin(request)
 
     def _begin(self, request: Any) -> None:
@@ -113,6 +124,9 @@ class SchedulerSide:
         """Return how many tokens after the first `computed` can be loaded, and whether asynchronously; None: ask
         again.
         """
+        if request.request_id in self._early and self._take_name():  # it is scheduled now, and can still be cached
+            self._early.discard(request.request_id)
+            self.arrived(request)
         with self._guard("matched_tokens", partial(self._give_up, request.request_id)):
             if not self._requests.is_named(request):
                 return None, False
@@ -172,6 +186,9 @@ class SchedulerSide:
         They keep their content until the next step begins: that is when the request's tail is copied.
         """
         request_id = request.request_id
+        if request_id in self._early:
+            self._early.discard(request_id)
+            self._recorder.count("uncached", label="unnamed")
         tracked = self._requests.tracked.get(request_id)
         with self._guard("finished"):
             if tracked is not None and self._state.stores and not tracked.unstored:
@@ -193,8 +210,8 @@ class SchedulerSide:
         self._step += 1
         self._state.patience = PATIENCE
         loads = self._loads.take_step()
-        resets = self._requests.ask(self._step)
-        plan = StepPlan(self._step, loads, confirmed=self._confirmed, resets=resets)
+        plan = StepPlan(self._step, loads, confirmed=self._confirmed, names=self._requests.ask(self._step))
+        plan.coding = self._coding
         saves = self._saves.take_last()
         with self._guard("plan", partial(self._saves.forget, saves)):
             plan.last_saves = self._saves.unchanged(saves, output)
@@ -272,8 +289,19 @@ class SchedulerSide:
                 learn(report)
         with self._guard("take", self._stop):
             if self._requests.settle(report):
-                logger.info("cuvee: the engine has slept and has the same weights: what was stored before is found")
+                if self._requests.changed:
+                    self._recorder.count("weights_changed")
+                    logger.warning(
+                        "cuvee: the engine's weights have changed: they are named %s", self._requests.identity.model
+                    )
                 self._readdress(found=True)
+        with self._guard("take", self._stop):
+            if report.changed and not self._requests.unnamed:
+                logger.warning(
+                    "cuvee: the engine's weights have changed and nobody said so: nothing is loaded or stored until "
+                    "all ranks have read them"
+                )
+                self._forget()
 
     # At any time -----------------------------------------------------------------------------------------------
 
@@ -284,25 +312,25 @@ class SchedulerSide:
         return []
 
     def reset(self) -> bool:
-        """Find nothing that was stored until now, because the weights may have changed. The store keeps its entries.
+        """Have the weights read anew, because they may have changed. The store keeps its entries.
 
-        The engine also resets when it sleeps. Until the workers have said in the next step whether it slept and has the
-        same weights, no request is looked up; if it has, everything is found again.
+        Until all ranks have said in the next step which weights they have, no request is looked up; then what was
+        stored by equal ones is found.
 
         Returns:
             whether that succeeded. If not, nothing is loaded or stored until a reset succeeds: it may be of other
             weights.
         """
-        self._saves.reset()
         with self._guard("reset", self._stop):
-            self._events.reset()
-            self._rename()
+            self._forget()
             self._state.enable(True)
             return True
         return False
 
     def close(self) -> None:
         """Stop asking the store, and log what was done. Waits for nothing."""
+        if self._weights is not None:
+            self._weights.close()
         with self._guard("close"):
             self._state.lookup_threads.dismiss(0, cancel=True)
             self._requests.close()
@@ -324,7 +352,7 @@ class SchedulerSide:
         tracked = self._requests.tracked.get(request_id)
         if tracked is not None and tracked.request is request:
             return tracked
-        if request_id in self._requests.uncached:
+        if request_id in self._requests.uncached or request_id in self._early or not self._take_name():
             return None
         begun = self._requests.begin(request)
         if isinstance(begun, Tracked) and not self._loads.is_under_way(request_id):
@@ -332,6 +360,14 @@ class SchedulerSide:
         # A load may be under way for another request of this id, which never ended.
         self._give_up(request_id, begun if isinstance(begun, str) else "error")
         return None
+
+    def _take_name(self) -> bool:
+        """Return whether the weights have a name, and take it when it is there."""
+        if not self._named and self._weights is not None and (named := self._weights.current) is not None:
+            self._requests.name(named.text)
+            self._planner.identity = self._requests.identity
+            self._named = True
+        return self._named
 
     def _give_up(self, request_id: str, reason: str = "error") -> None:
         """Neither load nor store anything for a request from here on. A load that a worker has begun goes on to its
@@ -363,8 +399,10 @@ class SchedulerSide:
         self._blends.over(request_id)
         self._loads.over(request_id)
 
-    def _rename(self) -> None:
-        """Take another identity."""
+    def _forget(self) -> None:
+        """Find nothing that was stored until now, and store nothing under its names."""
+        self._saves.reset()
+        self._events.reset()
         self._requests.rename()
         self._readdress(found=False)
 
@@ -384,7 +422,7 @@ class SchedulerSide:
                     self._planner.ask(tracked)
 
     def _stop(self) -> None:
-        """Load and store nothing until a reset succeeds, also if it is that of a sleep."""
+        """Load and store nothing until a reset succeeds."""
         self._state.enable(False)
         self._requests.rename()
         for request_id in list(self._requests.tracked):

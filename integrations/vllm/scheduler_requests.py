@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,7 +20,7 @@ from cuvee.naming.identity import Identity, Media, PrefixChain, Scope
 
 logger = logging.getLogger(__name__)
 
-_MOST_STEPS = 8  # that requests wait for the workers' word after a reset; the engine plans two ahead
+_MOST_STEPS = 8  # that requests wait for the workers' word about weights; the engine plans two ahead
 _LONGEST_NAME = 4096  # characters of a salt or of an image's id, which servers take from clients
 
 
@@ -35,7 +36,9 @@ class Requests:
         adapters: of the engine.
 
     Attributes:
-        identity: as given, or with another model name after a reset that was not that of a sleep.
+        identity: as given; of other weights if the engine has changed them: their name is then the given one and a
+            digest of what all ranks hold.
+        changed: whether the weights that were read last are others than those before.
         tracked: requests that are cached, by id.
         uncached: ids of requests that are neither loaded nor stored until they end.
     """
@@ -44,9 +47,11 @@ class Requests:
         self._state = state
         self._adapters = adapters
         self.identity = identity
-        self._left = identity  # that of the last step before the resets
-        self._resets = 0  # since the last step
-        self._asked = 0  # step in which the workers are asked about resets; 0: they have answered
+        self._first = identity
+        self.changed = False
+        self._live = ""  # digest of the weights that were read last; empty: the first ones
+        self._unread = False  # the workers are to be asked which weights they have
+        self._asked = 0  # step in which they are asked; 0: they have answered
         self.tracked: dict[str, Tracked] = {}
         self.uncached: set[str] = set()
         self._media_names = MediaNames()
@@ -103,35 +108,51 @@ class Requests:
             naming.cancel()
         return [None] * len(request.mm_features), None
 
-    def rename(self) -> None:
-        """Take another identity, under which nothing is stored yet, unless the workers say that this was a sleep."""
-        if not self._resets:
-            self._left = self.identity
-        self._resets, self._asked = self._resets + 1, 0
-        self.identity = replace(self.identity, model=f"{self.identity.model} reset {uuid4().hex}")
+    def name(self, model: str) -> None:
+        """Take the name of the weights that the engine has read, unless it has changed them since."""
+        if self.identity is self._first:
+            self.identity = replace(self._first, model=model)
+            self._first = self.identity
+        else:
+            self._first = replace(self._first, model=model)
 
-    def ask(self, step: int) -> int:
-        """Return how many resets since the last step the workers are asked about in this one."""
-        resets, self._resets = self._resets, 0
-        if resets:
+    def rename(self) -> None:
+        """Take another identity, under which nothing is stored yet, until the workers have read their weights."""
+        self._unread, self._asked = True, 0
+        self.identity = replace(self._first, model=f"{self._first.model} unread {uuid4().hex}")
+
+    def ask(self, step: int) -> bool:
+        """Return whether the workers are asked in this step which weights they have."""
+        unread, self._unread = self._unread, False
+        if unread:
             self._asked = step
-        return resets
+        return unread
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether the workers' answer is still to come."""
+        return self._unread or self._asked > 0
 
     def waits(self, step: int) -> bool:
-        """Return whether the workers' answer about resets is still to come; `step` is the last planned one."""
-        return self._resets > 0 or (self._asked > 0 and step < self._asked + _MOST_STEPS)
+        """Return whether requests wait for the workers' answer; `step` is the last planned one."""
+        return self._unread or (self._asked > 0 and step < self._asked + _MOST_STEPS)
 
     def settle(self, report: Report) -> bool:
-        """Return to the identity from before the resets if all ranks say that only the engine slept, and return whether
-        that is so.
-        """
+        """Take the identity of the weights that all ranks say they have, and return whether they said so."""
         if not self._asked or self._asked not in report.steps:
             return False
-        slept = report.kept.count(self._asked) == self._state.shards
+        seen = sorted((each for each in report.seen if each.step == self._asked), key=lambda each: each.rank)
         self._asked = 0
-        if slept:
-            self.identity = self._left
-        return slept
+        if [each.rank for each in seen] != [*range(self._state.shards)] or any(each.now is None for each in seen):
+            return False  # the name of before stays, which no other engine has
+        self.identity, live = self._first, ""
+        if any(each.now != each.first for each in seen):
+            digest = hashlib.blake2b(digest_size=16, person=b"cuvee-live-name")
+            digest.update(b"".join(each.now or b"" for each in seen))
+            live = digest.hexdigest()
+            self.identity = replace(self._first, model=f"{self._first.model} live {live}")
+        self.changed, self._live = live != self._live, live
+        return True
 
     def begin(self, request: Any) -> Tracked | str:
         """Track a new request, or return why it is not cached: its tokens do not determine its KV, or its tenant is

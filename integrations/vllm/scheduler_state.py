@@ -30,7 +30,7 @@ UNSTORED = {
     "positions": "they are beyond the last position of the model by its configuration, so they are not loaded either",
     "blended": "they follow a blend, so their KV is not exact",
     "quality": "they follow tokens that were loaded at less than the stored quality",
-    "reset": "they follow tokens that were computed before a reset",
+    "reset": "they follow tokens that were computed before a reset, or before the weights changed",
     "overwritten": "the engine overwrites them before they can be copied",
 }
 """Why tokens that have KV are not stored."""

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,8 +25,8 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.checkpoint import (
+    Checkpoint,
     changed_since,
-    checkpoint_identity,
     name_of_weights,
     refuse_other_weights,
     tokenizer_identity,
@@ -55,6 +56,7 @@ from cuvee.integrations.vllm.refusals import (
     dtype_of_cache,
     refuse_features,
 )
+from cuvee.integrations.weights_name import Make
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -159,6 +161,11 @@ class Setup:
         return self.windows == (None,) and not self.recurrent
 
     @property
+    def coding(self) -> str:
+        """Profile and quality, as text: processes that differ in them must not share names."""
+        return self.quality if self.quality == LOSSLESS else f"{self.profile.id.hex()} {self.quality}"
+
+    @property
     def predicts(self) -> bool:
         """Whether the codec predicts a part of the cache from token ids."""
         return self.quality != LOSSLESS and self.profile.token_table is not None
@@ -218,8 +225,7 @@ class Setup:
         if options.profile is None:
             profile = Profile.unlearned(layout)
         else:
-            model = vllm_config.model_config
-            profile = _find_profile(vllm_config.instance_id, options.profile, layout, model.model, model.revision)
+            profile = _find_profile(vllm_config.instance_id, options.profile, layout)
             if stages > 1:
                 raise UnsupportedModelError(
                     "profile: cannot be cut by the stages of pipeline parallelism; remove it to store losslessly, or "
@@ -251,27 +257,47 @@ class Setup:
         return setup
 
     def identity(self, vllm_config: Any) -> Identity:
-        """Return the identity of this engine's blobs: everything but tokens that determines their content. Reads the
-        checkpoint's files.
+        """Return the identity of this engine's blobs: everything but tokens that determines their content. Takes as
+        long as reading the checkpoint's files.
 
         Raises:
-            InputError: files that cannot be read, or an option that processes write differently (`set_options`).
+            InputError: as `naming`, and files that change while they are read.
+        """
+        identity, make = self.naming(vllm_config)
+        return replace(identity, model=make(threading.Event()))
+
+    def naming(self, vllm_config: Any) -> tuple[Identity, Make]:
+        """Return the identity of this engine's blobs with another `model`, and what makes its own, which takes as long
+        as reading the checkpoint's files.
+
+        Raises:
+            InputError: there are no such files, or they are not what the engine reads; an option that processes write
+                differently (`set_options`).
         """
         model, named = vllm_config.model_config, self.options.model_id
         options = vllm_options(vllm_config, named=named is not None)
         if self.recurrent:  # their dtypes decide what later layers compute
             options = {**options, "recurrent_states": _states_in_keys(self.recurrent)}
         logger.info("cuvee: options of the engine that are part of the keys: %s", options or "none")
-        return Identity(
-            model=name_of_weights(
-                named or checkpoint_identity(model.model, revision=model.revision), model.dtype, options
-            ),
+        checkpoint = None if named else _checkpoint(vllm_config)
+
+        def make(stop: threading.Event) -> str:
+            weights = named or ""
+            if checkpoint is not None:
+                weights = checkpoint.identity(stop)
+                if self.changed_while_loading(vllm_config):
+                    raise InputError("model: must not change while the engine starts")
+            return name_of_weights(weights, model.dtype, options)
+
+        identity = Identity(
+            model="unnamed",
             tokenizer=_tokenizer(model),
             layout=self.layout.fingerprint,
             profile=b"" if self.quality == LOSSLESS else self.profile.id,
             quality=self.quality,
             shards=self.ranks,
         )
+        return identity, make
 
     def changed_while_loading(self, vllm_config: Any) -> bool:
         """Return, and log, whether the checkpoint's files may be others than those that the engine has read: some are
@@ -377,6 +403,19 @@ def default_store(executor: str | None, engine: str) -> tuple[str, ...]:
     return (f"file://{folder}?max_gb={size:.3g}",)
 
 
+def _checkpoint(vllm_config: Any) -> Checkpoint:
+    """Return the files that vLLM has read the model's weights from."""
+    model = vllm_config.model_config
+    elsewhere = getattr(model, "model_weights", "")
+    if elsewhere and elsewhere != model.model:
+        raise InputError(
+            f"model: must hold its weights, got {elsewhere}, where vLLM reads them from: set option 'model_id' to a "
+            "name of your own that changes with the weights"
+        )
+    load_format = str(vllm_config.load_config.load_format)
+    return Checkpoint(model.model, revision=model.revision, load_format=load_format)
+
+
 def _key_ids(codec: Codec) -> str:
     first, *others = (key_id.hex() for key_id in codec.key_ids)
     return first + (f"; also accepted: {', '.join(others)}" if others else "")
@@ -389,17 +428,9 @@ def _states_in_keys(layers: Sequence[RecurrentLayer]) -> list[list[str]]:
 
 
 @lru_cache(maxsize=1)
-def _find_profile(engine: str, where: str, layout: KVLayout, model_path: str, revision: str | None) -> Profile:
-    """Find the profile once per engine: with one rank, both roles live in one process, and must have the same one.
-
-    Args:
-        engine: its name in vLLM.
-        where: a file or a collection.
-        layout: of the whole model.
-        model_path: checkpoint.
-        revision: of a hub id.
-    """
-    return find_profile(where, layout, model_path, revision=revision)
+def _find_profile(engine: str, where: str, layout: KVLayout) -> Profile:
+    """Find the profile of a model with this layout once per engine: with one rank, both roles live in one process."""
+    return find_profile(where, layout)
 
 
 def _asked(options: Options, codes: torch.dtype | None) -> dict[str, Any]:

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.integrations.guard import Guard
+from cuvee.integrations.guard import Guard, Once
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.draft_layers import DraftPages, Drafts
-from cuvee.integrations.vllm.messages import Report
+from cuvee.integrations.vllm.messages import Report, Seen
 from cuvee.integrations.vllm.metrics import Recorder, summary
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.state_pages import StatePages
@@ -35,6 +36,9 @@ from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_save import WorkerSaves
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark
+
+if TYPE_CHECKING:
+    from cuvee.integrations.vllm.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class WorkerSide:
         codec: of this rank.
         store: read and written.
         recorder: figures, drained into the reports.
-        weights: returns what is equal as long as the rank's weights are; None: that cannot be told.
+        weights: of the rank; None: they never change.
 
     Attributes:
         loads, blends, saves: what the engine has the rank do.
@@ -63,12 +67,13 @@ class WorkerSide:
         codec: Codec,
         store: Store,
         recorder: Recorder,
-        weights: Callable[[], object | None] = lambda: None,
+        weights: Weights | None = None,
     ) -> None:
         options = setup.options
-        self._read_weights = weights
-        self._weights = weights()  # those of what is stored
-        self._sleeps = 0  # since the last step
+        self._weights = weights
+        self._first = None if weights is None else weights.digest()  # of what the checkpoint's name stands for
+        self._coding = setup.coding
+        self._once = Once(logger)
         self._close_timeout = options.close_timeout
         self._guard = Guard(recorder)
         self._state = WorkerState(setup, rank, codec, store, recorder)
@@ -106,7 +111,6 @@ class WorkerSide:
         """
         if self._state.coded is None:
             return
-        self._sleeps += 1
         self.loads.drop()
         Mark(self._state.device).wait()
         self._state.detach()
@@ -157,24 +161,33 @@ class WorkerSide:
                 self._times.end(self._state.device, self.saves.failing)
         self.saves.end_step()
 
-    def settle(self, step: int, resets: int) -> None:
-        """Report whether what was stored before the resets since the last step is of the weights that the engine has.
+    def settle(self, step: int, names: bool, coding: str = "") -> None:
+        """Look whether the engine has the weights that it had, before it computes anything with others.
 
-        It is if each reset was that of a sleep, and the weights are what they were when the last reset was settled.
+        Where the scheduler asks, all of them are read and reported. Otherwise a part is read; if it has changed, what
+        waits to be stored is dropped, loads under way fail, and nothing is loaded or stored until the scheduler asks.
         """
-        sleeps, self._sleeps = self._sleeps, 0
-        if not resets:
-            return
+        state, weights = self._state, self._weights
         with self._guard("start_loads"):
-            before, self._weights = self._weights, None
-            self._weights = self._read_weights()
-            if sleeps < resets:
+            if coding not in ("", self._coding):
+                state.stale = "profile"
+                self._once(
+                    "profile", "cuvee: rank %d: nothing is loaded or stored, because the scheduler has another profile "
+                    "(%s) than this rank (%s): its file was replaced meanwhile; restart the engine", state.rank,
+                    coding, self._coding, level=logging.ERROR,
+                )  # fmt: skip
                 return
-            if before is None or before != self._weights:
-                logger.info("cuvee: rank %d slept, and its weights are others now, or unknown", self._state.rank)
-                return
-            with self._state.lock:
-                self._state.report.kept.append(step)
+            if names:
+                now = None if weights is None else weights.digest()
+                with state.lock:
+                    state.stale = ""
+                    state.report.seen.append(Seen(step, state.rank, self._first, now))
+            elif weights is not None and self.attached and not state.stale and weights.changed():
+                with state.lock:
+                    state.stale = "weights"
+                    state.report.changed.add(state.rank)
+                self.saves.void()
+                self.loads.void()
 
     def report(self, step: int) -> Report:
         """Return what happened since the last report; `step` was executed. A store whose counters fail costs no more

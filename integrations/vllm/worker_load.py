@@ -50,6 +50,9 @@ class WorkerLoads:
             job = LoadJob(load, time.monotonic(), load.start)
             with self._state.lock:
                 self._jobs[load.request] = job
+            if self._state.stale:
+                self.abandon(job)
+                continue
             with self._guard("start_loads", partial(self.abandon, job)):
                 ready = ready or Mark(self._state.device)
                 self._pools.loaders.submit(self._load, job, ready)
@@ -109,6 +112,15 @@ class WorkerLoads:
         for job in jobs:
             with self._guard("drop"):
                 self.abandon(job)
+
+    def void(self) -> None:
+        """End all loads with nothing, because the weights have changed. On return, no thread writes to their pages."""
+        with self._state.lock:
+            jobs = self.under_way()
+        for job in jobs:
+            with self._guard("drop"), job.lock:
+                job.valid_until = job.load.start
+                self.end(job)
 
     def _load(self, job: LoadJob, ready: Mark) -> None:
         load = job.load

@@ -75,6 +75,7 @@ class WorkerSaves:
         # The state's lock guards these.
         self._pending = 0  # bytes of copies and blobs
         self._sizes: dict[bytes, int] = {}  # bytes of each copy, or of its blob once it is encoded, by digest
+        self._void: set[bytes] = set()  # of these, what is not to be stored after all
 
     def queued(self) -> tuple[int, int]:
         """Return how many entries are being stored, and the bytes of their copies; the state's lock is held."""
@@ -110,6 +111,10 @@ class WorkerSaves:
         """Copy the entries out of the pages now, encode and store them later; entries over budget are left out, and all
         of them if the store is known to be down, or the forward of this step or of an earlier one has raised.
         """
+        if self._state.stale:
+            with self._guard("save"):
+                self._refuse(saves, self._state.stale)
+            return
         if not saves or not self._state.stores:
             return
         if self._ended != self._due:
@@ -144,6 +149,13 @@ class WorkerSaves:
                 else:
                     self._unconfirmed.append((self._ended, batch, copy, Mark(self._state.device)))
         self._submit_confirmed()
+
+    def void(self) -> None:
+        """Store nothing of what waits to be stored, because the weights have changed."""
+        with self._state.lock:
+            self._void |= self._sizes.keys()
+        while self._unconfirmed:
+            self._release(self._unconfirmed.popleft()[1])
 
     def _refuse(self, saves: Sequence[Save], reason: str) -> None:
         """Book entries as not stored. Those that are under way already stay so."""
@@ -341,6 +353,10 @@ class WorkerSaves:
     def _write(self, save: Save, parts: tuple[bytes, ...], beside: Beside | None = None) -> None:
         with self._guard("store", partial(self._release, [save])):
             store, key = self._state.store, self._key(save)
+            if save.entry.digest in self._void:
+                self._state.recorder.count("stores_skipped", 1, "weights")
+                self._release([save])
+                return
             try:
                 kept = store.put_parts(key, parts)
                 drafted = store.put_parts(*beside) if kept and beside is not None else 0
@@ -375,6 +391,7 @@ class WorkerSaves:
         """Book an entry as stored or as never to be. One whose job was cancelled stays: it is lost at close."""
         with self._state.lock:
             self._pending -= self._sizes.pop(save.entry.digest, 0)
+            self._void.discard(save.entry.digest)
             if not kept:
                 self._state.report.unsaved.add(save.entry.digest)
             elif self._state.tells and save.entry.kind == "chunk":

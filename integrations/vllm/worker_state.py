@@ -101,8 +101,10 @@ class WorkerState:
         bytes_per_token: of the pages and a drafter's, uncompressed.
         bytes_per_state: of all recurrent layers, uncompressed.
         coded: the engine's pages; None: there are none yet, or the engine sleeps.
-        drafts: the pages of a drafter's layers; None: there are none.
+        drafts: the pages of a drafter's layers; None: there are none, or they have no name yet.
         closed: nothing is admitted any more.
+        stale: why nothing is loaded or stored: the scheduler's names stand for other "weights" or for another
+            "profile"; empty: they do not.
         states: what recurrent layers hold; None: there are none, or the engine sleeps.
     """
 
@@ -130,9 +132,10 @@ class WorkerState:
         self.progress = threading.Condition(self.lock)
         self.report = Report()
         self.closed = False
+        self.stale = ""
         self.blocks, self.windows = setup.blocks, setup.windows
         self.coded: CodedPages | None = None
-        self.drafts: DraftPages | None = None
+        self._drafts: DraftPages | None = None
         self.states: StatePages | None = None
         self.bytes_per_token = 0
         self.bytes_per_state = sum(layer.nbytes for layer in setup.recurrent)
@@ -145,13 +148,18 @@ class WorkerState:
         self, cache: PagedCache, coders: ThreadPool, drafts: DraftPages | None = None, states: StatePages | None = None
     ) -> None:
         """Use these pages, and these states of recurrent layers."""
-        self.drafts, self.states = drafts, states
+        self._drafts, self.states = drafts, states
         self.coded = CodedPages(cache, self._groups, self._layout or cache.layout, self.codec, coders)
         self.bytes_per_token = self.coded.bytes_per_token + (0 if drafts is None else drafts.bytes_per_token)
 
     def detach(self) -> None:
         """Forget the pages."""
-        self.coded = self.drafts = self.states = None
+        self.coded = self._drafts = self.states = None
+
+    @property
+    def drafts(self) -> DraftPages | None:
+        """The pages of a drafter's layers."""
+        return self._drafts if self._drafts is not None and self._drafts.named else None
 
     @property
     def fails_whole(self) -> bool:

@@ -26,6 +26,7 @@ from threading import Condition
 from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -43,6 +44,7 @@ from cuvee.integrations.guard import Guard
 from cuvee.integrations.pages import Counts, PageStores
 from cuvee.integrations.pages.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, cache_dtype, check_mapping, row_memory, row_shape
 from cuvee.integrations.vllm_tier.tier_checks import check_model, engine_config, refuse_names
 from cuvee.integrations.vllm_tier.tier_metrics import DOCUMENTED, PREFIX
@@ -53,6 +55,11 @@ logger = logging.getLogger(__name__)
 _ENGINE = "vllm-tier"
 _THREADS = 4  # for each kind of job; they mostly wait for the store and for the codec's threads
 _TOGETHER = 2048  # tokens of a job that are stored between two looks at the clock
+
+
+def _load_format(engine: Any) -> str:
+    """Return how vLLM reads the checkpoint, if it tells."""
+    return "auto" if engine is None else str(engine.load_config.load_format)
 
 
 class _Lookups(AsyncLookupManager):
@@ -111,13 +118,14 @@ class CuveeTier(SecondaryTierManager):
         stores = PageStores(
             given, layout,
             lambda: name_of_weights(
-                given.model_id or checkpoint_identity(path),
+                given.model_id or checkpoint_identity(path, load_format=_load_format(engine)),
                 layout.torch_dtype if engine is None else engine.model_config.dtype,
                 None if engine is None else vllm_options(engine, named=given.model_id is not None),
             ),
             checkpoint=(path, None), engine=_ENGINE, page_tokens=shape.tokens, counts=self._counts, positions=False,
         )  # fmt: skip
-        self._pages = stores.of(0, 1, given.tenant)
+        self._stores, self._pages = stores, stores.of(0, 1, given.tenant)
+        watch_calls(EngineCore, self._withdraw)
         # Released at the end, because vLLM cannot release its memory while others refer to it.
         self._rows: ChunkRows | None = ChunkRows(row_memory(primary_kv_view, layout), layout, shape)
         self._storing, self._loading = (
@@ -193,6 +201,17 @@ class CuveeTier(SecondaryTierManager):
         """Give up what waits, and wait for what has begun. `get_finished_jobs` has the results."""
         with self._guard("drain_jobs"):
             self._give_up(None)
+            if not self._stores.named:  # now vLLM empties its primary tier, which may be of the weights before
+                self._stores.rename()
+                self._pages = self._stores.of(0, 1, self._options.tenant)
+
+    def _withdraw(self) -> None:
+        """Store and find nothing until vLLM resets its cache: a user's call may have changed its weights.
+
+        It tells nothing about them, so what is stored after that is found by this engine alone.
+        """
+        with self._guard("withdraw"):
+            self._stores.withdraw("a call to vLLM's workers may have changed weights: reset its external cache, too")
 
     def _submit(
         self, kind: str, pool: ThreadPool, work: Callable[[_Job, ChunkRows], list[bool]], metadata: Any
@@ -225,12 +244,13 @@ class CuveeTier(SecondaryTierManager):
 
     def _store(self, job: _Job, rows: ChunkRows) -> list[bool]:
         done: list[bool] = []
+        pages = self._pages
         chunks = max(_TOGETHER // self._tokens, 1)
         while len(done) < len(job.keys) and not self._late(job):
             part = slice(len(done), len(done) + chunks)
             keys, slots = job.keys[part], rows.slots(job.metadata.chunk_ids[part])
             following = (len(job.keys) - len(done) - len(keys)) * self._tokens  # all of one request, in order
-            done += self._pages.save(rows.cache, slots, keys, None, following=following)
+            done += pages.save(rows.cache, slots, keys, None, following=following)
         return done
 
     def _load(self, job: _Job, rows: ChunkRows) -> list[bool]:

@@ -16,7 +16,7 @@ BLAMED = {
     "VersionError": True,
     "CorruptError": True,
     "KeyMismatchError": True,
-    "ProfileMismatchError": True,
+    "ProfileMismatchError": False,
     "ExpiredError": True,
     "ProfileError": False,
     "InputError": False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import fnmatch
 import json
 import random
 import shutil
@@ -22,6 +23,7 @@ from transformers import LlamaConfig
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.engine_config import SGLANG, VLLM, set_options, sglang_options, vllm_options
+from cuvee.integrations.engine_environment import VLLM_VARIABLES
 
 
 class Kind(enum.Enum):
@@ -142,7 +144,7 @@ def another(value: Any, kind: Any, dice: random.Random) -> Any:
 # Their readers want a file, or compare them with another option: they have tests of their own.
 READ = {
     "dtype", "hf_config_path", "max_model_len", "mm_encoder_fp8_scale_path", "lora_dtype", "worker_cls", "load_format",
-    "hf_overrides",
+    "hf_overrides", "model_loader_extra_config",
 }  # fmt: skip
 
 
@@ -262,6 +264,96 @@ def test_options_that_are_compared_with_others(vllm: Any, tmp_path: Path) -> Non
     model.multimodal_config.mm_encoder_fp8_scale_path = None
 
 
+_SECRET = "hunter22"
+_LOADERS: list[tuple[Any, bool]] = [  # options of a loader, and whether they change weights
+    ({"concurrency": 16, "memory_limit": 5}, False),
+    ({"enable_multithread_load": True, "num_threads": 8}, False),
+    ({"s3_access_key_id": _SECRET, "s3_secret_access_key": _SECRET, "s3_endpoint": f"http://u:{_SECRET}@h"}, False),
+    ({"tensorizer_config": {"s3_secret_access_key": _SECRET, "stream_kwargs": {"key": _SECRET}}}, False),
+    ({"tensorizer_uri": f"s3://user:{_SECRET}@bucket/model.tensors"}, True),
+    ({"tensorizer_config": {"tensorizer_uri": "s3://bucket/other.tensors"}}, True),
+    ({"pattern": "model-{rank}.safetensors"}, True),
+    ({"deserialization_kwargs": {"dtype": "float16"}}, True),
+    ({"a_later_option": _SECRET}, True),
+]
+
+
+@pytest.mark.parametrize(("given", "counts"), _LOADERS)
+def test_credentials_of_a_loader_are_neither_in_the_identity_nor_in_the_log(
+    vllm: Any, given: dict[str, Any], counts: bool
+) -> None:
+    vllm.load_config.model_loader_extra_config = given
+    try:
+        found = vllm_options(vllm)
+    finally:
+        vllm.load_config.model_loader_extra_config = {}
+    assert (found != {}) is counts and _SECRET not in written(found)
+
+
+def test_another_password_loads_the_same_weights(vllm: Any) -> None:
+    found = []
+    for password in ("first", "second"):
+        vllm.load_config.model_loader_extra_config = {"tensorizer_uri": f"s3://me:{password}@bucket/one"}
+        found.append(vllm_options(vllm))
+    vllm.load_config.model_loader_extra_config = {}
+    assert found[0] == found[1] != {}
+
+
+# Environment ---------------------------------------------------------------------------------------------------------
+
+_VARIABLES = [  # name, value, and whether it counts
+    ("VLLM_MARLIN_INPUT_DTYPE", "fp8", True), ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4", True),
+    ("VLLM_CPU_INT4_W4A8", "0", True), ("VLLM_USE_DEEP_GEMM_E8M0", "0", True), ("VLLM_MLA_DISABLE", "1", True),
+    ("VLLM_BATCH_INVARIANT", "1", True), ("VLLM_FLOAT32_MATMUL_PRECISION", "medium", True),
+    ("VLLM_TEST_FORCE_LOAD_FORMAT", "pt", True), ("VLLM_MODEL_REDIRECT_PATH", "/elsewhere", True),
+    ("VLLM_OF_A_LATER_VERSION", _SECRET, True), ("VLLM_PLUGINS", "mine", True), ("VLLM_USE_TRITON_AWQ", "1", True),
+    ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "NONE", False), ("VLLM_MLA_DISABLE", "0", False),
+    ("VLLM_LOGGING_LEVEL", "DEBUG", False), ("VLLM_API_KEY", _SECRET, False), ("VLLM_PORT", "4000", False),
+    ("VLLM_CPU_KVCACHE_SPACE", "1", False), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0", False),
+    ("VLLM_USE_V2_MODEL_RUNNER", "1", False), ("HF_TOKEN", _SECRET, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "counts"), _VARIABLES)
+def test_variables_that_change_values_belong_to_the_identity(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str, counts: bool
+) -> None:
+    plain = vllm_options(vllm)
+    monkeypatch.setenv(name, value)
+    found = vllm_options(vllm)
+    assert (found != plain) is counts and value not in found.get("environment", {}).values()
+    if counts:
+        monkeypatch.setenv(name, value + "x")
+        assert vllm_options(vllm) != found
+
+
+def test_the_lists_name_variables_that_there_are(vllm: Any) -> None:
+    from tests.integrations.vllm_tier.real_tiers import real
+
+    if not real("vllm").__version__.startswith("0.32."):
+        pytest.skip("another version of vLLM")
+    known = [*real("vllm.envs").environment_variables, "VLLM_DIST_IDENT"]  # which vLLM sets for its own processes
+    for pattern in " ".join(VLLM_VARIABLES.values()).split():
+        assert fnmatch.filter(known, pattern), pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "counts"),
+    [
+        ("SGLANG_ROPE_CACHE_FP32", "1", True), ("SGLANG_ROPE_CACHE_FP32", "0", False),
+        ("SGLANG_OF_A_LATER_VERSION", _SECRET, True), ("SGLANG_LOG_MS", "1", False), ("SGLANG_PORT", "1", False),
+        ("SGLANG_MAMBA_SSM_DTYPE", "bfloat16", True),
+    ],
+)  # fmt: skip
+def test_variables_of_sglang(
+    server_args: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str, counts: bool
+) -> None:
+    made = server_args(model_path="folder")
+    plain = sglang_options(made)
+    monkeypatch.setenv(name, value)
+    assert (sglang_options(made) != plain) is counts and _SECRET not in written(sglang_options(made))
+
+
 # SGLang --------------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +367,7 @@ def server_args() -> Any:
 
 _READ_SGLANG = {
     "trust_mm_content_hashes", "lora_paths", "json_model_override_args", "quantization_param_path", "random_seed",
-    "load_format",
+    "load_format", "model_loader_extra_config",
 }  # fmt: skip
 
 

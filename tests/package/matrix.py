@@ -20,7 +20,6 @@ ENGINES = {
     "vllm/": "vLLM, connector",
     "vllm_tier/": "vLLM, tier",
     "sglang/test_hicache.py": "SGLang, HiCache",
-    "sglang/test_linker.py": "SGLang, linker",
     "lmcache/": "LMCache",
 }
 PLAIN = {

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 
 from cuvee.codec.errors import CorruptError, CuveeError
+from cuvee.codec.support.files import cache_folder
 
 REAL_MODEL = "smollm2"
 REAL_MODEL_TITLE = "SmolLM2-135M-Instruct, dequantized from Q4_1"
@@ -45,15 +45,6 @@ class ModelUnavailableError(CuveeError):
     """The real model is not cached and cannot be downloaded. The message gives the reason and the remedy."""
 
     blames_blob = False
-
-
-def cache_folder() -> Path:
-    """Return the folder of downloads: $CUVEE_CACHE, else `cuvee` in $XDG_CACHE_HOME, else ~/.cache/cuvee."""
-    if folder := os.environ.get("CUVEE_CACHE"):
-        return Path(folder).expanduser().absolute()
-    shared = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore a relative path.
-    return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "cuvee"
 
 
 def smollm2_path() -> Path:

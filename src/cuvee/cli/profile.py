@@ -160,7 +160,7 @@ def _learn_from_store(
     weights = weight_fingerprints(path)
     if not weights.found:
         typer.echo(
-            f"note: the weights' fingerprint is unknown ({weights.unknown}): engines find the profile by its id alone",
+            f"note: the weights' fingerprint is unknown ({weights.unknown}): engines cannot check that it is theirs",
             err=True,
         )
     secrets = () if key_env is None else (read_secret("--key-env", env=key_env),)
@@ -182,10 +182,7 @@ def profile_push(
     file: Annotated[Path, typer.Argument(help="A profile (.safetensors).")],
     where: Annotated[str, typer.Argument(metavar="WHERE", help=_WHERE_HELP)],
 ) -> None:
-    """Put a profile into a collection, where it becomes the newest of its model. Engines with its model find it there.
-
-    Profiles that were pushed before stay, under their ids. A profile that names no weights, such as a fitted one, is
-    found by its id alone.
+    """Put a profile into a collection, and say by which name engines find it there.
 
     Example: cuvee profile push smollm2.safetensors s3://bucket/profiles
     """
@@ -200,9 +197,37 @@ def profile_push(
     with _waiting(f"pushing {file} to {location.shown}"):
         profile = Profile.load(file)
         size = collection.push(profile)
-    whose = "no model" if profile.model is None else f"weights {profile.model}"
-    found = "found by its id alone" if profile.model is None else "the newest of its model"
-    typer.echo(f"pushed {profile.id.hex()} ({size:,} bytes, {whose}) to {location.shown}: {found}")
+    typer.echo(f"pushed {size:,} bytes: engines find it as {location.shown}#{profile.id.hex()}")
+
+
+@app.command("list")
+def profile_list(
+    where: Annotated[str, typer.Argument(metavar="WHERE", help=_WHERE_HELP)],
+    *,
+    model: Annotated[str | None, typer.Option(help="List the profiles that fit this model alone.")] = None,
+) -> None:
+    """List the profiles in a collection, the last pushed first: id, when it was pushed, bytes, and the model's layout.
+
+    Example: cuvee profile list s3://bucket/profiles
+    """
+    import time
+
+    import torch
+
+    from cuvee.calibration.corpus import model_path
+    from cuvee.integrations.checkpoint import read_layout
+    from cuvee.integrations.profile_collection.collection import ProfileCollection
+    from cuvee.integrations.profile_collection.location import ProfileLocation
+
+    location = ProfileLocation.parse(where)
+    layout = None if model is None else read_layout(model_path(model), torch.bfloat16)
+    with _waiting(f"listing {location.shown}"):
+        found = ProfileCollection(location).list(layout)
+    for each in found:
+        pushed = time.strftime("%Y-%m-%d %H:%M", time.gmtime(each.time))
+        typer.echo(f"{each.id}  {pushed}  {each.size:>14,}  layout {each.layout}")
+    if not found:
+        typer.echo(f"no profiles in {location.shown}", err=True)
 
 
 @app.command("pull")
@@ -214,9 +239,7 @@ def profile_pull(
         str,
         typer.Argument(
             metavar="WHERE",
-            help=_WHERE_HELP
-            + " With ?id=HEX behind a URL (file:///folder?id=HEX): that profile of the model, in place "
-            "of the one that was pushed last.",
+            help=_WHERE_HELP + " It ends in #ID, the id of the profile (cuvee profile list).",
         ),
     ],
     *,
@@ -225,7 +248,7 @@ def profile_pull(
         bool,
         typer.Option(
             "--other-weights",
-            help="With an id: also accept a profile that was calibrated on other weights, such as those of the model "
+            help="Also accept a profile that was calibrated on other weights, such as those of the model "
             "before it was quantized.",
         ),
     ] = False,
@@ -235,29 +258,25 @@ def profile_pull(
 
     An engine takes the same WHERE as option "profile", and then needs no file.
 
-    Example: cuvee profile pull smollm2 s3://bucket/profiles -o smollm2.safetensors
+    Example: cuvee profile pull smollm2 s3://bucket/profiles#ID -o smollm2.safetensors
     """
     import torch
 
     from cuvee.calibration.corpus import model_path
     from cuvee.integrations.checkpoint import read_layout
-    from cuvee.integrations.profile_collection.collection import ProfileCollection
+    from cuvee.integrations.profile_collection.collection import ProfileCollection, find_profile
     from cuvee.integrations.profile_collection.location import ProfileLocation
     from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
     check_absent(out, force)
     location = ProfileLocation.parse(where)
-    if other_weights and location.id is None:
-        raise InputError(
-            f"--other-weights: must come with an id in WHERE, got {location.shown}: without one, the weights say which "
-            "profile is meant"
-        )
-    path = model_path(model)
-    layout = read_layout(path, torch.bfloat16)  # profiles serve caches of any dtype
-    weights = None if other_weights else weight_fingerprints(path)
-    collection = ProfileCollection(location)
+    layout = read_layout(model_path(model), torch.bfloat16)  # profiles serve caches of any dtype
+    if location.id is None:
+        find_profile(where, layout)  # says which there are
+        raise InputError(f"WHERE: must be a place and an id (URL#id), got {location.shown}")
+    weights = () if other_weights else weight_fingerprints(model_path(model)).found
     with _waiting(f"pulling from {location.shown}"):
-        profile = collection.pull(layout, weights=weights, id=location.id)
+        profile = ProfileCollection(location).pull(layout, location.id, weights=weights)
     _save(profile, out)
 
 

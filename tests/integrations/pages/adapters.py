@@ -251,56 +251,8 @@ class HiCache(Adapter):
         self.rank.backend.close()
 
 
-class Linker(Adapter):
-    """SGLang's external linker. Needs `published_arguments`."""
-
-    def open(self, options: dict[str, Any], dtype: torch.dtype) -> None:
-        layer = self.layout.layers[0]
-        pool = real_sglang.device_pool(
-            layers=self.layout.num_layers, heads=layer.kv_heads, dim=layer.head_dim, page_tokens=self.page,
-            pages=6 * MOST, dtype=dtype,
-        )  # fmt: skip
-        self.cache = real_sglang.PrefixCache(pool, options)
-
-    def submit(self, count: int, sequence: int = 0) -> None:
-        slots = self.cache.alloc(count)
-        pool = self.cache.pool
-        for buffer, own in zip((*pool.k_buffer, *pool.v_buffer), self.pages(count, sequence), strict=True):
-            buffer[slots] = own
-        self.cache.insert(self.tokens(count, sequence), slots)
-
-    def settle(self) -> None:
-        self.cache.settle()
-        self.cache.forget()
-
-    def load(self, count: int, sequence: int = 0, expected: Sequence[KVChunk] | None = None) -> int:
-        request, result = self.cache.match(self.tokens(count, sequence))
-        slots = self.cache.queue(request, result)
-        if slots is None:
-            return 0
-        assert self.cache.run([request]) == [], "SGLang would abort the request"
-        loaded = len(slots) // self.page
-        assert self.same(self.cache.values(slots), loaded, sequence, expected)
-        self.cache.forget()
-        return loaded
-
-    def found(self, count: int, sequence: int = 0) -> int:
-        _, result = self.cache.match(self.tokens(count, sequence))
-        self.cache.forget()
-        return int(result.host_hit_length) // self.page
-
-    @property
-    def counters(self) -> dict[str, float]:
-        counters: dict[str, float] = self.cache.linker.counters()
-        return counters
-
-    def close(self) -> None:
-        self.cache.linker.close()
-
-
 ADAPTERS = [
     pytest.param(Tier, id="vllm_tier"),
     pytest.param(L2, id="lmcache", marks=real_lmcache.NEED_LMCACHE),
     pytest.param(HiCache, id="hicache", marks=real_sglang.need_sglang),
-    pytest.param(Linker, id="linker", marks=real_sglang.need_sglang),
 ]

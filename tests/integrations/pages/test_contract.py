@@ -6,14 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.integrations.pages.adapters import ADAPTERS, L2, MOST, Adapter, HiCache, Linker, Tier
-from tests.integrations.sglang.real_sglang import published_arguments
+from tests.integrations.pages.adapters import ADAPTERS, L2, MOST, Adapter, HiCache, Tier
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.recognizing import cached, ids_of, learned_profile, small_model
 
@@ -47,11 +45,10 @@ def make(kind: type[Adapter], store: DictStore) -> Iterator[Make]:
         made.append(kind(store, options or {}, **given))
         return made[-1]
 
-    with published_arguments() if kind is Linker else nullcontext():
-        yield build
-        store.before = lambda operation: None
-        for each in made:
-            each.close()
+    yield build
+    store.before = lambda operation: None
+    for each in made:
+        each.close()
 
 
 # There and back -------------------------------------------------------------------------------------------------------
@@ -251,7 +248,7 @@ def test_what_no_longer_fits_is_refused_and_counted(make: Make, store: DictStore
     assert sum(a.load(3, sequence) for sequence in range(8)) == 24 - refused
 
 
-@pytest.mark.parametrize("kind", [each for each in ADAPTERS if each.values[0] in (Tier, L2, Linker)], indirect=True)
+@pytest.mark.parametrize("kind", [each for each in ADAPTERS if each.values[0] in (Tier, L2)], indirect=True)
 def test_what_waited_too_long_is_given_up(make: Make) -> None:
     """The engine may need its memory for others by then."""
     a = make({"load_timeout": 1e-9})
@@ -276,7 +273,7 @@ def test_closing_ends_what_has_begun_and_gives_up_what_waits(make: Make, store: 
     assert sum(again.load(2, sequence) for sequence in range(6)) == saved
 
 
-@pytest.mark.parametrize("kind", [each for each in ADAPTERS if each.values[0] in (HiCache, Linker)], indirect=True)
+@pytest.mark.parametrize("kind", [each for each in ADAPTERS if each.values[0] in (HiCache,)], indirect=True)
 def test_a_closed_adapter_has_no_pages(make: Make) -> None:
     """The other engines end with it."""
     a = make()

@@ -27,6 +27,7 @@ from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.pages import Counts, PageStore, entries
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
 
 PAGE = 8  # tokens
@@ -216,138 +217,6 @@ def test_what_is_encoded_knows_what_follows(desk: Callable[..., Desk], monkeypat
     assert sorted(following) == list(range(0, 10 * PAGE, PAGE))
 
 
-# Fetched first, placed later ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["run by run", "in one call"])
-def placing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How runs are decoded: in threads, or many in one call, as on a device."""
-    if request.param == "in one call":
-        monkeypatch.setattr(Codec, "on_device", lambda self, device: True)
-
-
-@pytest.mark.usefixtures("placing")
-def test_what_was_fetched_is_placed_layer_by_layer_without_the_store(
-    desk: Callable[..., Desk], store: DictStore
-) -> None:
-    d = desk(secrets=SECRETS[:1])
-    d.save(range(11))
-    wanted = d.tokens(range(11))
-    whole, part = d.pages.fetch(named(range(13)), 0), d.pages.fetch(named(range(2, 7)), None)
-    assert (len(whole), len(part)) == (11, 5) and d.counts.snapshot()["missed_pages"] == 2
-    store.entries.clear()
-    begun: list[range] = []
-
-    def done(layers: range) -> None:
-        begun.append(layers)
-        now = d.tokens(range(20, 31))
-        for layer in range(3):
-            there = layer < layers.stop
-            assert torch.equal(now[layer], wanted[layer]) == torch.equal(now[3 + layer], wanted[3 + layer]) == there
-
-    assert d.pages.place(d.cache, [(whole, d.at(range(20, 31))), (part[:3], d.at(range(31, 34)))], done)
-    assert begun == [range(1), range(1, 2), range(2, 3)]
-    assert equal(d.tokens(range(31, 34)), [each[2 * PAGE : 5 * PAGE] for each in wanted])
-    assert d.counts.snapshot()["loaded_pages"] == 14
-    with pytest.raises(InputError, match="slots: must be 8 for each of 5 pages, got 24"):
-        d.pages.place(d.cache, [(part, d.at(range(3)))], done)
-    with pytest.raises(InputError, match="slots: must be 0"):
-        d.pages.place(d.cache, [(part[:1], torch.full((PAGE,), PAGES * PAGE))], done)
-    d.pages.close()
-    assert not d.pages.place(d.cache, [(part[:1], d.at(range(1)))], done)
-    assert d.pages.fetch(named(range(2)), 0) == []
-
-
-def test_layers_that_were_coded_together_are_placed_together() -> None:
-    part = cached(small_model()).slice(0, 4 * PAGE)
-    told = Told(part)
-    assert told.save(start=0) == [True] * 4
-    cache = PagedCache.empty(part.layout, 4 * PAGE, range(3), torch.device("cpu"))
-    runs: list[range] = []
-    assert told.pages.place(cache, [(told.pages.fetch(named(range(4)), None), torch.arange(4 * PAGE))], runs.append)
-    assert runs == [range(2), range(2, 3)], "the profile's group is heads:2"
-    placed, loaded = cache.chunk(None, 0), told.load(None)
-    assert loaded is not None and equal([*placed.keys, *placed.values], loaded)
-    told.pages.close()
-
-
-def test_damage_is_found_when_it_is_fetched(desk: Callable[..., Desk], store: DictStore) -> None:
-    """In any section, because a load may not fail halfway. The page can be stored again."""
-    d = desk()
-    d.save(range(8))
-    key = d.key(4)
-    whole = store.entries[key]
-    for at in range(len(whole) - 1, 200, -(len(whole) // 9)):
-        data = bytearray(whole)
-        data[at] ^= 4
-        store.entries[key] = bytes(data)
-        assert len(d.pages.fetch(named(range(8)), 0)) == 4
-        assert key not in store.entries and d.save(range(8)) == [True] * 8
-
-
-def test_damage_that_cannot_be_deleted_does_not_hold_a_lookup(desk: Callable[..., Desk], store: DictStore) -> None:
-    d = desk(lookup_timeout=1.0)
-    d.save(range(4))
-    key = d.key(0)
-    store.entries[key] = store.entries[key][:-1]
-    go = hold(store, "delete")
-    try:
-        assert d.pages.fetch(named(range(4)), 0) == []
-    finally:
-        go.set()
-    counts = d.counts.snapshot()
-    assert counts["failures{decode}"] == counts["failures{store}"] == 1
-
-
-@pytest.mark.usefixtures("placing")
-def test_damage_behind_right_checksums_is_found_when_it_is_placed(
-    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    d = desk()
-    d.save(range(12))
-    key = d.key(4)
-    data = bytearray(store.entries[key])
-    data[-9] ^= 4
-    store.entries[key] = bytes(data)
-    monkeypatch.setattr(Codec, "verify", lambda self, opened: None)
-    fetched = d.pages.fetch(named(range(12)), 0)
-    done: list[range] = []
-    assert len(fetched) == 12 and not d.pages.place(d.cache, [(fetched, d.at(range(20, 32)))], done.append)
-    assert done == [range(1), range(1, 2)], "the last layer is damaged"
-    assert key not in store.entries and len(store.entries) == 11, "only that page is discarded"
-    assert d.counts.snapshot()["failures{decode}"] == 1 and "loaded_pages" not in d.counts.snapshot()
-
-
-def test_fetching_takes_no_longer_than_a_lookup(
-    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of it together: every slice of pages."""
-    monkeypatch.setattr("cuvee.integrations.pages.entries._BATCH_TOKENS", 8 * PAGE)
-    d = desk(lookup_timeout=0.5)
-    d.save(range(40))
-    waited: list[float] = []
-    result = Future.result
-
-    def noting(self: Future[Any], timeout: float | None = None) -> Any:
-        waited.extend([] if timeout is None else [timeout])
-        return result(self, timeout)
-
-    monkeypatch.setattr(Future, "result", noting)
-    asked = iter(range(1000))
-
-    def slowly(operation: str) -> None:
-        if operation == "get" and next(asked) > 8:  # behind some pages
-            go.wait(30)
-
-    go = threading.Event()
-    store.before = slowly
-    try:
-        assert len(d.pages.fetch(named(range(40)), 0)) < 40
-    finally:
-        go.set()
-    assert len(waited) >= 2 and waited == sorted(waited, reverse=True) and waited[0] <= 0.5
-
-
 def test_nothing_behind_a_missing_page_is_loaded(
     desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,8 +227,33 @@ def test_nothing_behind_a_missing_page_is_loaded(
     for gone in (0, 5, 7, 8, 12):
         kept = store.entries.pop(d.key(gone))
         assert d.load(range(16), range(20, 36)) == [True] * gone + [False] * (16 - gone)
-        assert len(d.pages.fetch(named(range(16)), 0)) == gone
         store.entries[d.key(gone)] = kept
+
+
+def test_what_was_begun_under_a_name_that_no_longer_holds_does_not_count(
+    desk: Callable[..., Desk], store: DictStore
+) -> None:
+    """The weights change while pages are stored, or loaded."""
+    d = desk()
+    d.save(range(4))
+    weights = WeightsName.known("w")
+    named = weights.current
+    d.pages = d.pages.beside(
+        d.pages._entries.io.codec, d.pages._names, d.pages.layout, valid=lambda: weights.holds(named)
+    )
+    assert d.load(range(4), range(20, 24)) == [True] * 4
+
+    def change(operation: str) -> None:
+        if operation in ("get", "contains"):
+            weights.withdraw("they change")
+
+    before, store.before = dict(store.entries), change
+    assert d.load(range(4), range(20, 24)) == [False] * 4
+    weights.use("w")
+    named = weights.current
+    assert d.save(range(4, 8)) == [False] * 4 and store.entries == before
+    store.before = lambda operation: None
+    assert d.pages.stored([b"0"]) == [False]
 
 
 # Deleting ------------------------------------------------------------------------------------------------------------

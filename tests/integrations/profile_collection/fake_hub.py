@@ -54,6 +54,18 @@ class FakeHub(FakeHTTP):
             if commit is None:
                 return _missing("RevisionNotFound")
             return _json({"id": REPOSITORY, "modelId": REPOSITORY, "sha": commit, "siblings": []})
+        if found := re.fullmatch(rf"{_API}/tree/([^/]+)/([^?]+)\?.*", path):
+            files = self.commits[self._commit_of(found[1]) or ""]
+            last = {"id": "0" * 40, "title": "Push", "date": "2026-01-02T03:04:05.000Z"}
+            below = {name: data for name, data in files.items() if name.startswith(f"{found[2]}/")}
+            if not below:
+                return _missing("EntryNotFound")
+            return _json(
+                [
+                    {"type": "file", "path": name, "size": len(data), "oid": "0" * 40, "lastCommit": last}
+                    for name, data in below.items()
+                ]
+            )
         if found := re.fullmatch(rf"/{REPOSITORY}/resolve/([^/]+)/(.+)", path):
             commit = self._commit_of(found[1])
             if commit is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 
 from tests.integrations.readme_tables import check_options, rows
@@ -39,24 +38,6 @@ def test_the_command_is_what_sglang_takes() -> None:
         assert flag in flags, flag
     (documented,) = re.findall(r"extra-config\n +'(.+?)'\n", hicache.__doc__ or "", re.DOTALL)
     assert json.loads(documented)["class_name"] == "CuveeHiCache"
-
-
-@need_sglang
-def test_the_linkers_command_is_what_sglang_takes() -> None:
-    part = README.partition("\n## The external linker\n")[2].partition("\n## ")[0]
-    (text,) = re.findall(r"--unified-cache-external-linker-config '(.+?)'\n", part, re.DOTALL)
-    parse = real("sglang.srt.mem_cache.unified_cache.linker_config").UnifiedCacheLinkerConfig.from_dict
-    options, linker = real("cuvee.integrations.sglang.options"), real("cuvee.integrations.sglang.linker")
-    for given in (json.loads(text), json.loads(re.findall(r"-config '(.+?)'\n", linker.__doc__ or "", re.DOTALL)[0])):
-        config = parse(given)
-        assert (config.linker_module_path, config.linker) == (linker.__name__, linker.CuveeLinker.__name__)
-        assert options.LinkerOptions.from_dict(config.linker_extra_config).store == ("file:///var/cache/kv?max_gb=200",)
-    flags = {name.replace("_", "-") for name in real("sglang.srt.server_args").ServerArgs.__struct_fields__}
-    for flag in re.findall(r"--([a-z][a-z0-9-]+)", part):
-        assert flag in flags, flag
-    own = fields(options.LinkerOptions)[len(fields(options.HiCacheOptions)) :]
-    table = {row[0].strip("`"): row[1] for row in rows(README, "The external linker")}
-    assert table == {field.name: str(field.default) for field in own}
 
 
 def test_every_failure_that_is_counted_is_documented() -> None:

@@ -438,23 +438,25 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
 ) -> None:
     where = f"file://{tmp_path}/collection"
     missing = {"profile": where, "quality": "balanced"}
-    with pytest.raises(FileNotFoundError, match=r"^no profile of this llama model in "):
+    with pytest.raises(InputError, match=r"^profile: must name a file, or a place and an id .* it holds none of this"):
         rank(missing)
     weights = weight_fingerprints(bundled_model_path()).found[0]
+    ids = []
     for name in (weights, "0" * 32):
         fitted = fitted_to(layout())
         profile = Profile(fitted.layout, fitted.group, fitted.source, fitted.family, fitted.learned, model=name)
-        pushed = profile.id.hex()
+        ids.append(profile.id.hex())
         ProfileCollection(where).push(profile)
+    own, other = (f"{where}#{identity}" for identity in ids)
     caplog.set_level("INFO")
-    made = rank({"profile": where, "quality": "balanced"})
+    made = rank({"profile": own, "quality": "balanced"})
     (line,) = [record.message for record in caplog.records if "took profile" in record.message]
-    assert line.endswith(f"from {where}") and pushed not in line
+    assert line.endswith(f"from {own}")
     indices = made.alloc(4)
     assert made.back_up(TOKENS[: 4 * 16], indices, []) == 4 * 16, "its file is not needed any more"
     with pytest.raises(ProfileMismatchError, match=r"got file://.*calibrated on other weights"):
-        rank({"profile": f"{where}?id={pushed}", "quality": "balanced"})
-    rank({"profile": f"{where}?id={pushed}", "quality": "balanced", "check_model": False})
+        rank({"profile": other, "quality": "balanced"})
+    rank({"profile": other, "quality": "balanced", "check_model": False})
 
 
 def test_the_model_is_what_the_engine_serves(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,3 +498,64 @@ def test_sglang_calls_the_interface_that_is_there() -> None:
     empty = object.__new__(ours)
     assert empty.get("k") is None and empty.batch_get(["k"]) == [None]
     assert not empty.set("k") and not empty.batch_set(["k"])
+
+
+# Weights that change ------------------------------------------------------------------------------------------------
+
+
+def update(source: str, succeeds: bool = True, flushes: bool = True, version: str | None = None) -> None:
+    """Have SGLang's own class update weights, of a worker whose answer is given."""
+    manager_class = real("sglang.srt.managers.scheduler_components.weight_updater").SchedulerWeightUpdaterManager
+    answer = succeeds, "as told"
+    updater = SimpleNamespace(
+        update_weights_from_disk=lambda *given, **named: answer, update_weights_from_ipc=lambda *given: answer
+    )
+    runner = SimpleNamespace(weight_updater=updater)
+    manager = object.__new__(manager_class)
+    for name, value in {
+        "tp_worker": SimpleNamespace(weight_update_runners=lambda: [("target", runner)]),
+        "draft_worker": None, "metrics_collector": None, "flush_cache": lambda **named: True, "tp_cpu_group": None,
+        "scheduler": SimpleNamespace(record_weight_version_change=lambda new_version: None), "_session": None,
+    }.items():  # fmt: skip
+        setattr(manager, name, value)
+    request = SimpleNamespace(
+        model_path="x", load_format=None, recapture_cuda_graph=False, weight_version=version, flush_cache=flushes,
+        torch_empty_cache=False,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "barrier", lambda group: None)
+        assert getattr(manager, f"update_weights_from_{source}")(request).success is succeeds
+
+
+def test_after_an_update_pages_are_named_by_the_version_of_the_weights(rank: Callable[..., Rank]) -> None:
+    tokens = TOKENS[:64]
+    r = rank()
+    at, names = r.alloc(4), r.hashes(tokens)
+    assert r.back_up(tokens, at, []) == 64
+    update("disk", version="step 7")
+    assert r.backend.batch_exists(names) == 0 and r.prefetch(tokens, at) == 0
+    assert r.back_up(tokens[:32], at, []) == 32
+    other = rank()
+    assert other.backend.batch_exists(names) == 4, "an engine that was not updated"
+    update("ipc", version="step 7")  # of both, in this process
+    assert other.backend.batch_exists(names) == 2 == r.backend.batch_exists(names)
+    update("disk")
+    assert other.backend.batch_exists(names) == 0 == r.backend.batch_exists(names), "what the weights are is unknown"
+    assert r.back_up(tokens[:16], at, []) == 16 and r.backend.batch_exists(names) == 1
+    assert other.backend.batch_exists(names) == 0
+    assert r.backend.counters()["weights_changed"] == 3
+
+
+@pytest.mark.parametrize("how", [{"succeeds": False}, {"flushes": False}])
+def test_nothing_is_stored_while_pages_may_be_of_other_weights(
+    rank: Callable[..., Rank], how: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    r = rank()
+    at, tokens = r.alloc(4), TOKENS[:64]
+    assert r.back_up(tokens, at, []) == 64
+    update("disk", version="step 7", **how)
+    assert r.backend.batch_exists(r.hashes(tokens)) == 0 == r.back_up(TOKENS[64:128], at, [])
+    assert "update with flush_cache, or restart" in caplog.text
+    assert rank().backend.batch_exists(r.hashes(tokens)) == 4
+    update("disk", version="step 8")
+    assert r.back_up(TOKENS[64:128], at, []) == 64

@@ -229,6 +229,8 @@ class Step:
         params: `kv_transfer_params`, one for each prompt; none at all if empty.
         forget: empty the engine's own prefix cache before each submission.
         sleeps: let the engine sleep and wake up first; "changed": and change its weights in place meanwhile.
+        weights: change them first, and tell the connector nothing: "changed" in place, by training for instance, or
+            "reloaded" from the checkpoint's files.
         heard: wait a second first, so that whoever listens to the engine's events has joined.
         until: repeat a request of one token until a counter has reached a value: (name, value).
         settles: repeat one until nothing waits to be stored.
@@ -243,6 +245,7 @@ class Step:
     params: Sequence[Mapping[str, Any] | None] = ()
     forget: bool = False
     sleeps: bool | Literal["changed"] = False
+    weights: Literal["changed", "reloaded"] | None = None
     heard: bool = False
     until: tuple[str, float] | None = None
     settles: bool = False
@@ -790,6 +793,13 @@ def run_steps(llm: Any, steps: Sequence[Step]) -> Ran:
             time.sleep(1)
         if step.sleeps:
             _sleep(llm, step.sleeps == "changed")
+        if step.weights == "changed":
+            model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+            for parameter in model.parameters():
+                parameter.data.mul_(1.5)
+        elif step.weights == "reloaded":
+            llm.collective_rpc("reload_weights")
+            _forget(llm)
         done.steps.append(_answer(llm, prompts, step))
         if step.until:
             metric, least = step.until

@@ -32,7 +32,7 @@ SCHEDULER = (
     "_loads._search._tail_sizes", "_loads._search.find", "_state.keys.find",
     "_state.lookup_threads.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
-    "_blends.budget", "_plan_requests", "_refuse", "_pays.take", "_pays.begin_step", "_rename", "_load_is_over",
+    "_blends.budget", "_plan_requests", "_refuse", "_pays.take", "_pays.begin_step", "_forget", "_load_is_over",
     "_blends.drop", "_state.clock", "_events.planned", "_events.take", "_events.gone", "_loads.take",
     "_record",
     "_recorder.count", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,9 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.scheduler_events import EventPair
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.weights import Weights
 from cuvee.integrations.vllm.worker import WorkerSide
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import Identity, PrefixChain, Scope, content_digest, store_key
 
 BLOCK, CHUNK, BLOCKS = 8, 16, 24
@@ -142,6 +145,7 @@ class Desk:
         groups: tuple[LayerGroup, ...] = (),
         make_events: Callable[[Any, range], EventPair | None] | None = None,
         setup: Mapping[str, Any] | None = None,
+        weights: WeightsName | None = None,
         **options: Any,
     ) -> None:
         self.now = 1000.0
@@ -163,7 +167,7 @@ class Desk:
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
             engine, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
-            None, make_events,
+            None, make_events, weights,
         )  # fmt: skip
 
     def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:
@@ -271,6 +275,30 @@ def poison(cache: PagedCache) -> None:
     )
 
 
+class Served(torch.nn.Module):
+    """A model whose weights tests change while a worker looks at them: at every call, as if time flew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8, bias=False)
+        self.known = True
+        self.set("a")
+        time = itertools.count()
+        self.weights = Weights(self.layer, self._read, lambda: float(next(time)))
+
+    def compute_logits(self) -> None:
+        """By which a model of vLLM is known."""
+
+    def set(self, name: str) -> None:
+        """Change the weights in place."""
+        torch.nn.init.constant_(self.layer.weight, ord(name))
+
+    def _read(self, model: torch.nn.Module) -> Any:
+        if not self.known:
+            raise LookupError("packed")
+        return model.named_parameters()
+
+
 class Bench:
     """A worker, its store, its pages, and a sequence of 8 chunks."""
 
@@ -286,7 +314,7 @@ class Bench:
         groups: tuple[LayerGroup, ...] = (),
         tells: bool = False,
         shards: int = 1,
-        weights: Callable[[], object] = lambda: None,
+        weights: Weights | None = None,
         cache: PagedCache | None = None,
         setup: Mapping[str, Any] | None = None,
         **options: Any,

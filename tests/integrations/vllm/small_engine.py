@@ -166,7 +166,7 @@ class SmallEngine:
         worker = self.worker
         worker.begin_step(plan.step, plan.confirmed)
         worker.saves.save(plan.last_saves)
-        worker.settle(plan.step, plan.resets)
+        worker.settle(plan.step, plan.names, plan.coding)
         worker.loads.start(plan.loads)
         worker.loads.drop(plan.drops)
         worker.blends.advance(plan.blends, plan.blend_tokens, self.blender)  # type: ignore[arg-type]  # not vLLM's layers

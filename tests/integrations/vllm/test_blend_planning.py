@@ -15,7 +15,7 @@ from cuvee.integrations.vllm.blending import planning
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.decision import Restored
-from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, StepPlan
+from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, Seen, StepPlan
 from cuvee.naming.identity import store_key
 
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
@@ -696,7 +696,7 @@ def test_after_a_sleep_the_segments_of_a_request_that_waited_are_found(desk: Cal
     d.side.reset()
     request = ask(d)
     plan = d.plan()
-    d.side.take(Report([plan.step], kept=[plan.step]))
+    d.side.take(Report([plan.step], seen=[Seen(plan.step, 0, b"w", b"w")]))
     assert d.matched(request) == (65, True)
 
 

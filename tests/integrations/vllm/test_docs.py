@@ -33,7 +33,7 @@ def test_every_option_is_documented_with_its_default() -> None:
 
 def test_every_metric_of_the_text_exists() -> None:
     named = re.findall(r"vllm:cuvee_([a-z_]+?)(?:_total)?\b(?=[\[ }{])", CONNECTOR + OPERATING)
-    assert len(named) == 11
+    assert len(named) == 12
     assert set(named) <= set(METRICS)
     failures = " ".join(row[2] for row in table_rows(CONNECTOR, "When something fails"))
     for name, label, value in re.findall(r"`([a-z_]+)(?:\{([a-z]+)=\"([a-z]+)\"\})?`", failures):

@@ -15,6 +15,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.draft_layers import DraftPages, Drafts
 from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import store_key
 
 HEAD = KVLayout("drafter", (LayerLayout(1, 8, 8, None),), "bfloat16", None)
@@ -24,7 +25,7 @@ TOKENS = len(TABLE) * BLOCK
 
 def drafts(name: bytes = b"head") -> Drafts:
     layers = CachedLayers(("model.layers.3.attn",), (3,), (), (LayerGroup((0,)),), (), BLOCK)
-    return Drafts(layers, HEAD, None, Codec(Profile.unlearned(HEAD), quality="lossless"), name)
+    return Drafts(layers, HEAD, None, Codec(Profile.unlearned(HEAD), quality="lossless"), WeightsName.known(name.hex()))
 
 
 class Drafted(Bench):
@@ -149,3 +150,17 @@ def test_pages_of_a_drafter_sleep_with_those_of_the_model(made: Callable[..., Dr
     bench.worker.attach(bench.cache, (drafts(), bench.head))
     bench.load_all()
     assert all(bench.drafted())
+
+
+def test_a_drafter_without_a_name_is_neither_stored_nor_loaded(made: Callable[..., Drafted]) -> None:
+    bench = made()
+    pages = bench.worker._state._drafts
+    assert isinstance(pages, DraftPages)
+    name = pages._name
+    name.withdraw("of a test")
+    bench.save_all()
+    assert len(bench.store.entries) == TOKENS // CHUNK, "the model's own entries"
+    bench.load_all()
+    name.use(b"head".hex())
+    bench.save_all()
+    assert bench.draft_key(0) in bench.store.entries

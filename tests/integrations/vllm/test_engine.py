@@ -170,7 +170,7 @@ def profile(folder: Path, books: Any) -> str:
     """A collection that holds a profile calibrated for the bundled model."""
     where = f"file://{folder / 'profiles'}"
     ProfileCollection(where).push(books.profile)
-    return where
+    return f"{where}#{books.profile.id.hex()}"
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.integrations.vllm.small_engine import SmallEngine
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores.base import TierCounters
 from cuvee.integrations.vllm import scheduler
-from cuvee.integrations.vllm.messages import Report
+from cuvee.integrations.vllm.messages import Report, Seen
 from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder
 
@@ -125,7 +125,7 @@ def _days_with_faults(
         # A load is counted by the thread that ends it, perhaps after its request went on.
         wait_until(lambda: _loads(e) > loads, "what was stored is loaded")
     else:
-        assert point in ("s._rename", "s._state.clock") or "rename" in point
+        assert point in ("s._forget", "s._state.clock") or "rename" in point
     return calls
 
 
@@ -398,12 +398,12 @@ def test_a_reset_that_fails_stops_the_cache(contained: Contained) -> None:
     d.put(make_request(), 6)
     request = make_request("before")
     d.side.arrived(request)
-    d.side._rename = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    d.side._forget = lambda: 1 / 0  # type: ignore[method-assign, assignment]
     assert d.side.reset() is False
     assert d.side.matched_tokens(request, 0) == (0, False)
     assert d.matched(make_request("after")) == (0, False)
     assert d.plan((make_request("after"), 0, 100)).saves == []
-    del d.side._rename
+    del d.side._forget
     assert d.side.reset() is True
     d.identity = d.side._requests.identity
     d.put(make_request(), 6)
@@ -413,13 +413,13 @@ def test_a_reset_that_fails_stops_the_cache(contained: Contained) -> None:
 def test_a_sleep_does_not_undo_a_reset_that_failed(contained: Contained) -> None:
     d = Desk()
     d.put(make_request(), 6)
-    d.side._rename = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    d.side._forget = lambda: 1 / 0  # type: ignore[method-assign, assignment]
     assert d.side.reset() is False
-    del d.side._rename
+    del d.side._forget
     d.side.take(Report([d.plan().step]))
     assert d.side.reset() is True
     slept = d.plan().step
-    d.side.take(Report([slept], kept=[slept]))
+    d.side.take(Report([slept], seen=[Seen(slept, 0, b"w", b"x")]))
     assert d.matched(make_request()) == (0, False)
 
 

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.dict_store import hold
-from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Bench, Desk, generate, image, make_request
+from tests.integrations.vllm.sides import (
+    BLOCK,
+    CHUNK,
+    IDENTITY,
+    LORA,
+    Bench,
+    Desk,
+    Served,
+    generate,
+    image,
+    make_request,
+)  # fmt: skip
 
 from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.adapters import AdapterFiles
@@ -19,6 +30,7 @@ from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import PrefixChain, store_key
 
 
@@ -619,8 +631,8 @@ class Ranks:
 
     def __init__(self, d: Desk) -> None:
         self.d = d
-        self.weights: list[object] = ["a", "a"]
-        self.benches = [Bench(rank, weights=lambda rank=rank: self.weights[rank]) for rank in range(2)]  # type: ignore[misc]
+        self.models = [Served(), Served()]
+        self.benches = [Bench(rank, weights=self.models[rank].weights) for rank in range(2)]
 
     def sleep(self) -> None:
         """As the engine does it: the reset comes first."""
@@ -632,7 +644,7 @@ class Ranks:
     def report(self, plan: StepPlan) -> Report:
         """Execute a step that computes nothing."""
         for b in self.benches:
-            b.worker.settle(plan.step, plan.resets)
+            b.worker.settle(plan.step, plan.names)
         report, other = (b.worker.report(plan.step) for b in self.benches)
         report.add(other)
         return report
@@ -646,7 +658,8 @@ class Ranks:
             if event == "reset":
                 assert self.d.side.reset()
             elif event.startswith("weights"):
-                self.weights[1] = event.removeprefix("weights ") if event != "weights unknown" else None
+                self.models[1].known = event != "weights unknown"
+                self.models[1].set(event.removeprefix("weights ")[0])
             else:
                 getattr(self, event)()
 
@@ -674,19 +687,21 @@ def ranks(desk: Callable[..., Desk]) -> Iterator[Ranks]:
         (["sleep", "step"], True),
         (["sleep", "sleep"], True),
         (["sleep", "step", "step", "sleep"], True),
-        (["reset"], False),
-        (["reset", "sleep"], False),
-        (["sleep", "reset"], False),
-        (["sleep", "step", "reset"], False),
-        (["reset", "step", "sleep"], False),
+        (["reset"], True),
+        (["reset", "sleep"], True),
+        (["sleep", "step", "reset"], True),
+        (["reset", "step", "weights b", "step", "step"], False),
         (["sleep", "weights b"], False),
-        (["weights b", "sleep"], False),  # updated in place, and nobody said so
-        (["weights b", "sleep", "step", "weights a", "sleep"], False),
+        (["weights b", "sleep"], False),
+        (["weights b", "step", "step"], False),  # updated in place, and nobody said so
+        (["weights b", "step", "step", "weights a", "step", "step"], True),
+        (["weights b", "sleep", "step", "weights a", "sleep"], True),
+        (["reset", "weights unknown"], False),
         (["sleep", "weights b", "weights a"], True),
         (["sleep", "weights unknown"], False),
     ],
 )
-def test_after_a_sleep_everything_is_found_if_all_ranks_have_the_same_weights(
+def test_what_was_stored_is_found_if_all_ranks_have_the_same_weights(
     ranks: Ranks, events: list[str], found: bool
 ) -> None:
     request = make_request()
@@ -697,15 +712,28 @@ def test_after_a_sleep_everything_is_found_if_all_ranks_have_the_same_weights(
 
 
 @pytest.mark.parametrize(("weights", "found"), [("b", 96), ("unknown", 0)])
-def test_what_is_stored_after_a_reset_is_found_after_a_sleep(ranks: Ranks, weights: str, found: int) -> None:
+def test_what_other_weights_have_stored_is_found_by_engines_with_the_same_update(
+    ranks: Ranks, desk: Callable[..., Desk], weights: str, found: int
+) -> None:
+    """One engine is told of the update by a reset, the other finds it by itself."""
     ranks.do(f"weights {weights}", "reset", "step")
     ranks.d.identity = ranks.d.side._requests.identity
     ranks.d.put(make_request(), 6)
     ranks.do("sleep")
     assert ranks.found(make_request()) == found
+    if found:
+        d = desk(shards=2)
+        made = Ranks(d)
+        d.store.entries.update(ranks.d.store.entries)
+        made.do("weights b", "step", "step")
+        assert made.found(make_request()) == found
+        made.do("weights a", "step", "step")
+        assert made.found(make_request()) == 0
+        for b in made.benches:
+            b.worker.close()
 
 
-def test_until_the_workers_have_said_whether_the_engine_slept_nothing_is_looked_up(ranks: Ranks) -> None:
+def test_until_the_workers_have_said_which_weights_they_have_nothing_is_looked_up(ranks: Ranks) -> None:
     d, request, saved = ranks.d, make_request(), make_request("saved")
     d.put(request, 6)
     ranks.do("sleep")
@@ -713,24 +741,24 @@ def test_until_the_workers_have_said_whether_the_engine_slept_nothing_is_looked_
     for _ in range(3):  # planned ahead
         assert d.side.matched_tokens(request, 0) == (None, False)
         plan = d.plan()
-        assert plan.resets == (1 if plan.step == 1 else 0)
+        assert plan.names is (plan.step == 1)
     saves = d.plan((saved, 0, 100)).saves
     assert not {save.entry.digest for save in saves} & set(d.digests(saved)), "of other weights, for all we know"
-    d.side.take(ranks.report(StepPlan(1, resets=1)))
+    d.side.take(ranks.report(StepPlan(1, names=True)))
     assert ranks.found(request) == 96
 
 
 def test_a_reset_while_the_workers_answer_stays_one(ranks: Ranks) -> None:
     request = make_request()
-    ranks.d.put(request, 6)
     ranks.do("sleep")
     report = ranks.report(ranks.d.plan())
-    assert report.kept == [1, 1]
+    assert [(seen.step, seen.now == seen.first) for seen in report.seen] == [(1, True)] * 2
     ranks.d.identity = ranks.d.side._requests.identity
     ranks.d.put(request, 6)  # since the sleep
     ranks.do("reset")
     ranks.d.side.take(report)
-    assert ranks.found(request) == 0
+    assert ranks.d.side.matched_tokens(request, 0) == (None, False), "it says nothing of the second reset"
+    assert ranks.found(request) == 0, "stored while the weights had no name"
 
 
 def test_requests_do_not_wait_for_ever_for_workers_that_say_nothing(ranks: Ranks) -> None:
@@ -898,3 +926,37 @@ def test_what_could_not_be_stored_is_stored_the_next_time(desk: Callable[..., De
     d.side.take(Report([1], unsaved={d.digests(first)[1]}))
     d.matched(second, 96)
     assert chunks_of(d.plan((second, 96, 4)).saves) == [1]
+
+
+def test_nothing_is_stored_or_loaded_before_the_weights_have_a_name() -> None:
+    """Requests are computed. Those that the engine schedules once there is a name are cached like any other."""
+    go = threading.Event()
+
+    def make(stop: threading.Event) -> str:
+        go.wait(60)
+        return IDENTITY.model
+
+    weights = WeightsName(make)
+    desk = Desk(weights=weights)
+    running, waiting = make_request("running", 100), make_request("waiting", 100)
+    desk.put(running, 2)
+    for request in (running, waiting):
+        desk.side.arrived(request)
+    assert desk.side.matched_tokens(running, 0) == (0, False)
+    desk.side.allocated(running, desk.tables, 0)
+    assert not desk.plan((running, 0, 100)).saves
+    go.set()
+    assert weights.wait(60)
+    assert desk.matched(waiting) == (2 * CHUNK, True), "of an engine with the same weights"
+    assert not desk.plan((running, 100, 1), new=False).saves, "it was scheduled without a name"
+    for request in (running, waiting):
+        desk.side.finished(request, desk.tables)
+    assert desk.recorder.totals()["uncached", "unnamed"] == 1
+    later = make_request("later", ids=range(100))
+    desk.side.arrived(later)
+    assert desk.matched(later) == (0, False)
+    desk.side.allocated(later, desk.tables, 0)
+    digests = [save.entry.digest for save in desk.plan((later, 0, 100)).saves]
+    assert digests == desk.digests(later)
+    desk.close()
+    assert weights.current is None

@@ -38,7 +38,6 @@ from cuvee.integrations.vllm import draft_layers, setup
 from cuvee.integrations.vllm.draft_layers import Drafts
 from cuvee.integrations.vllm.layer_groups import LayerGroup, all_latent
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
 CONFIG = LlamaConfig(
     vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -309,7 +308,11 @@ def _read_drafts(names: Sequence[str], drafts: Sequence[FullAttentionSpec], **ch
 
 def test_layers_of_a_drafter_have_a_layout_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a name, from its weights and that layout."""
-    monkeypatch.setattr(draft_layers, "checkpoint_identity", lambda path, revision: f"weights of {path}")
+    monkeypatch.setattr(
+        draft_layers,
+        "Checkpoint",
+        lambda path, revision: SimpleNamespace(identity=lambda stop: f"weights of {path}"),
+    )
     names = ["draft_model.model.layers.1.attn", "draft_model.model.layers.0.attn"]
 
     def read(drafter: str = "head", size: int = 4, **changes: Any) -> Drafts:
@@ -327,8 +330,14 @@ def test_layers_of_a_drafter_have_a_layout_of_their_own(monkeypatch: pytest.Monk
     eight = read(specs=[_spec(dtype=torch.uint8)], dtype=torch.uint8, cache__cache_dtype="fp8")
     assert (eight.codes, eight.pages) == (torch.float8_e4m3fn, made.pages)
     assert [each.head_dim for each in eight.codec.profile.layout.layers] == [4, 2], "pairs of codes"
-    assert len({each.name for each in (made, read("other"), read(size=6), eight)}) == 4
-    assert read().name == made.name
+
+    def name(drafts: Drafts) -> str:
+        named = drafts.name.wait(60)
+        assert named is not None
+        return named.text
+
+    assert len({name(each) for each in (made, read("other"), read(size=6), eight)}) == 4
+    assert name(read()) == name(made)
     assert _read_drafts([], [], speculative=_drafts("ngram")) is None and _read_drafts([], []) is None
 
 
@@ -342,7 +351,7 @@ def test_a_drafter_that_cannot_be_stored_is_told(
     def missing(path: str, revision: str | None) -> str:
         raise InputError("no weights")
 
-    monkeypatch.setattr(draft_layers, "checkpoint_identity", missing)
+    monkeypatch.setattr(draft_layers, "Checkpoint", missing)
     assert _read_drafts(["model.layers.2.attn"], [spec], speculative=_drafts("eagle")) is None
     assert "a drafter's layers are not stored" in caplog.text and why in caplog.text
 
@@ -503,7 +512,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def say(verdict: str = "match", weights: str = "weights") -> None:
         monkeypatch.setattr(checkpoint_module, "check_profile", lambda profile, path, **_: verdict)
-        monkeypatch.setattr(setup, "checkpoint_identity", lambda path, **_: weights)
+        monkeypatch.setattr(setup, "Checkpoint", lambda path, **_: SimpleNamespace(identity=lambda stop: weights))
         monkeypatch.setattr(setup, "tokenizer_identity", lambda path, **_: "tokenizer")
 
     say()
@@ -514,7 +523,7 @@ def test_a_profile_of_other_weights_is_refused(tmp_path: Path, checkpoint: Calla
     """Also one that is named in a collection."""
     _profile("head").save(tmp_path / "p")
     where = f"file://{tmp_path}/collection"
-    for name in (str(tmp_path / "p"), f"{where}?id={_push(_profile('head'), where).hex()}"):
+    for name in (str(tmp_path / "p"), f"{where}#{_push(_profile('head'), where).hex()}"):
         made = Setup.of_engine(*_engine(extra={"profile": name}))
         checkpoint()
         made.check_profile("folder")
@@ -538,41 +547,26 @@ def _push(profile: Profile, where: str) -> bytes:
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_the_profile_of_the_model_is_taken_from_a_collection(
-    tmp_path: Path, model_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
+def test_the_profile_of_an_id_is_taken_from_a_collection(
+    tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     where = f"{scheme}{tmp_path}/collection"
-    (weights, *_) = weight_fingerprints(model_path).found
-    fitted = _profile("head")
-
-    def of_weights(name: str, number: int) -> Profile:
-        return Profile(LAYOUT, "head", "calibrated", fitted.family, fitted.learned, min_step_index=number, model=name)
-
-    first = _push(of_weights(weights, -400), where)
-    _push(of_weights("0" * 32, -400), where)
-    engine = _engine(extra={"profile": where}, model__model=str(model_path))
+    pushed = _push(_profile("head"), where)
+    named = f"{where}#{pushed.hex()}"
     with caplog.at_level(logging.INFO, "cuvee"):
-        made = Setup.of_engine(*engine)
-        made.check_profile(str(model_path))
-        assert made.profile.id == first and made.quality != "lossless"
-        _push(of_weights(weights, -401), where)
-        assert Setup.of_engine(*engine).profile.id == first, "both roles of a process have the same one"
+        engine = _engine(extra={"profile": named})
+        for _ in range(2):
+            assert Setup.of_engine(*engine).profile.id == pushed
     (line,) = [record.message for record in caplog.records if "took profile" in record.message]
-    assert first.hex() in line and line.endswith(f"from {where}")
+    assert line.endswith(f"from {named}"), "both roles of a process have the same one"
 
 
-def test_without_a_profile_of_the_model_the_engine_does_not_start(tmp_path: Path, model_path: Path) -> None:
-    """As if a file were missing."""
-    for where in (str(tmp_path / "missing"), f"file://{tmp_path}/missing", str(model_path)):
-        with pytest.raises(FileNotFoundError, match=r"^no profile (at|of this llama model in) "):
-            Setup.of_engine(*_engine(extra={"profile": where}, model__model=str(model_path)))
+def test_without_the_profile_that_is_named_the_engine_does_not_start(tmp_path: Path) -> None:
+    for where, error in ((str(tmp_path / "missing"), FileNotFoundError), (f"file://{tmp_path}/missing", InputError)):
+        with pytest.raises(error, match=r"^(no profile at|profile: must name a file, or a place and an id) "):
+            Setup.of_engine(*_engine(extra={"profile": where}))
     with pytest.raises(InputError, match=r"profile: must name a folder, .* got 'redis://user:\*\*\*@127.0.0.1:1'"):
-        Setup.of_engine(*_engine(extra={"profile": "redis://user:secret@127.0.0.1:1"}, model__model=str(model_path)))
-    (tmp_path / "quantized").mkdir()
-    (tmp_path / "quantized" / "model.gguf").write_bytes(b"")
-    unknown = _engine(extra={"profile": f"file://{tmp_path}/missing"}, model__model=str(tmp_path / "quantized"))
-    with pytest.raises(InputError, match=r"^id: must name the profile.*holds no safetensors files.*\?id="):
-        Setup.of_engine(*unknown)
+        Setup.of_engine(*_engine(extra={"profile": "redis://user:secret@127.0.0.1:1"}))
 
 
 def test_what_could_not_be_checked_is_said(
@@ -654,8 +648,8 @@ def test_the_library_names_blobs_as_a_plain_engine_does(
     if "step" in extra:
         fitted_to(Setup.of_engine(*_engine()).layout).save(tmp_path / "p")
         extra = {**extra, "profile": str(tmp_path / "p")}
-    for name in ("checkpoint_identity", "tokenizer_identity"):
-        monkeypatch.setattr(checkpoint_module, name, getattr(setup, name))
+    monkeypatch.setattr(checkpoint_module, "checkpoint_identity", lambda path: "weights")
+    monkeypatch.setattr(checkpoint_module, "tokenizer_identity", setup.tokenizer_identity)
     config, cache = _engine(extra=extra, model__skip_tokenizer_init=not tokenizer)
     made = Setup.of_engine(config, cache)
     identity = checkpoint_module.engine_identity(

@@ -15,7 +15,7 @@ import torch
 from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.stores.redis_server import wait_until
-from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, make_pages, poison
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, Served, make_pages, poison
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -119,7 +119,7 @@ def test_an_entry_that_is_gone_invalidates_the_rest(bench: Callable[..., Bench])
     assert b.counts()["recomputed_tokens"] == 2 * CHUNK
 
 
-@pytest.mark.parametrize("damage", ["header", "section", "short", "empty", "another chunk", "another quality"])
+@pytest.mark.parametrize("damage", ["header", "section", "short", "empty", "another chunk"])
 def test_a_damaged_entry_is_deleted_and_those_before_it_kept(bench: Callable[..., Bench], damage: str) -> None:
     b = bench()
     b.store_all()
@@ -130,7 +130,6 @@ def test_a_damaged_entry_is_deleted_and_those_before_it_kept(bench: Callable[...
         "short": blob[: len(blob) // 2],
         "empty": b"",
         "another chunk": b.store.entries[b.key(2)],
-        "another quality": Codec(fitted_to(LAYOUT), "high").encode(b.sequence.slice(CHUNK, 2 * CHUNK)),
     }[damage]
     blocks = [10, 11, 12, 13, 14, 15]
     b.load_now([b.load(blocks, 0, 3 * CHUNK)])
@@ -140,10 +139,8 @@ def test_a_damaged_entry_is_deleted_and_those_before_it_kept(bench: Callable[...
     assert b.key(0) in b.store.entries and b.key(2) in b.store.entries
 
 
-def test_an_entry_of_a_rank_with_another_profile_is_computed_and_stored_anew(bench: Callable[..., Bench]) -> None:
-    """The scheduler names entries by its own profile. A rank that took another one, because it was pushed while the
-    engine started, stores under these names what no rank with the scheduler's profile reads.
-    """
+def test_an_entry_of_another_profile_is_computed_and_not_deleted(bench: Callable[..., Bench]) -> None:
+    """It is sound, and ranks with its profile read it: a fleet must not lose it to one that has another."""
     own = fitted_to(LAYOUT)
     pushed = Profile(LAYOUT, own.group, own.source, own.family, own.learned, model="b" * 32)
     assert pushed.id != own.id
@@ -154,11 +151,62 @@ def test_an_entry_of_a_rank_with_another_profile_is_computed_and_stored_anew(ben
     assert not other.worker.loads.take_invalid_blocks(), "it reads its own entries"
     ours = bench(rank=1, codec=lossy, profile=own, store=other.store, sequence=other.sequence)
     ours.load_now([ours.load([10, 11], 0, CHUNK)])
-    assert ours.worker.loads.take_invalid_blocks() == {10, 11} and not ours.store.entries
+    assert ours.worker.loads.take_invalid_blocks() == {10, 11}
     assert ours.worker.report(1).failed == {"r"} and ours.counts()["recomputed_tokens"] == CHUNK
-    ours.store_all(1)
-    ours.load_now([ours.load([10, 11], 0, CHUNK)])
-    assert not ours.worker.loads.take_invalid_blocks()
+    other.load_now([other.load([10, 11], 0, CHUNK)])
+    assert not other.worker.loads.take_invalid_blocks(), "it is still there"
+
+
+def test_a_rank_with_another_profile_than_the_scheduler_stores_and_loads_nothing(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its file was replaced while the engine started: the scheduler's names stand for the other profile."""
+    own, lossy = fitted_to(LAYOUT), {"quality": "balanced"}
+    b, good = (bench(codec=lossy, profile=own) for _ in range(2))
+    good.worker.settle(1, False, good.setup.coding)
+    good.store_all(1)
+    assert good.store.entries
+    b.store.entries.update(good.store.entries)
+    replaced = Profile(LAYOUT, own.group, own.source, own.family, own.learned, model="b" * 32)
+    for step in (1, 2):
+        b.worker.settle(step, step == 2, replace(b.setup, profile=replaced).coding)
+        b.load_now([b.load([10, 11], 0, CHUNK)])
+        assert b.worker.loads.take_invalid_blocks() == {10, 11}
+        b.store_all(2)
+    assert b.store.entries == good.store.entries and b.counts()["stores_skipped{profile}"] == 4
+    assert caplog.text.count("restart the engine") == 1
+
+
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_other_weights_end_loads_and_stores(bench: Callable[..., Bench], confirmed: bool) -> None:
+    """What waits to be stored is dropped, loads under way give nothing, and none begins until the scheduler asks."""
+    served = Served()
+    b = bench(weights=served.weights)
+    b.store_all(2)
+    before = dict(b.store.entries)
+    go = hold(b.store, "get", "contains")
+    b.fill(list(range(8)), 4 * CHUNK)
+    b.worker.loads.start([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
+    assert go.begun.wait(30)
+    b.worker._state.alone = confirmed  # copies of steps that are not confirmed wait
+    b.worker.saves.save(b.saves(list(range(8)), range(2, 4)))
+    served.set("b")
+    b.worker.settle(1, False)
+    assert b.worker.loads.take_arrived() == {"r"} and b.worker.loads.take_invalid_blocks() == {10, 11, 12, 13}
+    go.set()
+    b.drain()
+    report = b.worker.report(1)
+    assert report.changed == {0} and report.unsaved >= {*b.digests[2:4]}
+    b.worker.settle(2, False)
+    assert not b.worker.report(2).changed, "it is said once"
+    b.worker.saves.save(b.saves([0, 1], range(1)))
+    b.load_now([b.load([10, 11], 0, CHUNK)])
+    assert b.worker.loads.take_invalid_blocks() == {10, 11} and b.store.entries == before
+    b.worker.settle(3, True)
+    (seen,) = b.worker.report(3).seen
+    assert (seen.step, seen.rank) == (3, 0) and None is not seen.first != seen.now is not None
+    b.load_now([b.load([10, 11], 0, CHUNK)])
+    assert not b.worker.loads.take_invalid_blocks()
 
 
 OLD, NEW = b"an old secret, 16+", b"a new secret, 16+"
@@ -801,10 +849,10 @@ def test_reports_of_ranks_add_up() -> None:
     assert (one.steps, one.ended, one.restored) == ([1, 1], ["c", "d"], [load, blend])
     assert (one.failed, one.unsaved) == ({"a", "b"}, {b"x", b"y"})
     assert sorted(one.placed) == ["a", "a", "b"]
-    one.add(Report(stored=[b"z"], kept=[3], delivered=[Delivery("r", 0, (), (), True)], step_seconds={1: 0.5}))
+    one.add(Report(stored=[b"z"], changed={3}, delivered=[Delivery("r", 0, (), (), True)], step_seconds={1: 0.5}))
     one.add(Report(step_seconds={1: 0.2, 2: 0.1}, metrics={"raw_bytes|": 2}))
     one.add(Report(metrics={"raw_bytes|": 3}))
-    assert (one.stored, one.kept, len(one.delivered), one.step_seconds) == ([b"z"], [3], 1, {1: 0.5, 2: 0.1})
+    assert (one.stored, one.changed, len(one.delivered), one.step_seconds) == ([b"z"], {3}, 1, {1: 0.5, 2: 0.1})
     assert one.metrics == {"raw_bytes|": 5}
 
 

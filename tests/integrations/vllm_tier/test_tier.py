@@ -174,6 +174,31 @@ def test_draining_ends_all_jobs_and_reports_each(engine: Callable[..., Engine], 
     assert len(found) == e.counters["saved_pages"] - 1 < 15
 
 
+def test_after_new_weights_nothing_of_the_old_is_found_and_nothing_is_stored_under_their_name(
+    engine: Callable[..., Engine], store: DictStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM tells the tier of a reset; of calls to its workers, which may change weights, we hear by ourselves."""
+    core = real("vllm.v1.engine.core").EngineCore
+    engine_core = SimpleNamespace(model_executor=SimpleNamespace(collective_rpc=lambda *given: [given[0]]))
+    e = engine()
+    e.save([1])
+    assert core.collective_rpc(engine_core, "check_health") == ["check_health"] and e.lookup([1]) == 1
+    before = dict(store.entries)
+    assert core.collective_rpc(engine_core, "reload_weights") == ["reload_weights"]
+    e.save([2])
+    assert e.lookup([1]) == 0 and store.entries == before, "the primary tier may hold the old weights' KV"
+    e.reset()
+    assert e.lookup([1]) == 0
+    e.save([1, 3])
+    assert e.lookup([1, 3]) == 2 and len(store.entries) == 3
+    e.reset()
+    assert e.lookup([1, 3]) == 2, "a reset alone changes no weights"
+    assert e.counters["weights_changed"] == 1 and "reset its external cache, too" in caplog.text
+    restarted = engine()
+    assert restarted.lookup([1]) == 1 and restarted.lookup([3]) == 0
+    assert restarted.load([1])
+
+
 def test_a_job_is_stored_in_parts_between_which_it_can_be_given_up(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

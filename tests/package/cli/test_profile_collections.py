@@ -40,25 +40,25 @@ def test_a_profile_travels(where: str, tmp_path: Path, layout: KVLayout, weights
         profile.save(tmp_path / f"{number}")
         said = run("profile", "push", tmp_path / f"{number}", where)
         identity, size = profile.id.hex(), (tmp_path / f"{number}").stat().st_size
-        assert said.stdout == (
-            f"pushed {identity} ({size:,} bytes, weights {weights}) to {where}: the newest of its model\n"
-        )
-    shown = run("profile", "pull", MODEL, where, "-o", tmp_path / "new" / "p").stdout
-    assert profiles[1].id.hex() in shown and weights in shown
+        assert said.stdout == f"pushed {size:,} bytes: engines find it as {where}#{identity}\n"
+    ids = [profile.id.hex() for profile in profiles]
+    for model in ((), ("--model", MODEL)):
+        lines = run("profile", "list", where, *model).stdout.splitlines()
+        assert sorted(line.split()[0] for line in lines) == sorted(ids)
+    shown = run("profile", "pull", MODEL, f"{where}#{ids[1]}", "-o", tmp_path / "new" / "p").stdout
+    assert ids[1] in shown and weights in shown
     assert (tmp_path / "new" / "p").read_bytes() == (tmp_path / "1").read_bytes()
-    first = profiles[0].id.hex()
-    run("profile", "pull", MODEL, f"{where}?id={first}", "-o", tmp_path / "new" / "first")
-    assert Profile.load(tmp_path / "new" / "first").id.hex() == first
+    fails("profile", "pull", MODEL, where, "-o", tmp_path / "q", match="cuvee profile list")
 
 
 def test_what_fails_leaves_no_file(where: str, tmp_path: Path, layout: KVLayout) -> None:
     pull = ("profile", "pull", MODEL, where, "-o", tmp_path / "p")
-    fails(*pull, match="no profile of this llama model in ")
+    fails(*pull, match="it holds none of this model")
     other = small_profile(0, "c3" * 16, layout)
     other.save(tmp_path / "other")
     run("profile", "push", tmp_path / "other", where)
-    fails(*pull, match="no profile of this llama model in ")
-    named = ("profile", "pull", MODEL, f"{where}?id={other.id.hex()}", "-o", tmp_path / "p")
+    fails(*pull, match=f"#{other.id.hex()}")
+    named = ("profile", "pull", MODEL, f"{where}#{other.id.hex()}", "-o", tmp_path / "p")
     fails(*named, match="weights: must be ")
     assert not (tmp_path / "p").exists()
     run(*named, "--other-weights")
@@ -69,7 +69,8 @@ def test_what_is_there_is_replaced_by_force_alone(tmp_path: Path, layout: KVLayo
     small_profile(0, weights, layout).save(tmp_path / "p")
     run("profile", "push", tmp_path / "p", tmp_path / "collection")
     (tmp_path / "out").write_text("mine")
-    pull = ("profile", "pull", MODEL, tmp_path / "collection", "-o", tmp_path / "out")
+    there = f"{tmp_path}/collection#{Profile.load(tmp_path / 'p').id.hex()}"
+    pull = ("profile", "pull", MODEL, there, "-o", tmp_path / "out")
     fails(*pull, match="--force")
     (damaged,) = (tmp_path / "collection").rglob("*.safetensors")
     whole = damaged.read_bytes()
@@ -86,10 +87,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     out = ("-o", tmp_path / "out")
     identity = "0" * 32
     fails("profile", "push", tmp_path / "missing", tmp_path, match="no profile at")
-    fails("profile", "push", tmp_path / "p", f"file://{tmp_path}?id={identity}", match="WHERE: must be without an id")
+    fails("profile", "push", tmp_path / "p", f"file://{tmp_path}#{identity}", match="WHERE: must be without an id")
     fails("profile", "push", tmp_path / "p", "memory://", match="must name a folder, object storage")
     fails("profile", "pull", MODEL, "hf://gpt2", *out, match="hf://owner/name@revision, got")
-    fails("profile", "pull", MODEL, tmp_path, *out, "--other-weights", match="--other-weights: must come with an id")
     fails("profile", "pull", "/nowhere", tmp_path, *out, match="nowhere: no such model folder")
     misused("profile", "pull", MODEL, tmp_path)
     assert not (tmp_path / "out").exists()

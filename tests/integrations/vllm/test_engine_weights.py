@@ -1,0 +1,62 @@
+"""Weights that change while vLLM's engine serves, and nobody tells the connector: it finds out by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from tests.integrations.vllm.engines import Engine, Ran, Step, ids, run_engines, save_tiny_model, transfer
+
+CHUNK = 32
+FIRST, SECOND = ids(200, "first"), ids(200, "second")
+WHOLE = 192  # tokens of either that can be loaded
+CHANGED = "vllm:cuvee_weights_changed"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Ran]:
+    folder = tmp_path_factory.mktemp("weights")
+    save_tiny_model("llama", folder / "model")
+
+    def found(times: int) -> Step:
+        return Step(until=(CHANGED, times))
+
+    def once(*prompts: list[int]) -> Step:
+        return Step(prompts, forget=True, settles=True)
+
+    given = transfer(folder, "entries", chunk_tokens=CHUNK)
+    steps = [
+        once(FIRST), once(FIRST),
+        Step(weights="changed"), found(1), once(FIRST, SECOND), once(FIRST, SECOND),
+        Step(weights="reloaded"), found(2), once(FIRST, SECOND),
+    ]  # fmt: skip
+    restarted = [once(FIRST, SECOND)]
+    engines = [
+        Engine("updated", folder / "model", steps, given), Engine("restarted", folder / "model", restarted, given)
+    ]  # fmt: skip
+    return run_engines(folder / "runs", engines, timeout=600.0)
+
+
+def cached(ran: Ran, step: int) -> list[int]:
+    return [answer.cached for answer in ran.steps[step]]
+
+
+def test_what_other_weights_have_stored_is_not_found(ran: Mapping[str, Ran]) -> None:
+    """Nor is it lost: weights that are changed back find it again, and only that."""
+    updated = ran["updated"]
+    assert cached(updated, 0) == [0] and cached(updated, 1) == [WHOLE]
+    assert cached(updated, 4) == [0, 0], "after the change"
+    assert cached(updated, 5) == [WHOLE, WHOLE], "what the changed weights have stored"
+    assert cached(updated, 8) == [WHOLE, 0], "after the reload"
+    answers = [updated.steps[step][0].tokens for step in (0, 1, 4, 5, 8)]
+    assert answers[0] == answers[1] == answers[4] != answers[2] == answers[3]
+    assert updated.metric(CHANGED) == 2
+    assert updated.log.count("the engine's weights have changed and nobody said so") == 1, "vLLM's own calls are seen"
+
+
+def test_an_engine_with_the_files_weights_finds_nothing_of_others(ran: Mapping[str, Ran]) -> None:
+    """`SECOND` was stored by the reloaded weights, which are those of the files."""
+    answers = ran["restarted"].steps[0]
+    assert cached(ran["restarted"], 0) == [WHOLE, WHOLE]
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in ran["updated"].steps[8]]
+    ran["restarted"].assert_sound()
