@@ -128,7 +128,7 @@ def test_a_damaged_entry_is_deleted_and_those_before_it_kept(bench: Callable[...
         "short": blob[: len(blob) // 2],
         "empty": b"",
         "another chunk": b.store.entries[b.key(2)],
-        "another quality": Codec(fitted_to(LAYOUT), "high").encode(b.sequence.slice(CHUNK, 2 * CHUNK)),
+        "another quality": Codec(fitted_to(LAYOUT), step=4.0).encode(b.sequence.slice(CHUNK, 2 * CHUNK)),
     }[damage]
     blocks = [10, 11, 12, 13, 14, 15]
     b.load_now([b.load(blocks, 0, 3 * CHUNK)])
@@ -145,7 +145,7 @@ def test_an_entry_of_a_rank_with_another_profile_is_computed_and_stored_anew(ben
     own = fitted_to(LAYOUT)
     pushed = Profile(LAYOUT, own.group, own.source, own.family, own.learned, model="b" * 32)
     assert pushed.id != own.id
-    lossy = {"quality": "balanced"}
+    lossy = {"quality": None, "step": 4.0}
     other = bench(rank=1, codec=lossy, profile=pushed)
     other.store_all(1)
     other.load_now([other.load([10, 11], 0, CHUNK)])
