@@ -112,7 +112,8 @@ class LineBreaks:
         texts, without = [], 0
         for token in range(len(tokenizer)):
             try:
-                texts.append(str(tokenizer.decode([token])))
+                # Some strip the space before a text, and so the whole text of a token that is a space: two keep one.
+                texts.append(str(tokenizer.decode([token])) or str(tokenizer.decode([token, token])))
             except Exception:  # whatever a tokenizer raises for an id that it reserves; it ends no paragraph
                 texts.append("")
                 without += 1

@@ -1,19 +1,32 @@
-"""Chunks to blobs: token ids, sections by a backend, and the blobs of a chunk's parts."""
+"""Chunks to blobs: token ids, sections by a backend, and the blobs of a chunk's parts.
+
+A profile fits the caches of its model. Where token ids or positions are not those of the cache, it misleads, and blobs
+may be larger than the cache itself. So a chunk that takes suspiciously many bytes is coded in other ways, too, and the
+smallest result is kept: without prediction from its ids, then without loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from cuvee.codec.backends import Backend, Coding, EncodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.residuals import FINER
-from cuvee.codec.format.container import NO_DIGEST, Contents, Kind, header_digest, write_blob
+from cuvee.codec.format.container import NO_DIGEST, Contents, Kind, Scheme, header_digest, write_blob
 from cuvee.codec.format.keys import Key
 from cuvee.codec.id_coding import IdCoding
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.codec.setting import Settings
+from cuvee.codec.setting import Setting, Settings
+
+_log = logging.getLogger(__name__)
+
+# Of the cache's bytes. Lossless coding takes two thirds, and a profile a tenth or less at qualities of use.
+SUSPICIOUS_SHARE = 1 / 4
+MISLED_SHARE = 0.8  # of the bytes with ids, from which on ids mislead: a blob without them does not tell them
 
 
 class Encoder:
@@ -37,20 +50,39 @@ class Encoder:
     ) -> list[tuple[bytes, ...]]:
         """Return the parts of each chunk, bound to their associated data."""
         parts: list[tuple[bytes, ...]] = [()] * len(requests)
-        for with_ids in (False, True):  # which one call of a backend cannot mix
-            own = [number for number, request in enumerate(requests) if (request.token_ids is not None) == with_ids]
+        for coding in self._codings(layout.dtype):
+            own = [at for at, request in enumerate(requests) if self._wanted(coding, layout, request, parts[at])]
             if not own:
                 continue
-            coded = backend.encode(self.coding(layout.dtype, with_ids), [requests[number] for number in own])
-            for number, sections in zip(own, coded, strict=True):
-                parts[number] = self._write(requests[number], layout, sections, bound[number])
+            asked = [requests[at] if coding.predicted else replace(requests[at], token_ids=None) for at in own]
+            for at, request, sections in zip(own, asked, backend.encode(coding, asked), strict=True):
+                known, coded = parts[at], self._write(request, coding.setting, layout, sections, bound[at])
+                if not known or _size(coded) < _size(known) * (1 if coding.setting.lossless else MISLED_SHARE):
+                    parts[at] = coded
+                    if known:
+                        _warn_of_size(coding.setting.lossless)
         return parts
 
+    def _wanted(self, coding: Coding, layout: KVLayout, request: EncodeRequest, parts: Sequence[bytes]) -> bool:
+        """Return whether to code a chunk in a way, given its parts as coded so far."""
+        if not parts:
+            return coding == self.coding(layout.dtype, request.token_ids is not None)
+        return _size(parts) > SUSPICIOUS_SHARE * layout.bytes_per_token * request.source.tokens
+
+    def _codings(self, dtype: str) -> Iterator[Coding]:
+        """Yield the ways to code chunks, each of which one call of a backend takes, from the best to the safest."""
+        ways = [self.coding(dtype, True), self.coding(dtype, False)]
+        yield from dict.fromkeys([*ways, replace(ways[0], setting=Setting(Scheme.LOSSLESS), predicted=False)])
+
     def _write(
-        self, request: EncodeRequest, layout: KVLayout, sections: Sequence[bytes], associated_data: bytes
+        self,
+        request: EncodeRequest,
+        setting: Setting,
+        layout: KVLayout,
+        sections: Sequence[bytes],
+        associated_data: bytes,
     ) -> tuple[bytes, ...]:
         """Return the blobs of a chunk, given the sections of the first one, then those of its refinement."""
-        setting = self._settings.of(request.token_ids is not None)
         count = len(sections) // (1 + setting.refinements)
         contents = Contents(
             dtype=layout.dtype, tokens=request.source.tokens, start=request.source.start,
@@ -66,3 +98,17 @@ class Encoder:
             contents, kind=Kind.REFINEMENT, step_index=setting.step_index - FINER, refines=header_digest(first)
         )
         return first, write_blob(finer, sections[count:], key=self._key, associated_data=associated_data)
+
+
+def _size(parts: Sequence[bytes]) -> int:
+    return sum(map(len, parts))
+
+
+@cache
+def _warn_of_size(lossless: bool) -> None:
+    """Warn once per process."""
+    _log.warning(
+        "a chunk is coded %s, which takes fewer bytes than the profile does: its token ids or its positions may not be "
+        "those of the cache, or the profile was learned from other text",
+        "without loss" if lossless else "without prediction from its token ids",
+    )

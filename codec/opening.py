@@ -124,8 +124,8 @@ class Opener:
         return blob, own
 
     def _check_expected(self, header: Header, expected: Expected) -> None:
-        """Raise CorruptError unless the blob holds these tokens, at the codec's quality."""
-        setting = self._settings.of(header.token_id_bytes > 0)
+        """Raise CorruptError unless the blob holds these tokens, at the codec's quality or without loss."""
+        setting = Setting(Scheme.LOSSLESS) if header.lossless else self._settings.of(header.token_id_bytes > 0)
         found = header.tokens, header.start, header.dtype, header.lossless, header.step_index
         start = header.start if expected.start is None else expected.start
         wanted = expected.tokens, start, expected.dtype, setting.lossless, setting.step_index

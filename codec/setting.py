@@ -9,7 +9,7 @@ from functools import cache
 
 from cuvee.codec.entropy.residuals import FINER, MAX_REFINEMENTS
 from cuvee.codec.errors import InputError
-from cuvee.codec.format.container import Scheme
+from cuvee.codec.format.container import Header, Scheme
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Quality
 from cuvee.codec.support.steps import OCTAVE
@@ -105,6 +105,12 @@ class Settings:
     def of(self, ids: bool) -> Setting:
         """Return how chunks with or without token ids are coded."""
         return self.predicted if ids or self.profile.token_table is None else self.plain
+
+    def misfits(self, header: Header, ids: bool) -> bool:
+        """Return whether a chunk with or without token ids was coded in a safer way than such chunks are."""
+        own = self.of(ids)
+        predicted = ids and self.profile.token_table is not None and not own.lossless
+        return header.lossless != own.lossless or (header.token_id_bytes > 0) != predicted
 
     def part_count(self, ids: bool) -> int:
         """Return how many parts chunks have, with or without token ids: without loss, there is only one."""

@@ -30,6 +30,7 @@ from cuvee.codec.models.forward import append_units
 from cuvee.codec.models.measured import decoder_config, measured_layers
 from cuvee.codec.models.probe import MeasuredLayer
 from cuvee.codec.states import States
+from cuvee.integrations.cache_checks import check_inputs
 from cuvee.integrations.cache_chunks import decode_rows, encode_rows
 from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.integrations.cache_rows import (
@@ -100,9 +101,9 @@ def encode_cache(
         chunk_tokens: tokens per blob. The last blob of a row may hold fewer.
         attention_mask: [B, T] of a left-padded batch, which needs one. Padding is not stored. Positions must count from
             the first real token of each row, as `generate` counts them. A plain forward call counts columns instead,
-            unless it is given `position_ids`. Without a mask, padding is refused where `generate` computed it: its keys
-            are alike. Of other padding, which cannot be told from tokens, a warning tells once, where a row of
-            `input_ids` begins with a run of one id.
+            unless it is given `position_ids`; a lossy codec refuses its cache, as far as a few tokens show it. Without
+            a mask, padding is refused where `generate` computed it: its keys are alike. Of other padding, which cannot
+            be told from tokens, a warning tells once, where a row of `input_ids` begins with a run of one id.
         associated_data: for a codec with a key, the bytes that the blobs of each row are bound to, such as their name
             in a store (see `Codec.encode`); B entries. `decode_cache` needs the same entries.
 
@@ -111,8 +112,9 @@ def encode_cache(
 
     Raises:
         InputError: the cache is empty or its shapes differ from the profile's layout; `input_ids` has another shape
-            than the cached tokens, or ids outside the vocabulary; the mask is not left padding, or is missing although
-            rows begin with padding; `associated_data` does not have one entry per row, or the codec has no key.
+            than the cached tokens, ids outside the vocabulary, or ids of other tokens; keys are not at the positions
+            of their tokens; the mask is not left padding, or is missing although rows begin with padding;
+            `associated_data` does not have one entry per row, or the codec has no key.
         ProfileError: sliding windows of some layers have dropped tokens, and the profile's bases mix these layers with
             others.
         UnsupportedModelError: the cache is static, or a layer holds no plain keys and values.
@@ -135,6 +137,8 @@ def encode_cache(
     devices = {tensor.device for pair in tensors for tensor in pair}
     if len(devices) > 1 or not all(codec.on_device(device) for device in devices):
         tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
+    if tensors and not codec.lossless and (known := codec.profile.known_layers) is not None:
+        check_inputs(known, tensors, width, chunk_tokens, paddings, ids)
     if not tensors:
         encoded: list[list[bytes]] = [[] for _ in range(rows)]
     else:

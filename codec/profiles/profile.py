@@ -14,6 +14,7 @@ from typing import Any, Unpack
 from cuvee.codec.entropy.family import Family, default_family
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.profiles.known_layers import KnownLayers
 from cuvee.codec.profiles.profile_file import profile_id, read_profile_file, write_profile_file
 from cuvee.codec.profiles.quality import LOSSLESS, Curve, CurvePoint, Limits, Quality
 from cuvee.codec.profiles.section_profile import SectionProfile
@@ -230,9 +231,14 @@ class Profile:
             for section, own in zip(self.learned, maps, strict=True)
         )
 
+    @lazy
+    def known_layers(self) -> KnownLayers | None:
+        """What tells whether ids and positions are those of a cache; None if nothing was learned."""
+        return KnownLayers(self.layout, self.sections, self.learned, self.token_table) if self.learned else None
+
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the caches of predictions, which are made anew where the profile is unpickled."""
-        caches = ("predictions", "predicted_coefficients")
+        """Leave out what is made anew where the profile is unpickled."""
+        caches = ("predictions", "predicted_coefficients", "known_layers")
         return {name: value for name, value in self.__dict__.items() if name not in caches}
 
     # Identity --------------------------------------------------------------------------------------------------

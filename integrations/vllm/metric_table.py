@@ -55,6 +55,8 @@ METRICS: dict[str, Metric] = {
         Metric("stored", "counter", "Entries stored, of all ranks: whole chunks, tails (unfinished chunks: ends "
                "of prompts and of answers), segments for blends, a drafter's layers beside chunks and tails, and "
                "states of recurrent layers.", "kind", _KINDS),
+        Metric("misfits", "counter", "Entries stored without prediction from token ids, or without loss, because their "
+               "profile would have taken more bytes."),
         Metric("loaded", "counter", "Entries loaded, of all ranks, by kind as in `stored`.", "kind", _KINDS),
         Metric("work_seconds", "counter", "Seconds of compression, of decompression and of reading from the "
                "store, summed over threads and ranks.", "step", ("encode", "decode", "fetch")),

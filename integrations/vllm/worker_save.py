@@ -29,6 +29,7 @@ from itertools import accumulate, islice
 import torch
 
 from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
+from cuvee.codec.format.container import read_header
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.states import States
 from cuvee.codec.token_ids import NO_TOKEN
@@ -304,8 +305,7 @@ class WorkerSaves:
         codec = self._state.codec
         keys, counts = [], []
         for save in batch:
-            ids = save.token_ids is None or NO_TOKEN not in save.token_ids
-            count = 1 if save.entry.kind == "state" else codec.settings.part_count(ids)
+            count = 1 if save.entry.kind == "state" else codec.settings.part_count(_known(save))
             own = sorted({0, count - 1})
             keys += [part_key(self._key(save), number) for number in own]
             counts.append(len(own))
@@ -367,6 +367,9 @@ class WorkerSaves:
             if kept:
                 recorder.count("stored", label=save.entry.kind)
                 recorder.count("raw_bytes", self._bytes(save.entry))
+                if save.entry.kind != "state":
+                    ids = save.token_ids is not None and _known(save)
+                    recorder.count("misfits", int(self._state.codec.settings.misfits(read_header(parts[0]), ids)))
                 recorder.count("stored_bytes", sum(map(len, parts[:kept])))
                 if beside is not None and drafted:
                     recorder.count("stored", label="drafts")
@@ -406,3 +409,8 @@ class WorkerSaves:
     def _bytes(self, entry: Entry) -> int:
         """Return the size of an entry's tokens or state, uncompressed."""
         return self._state.bytes_per_state if entry.kind == "state" else entry.tokens * self._state.bytes_per_token
+
+
+def _known(save: Save) -> bool:
+    """Return whether the codec knows the ids of all tokens, or needs none."""
+    return save.token_ids is None or NO_TOKEN not in save.token_ids

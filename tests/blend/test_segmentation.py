@@ -118,6 +118,24 @@ def test_what_tokens_say_about_line_breaks() -> None:
     assert BREAKS.blank.tolist() == [text != "" and not text.strip() for text in TEXTS]
 
 
+def test_a_blank_line_may_hold_spaces_tabs_and_carriage_returns() -> None:
+    class SentencePiece:
+        texts = ("word", " ", "\n", "\r", "\t", "\u2581", "")
+
+        def __len__(self) -> int:
+            return len(self.texts)
+
+        def decode(self, ids: list[int]) -> str:
+            return "".join(self.texts[id].replace("\u2581", " ") for id in ids).removeprefix(" ")
+
+    breaks = LineBreaks.of_tokenizer(SentencePiece())
+    assert breaks.blank.tolist() == [False, True, True, True, True, True, False]
+    for line in ([], [1], [5], [4], [5, 4, 1], [3]):
+        for end in ([2], [3, 2]):
+            tokens = [0, *end, *line, *end]
+            assert breaks.paragraphs(np.array([*tokens, 0])) == [0, len(tokens)], (line, end)
+
+
 def test_a_tokenizer_may_have_ids_without_text(caplog: pytest.LogCaptureFixture) -> None:
     class Tokenizer:
         def __len__(self) -> int:

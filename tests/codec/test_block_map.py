@@ -10,6 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from cuvee.codec.entropy.family import scale_codes
+from cuvee.codec.entropy.token_classes import CLASS_UNITS, NEUTRAL, class_step_index
 from cuvee.codec.errors import FormatError
 from cuvee.codec.learning.learned_sections import _rounded
 from cuvee.codec.profiles.block_map import FAINT_OCTAVES, NARROW_VALUES, BlockMap, read_block_map
@@ -44,6 +46,12 @@ def test_columns_have_as_many_bits_as_their_components_need() -> None:
     assert error[:wide].max() < 1e-6 < error[wide:narrow].max() < 0.01 < error[narrow:].max() < 0.4
     forward = block.forward.double()
     torch.testing.assert_close(forward @ block.square(), torch.eye(N, dtype=torch.float64), rtol=0, atol=1e-3)
+
+
+def test_components_that_important_tokens_code_have_no_faint_column() -> None:
+    """Those of tokens with steps an octave finer, at a KL of 0.0034 on SmolLM2-135M: four bits there cost 2%."""
+    widest_faint = np.array([-FAINT_OCTAVES * OCTAVE - 1], np.int16)
+    assert scale_codes(widest_faint, class_step_index(-40, NEUTRAL - OCTAVE // CLASS_UNITS)) < 0
 
 
 def test_scales_count_what_leaks_into_a_component() -> None:

@@ -66,6 +66,7 @@ class Segmented:
         taken: numbers of the reused segments.
         harvested: number of segments for which it was decided whether to store them.
         refused: why the request is not blended although it could have been.
+        reason: why nothing is reused, unless it is refused or blended.
         reused: number of tokens with cached KV.
     """
 
@@ -80,6 +81,7 @@ class Segmented:
     taken: frozenset[int] = frozenset()
     harvested: int = 0
     refused: str = ""
+    reason: str = "unasked"
     reused: int = 0
 
     def forget_lookup(self) -> None:
@@ -97,7 +99,8 @@ class Segmented:
         """The part of the client's answer that describes the blend."""
         if self.refused:
             return {"blended": False, "refused": self.refused}
-        return {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
+        told = {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
+        return told if self.exact is not None else {**told, "reason": self.reason}
 
 
 class BlendPlanner:
@@ -179,11 +182,13 @@ class BlendPlanner:
             if found and end > max(base, options.min_position) and first <= start
         ]
         if not pieces:
+            segmented.reason = "exact" if any(there) else "absent"
             return tokens
         end: int = min(pieces[-1].end, last)
         blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [], options.min_position)
         reused = blend.reused(end)
         if reused < options.min_reused:
+            segmented.reason = "few"
             return tokens
         if not segmented.recipe:
             to_compute = end - base - (1 - segmented.cost) * reused
@@ -197,7 +202,7 @@ class BlendPlanner:
             if not self._beside:
                 self._take(request, segmented, blend, end)
                 return None  # the engine may have this blend already, under its new hashes
-        tracked.blend, tracked.blend_end = blend, end
+        tracked.blend, tracked.blend_end, segmented.reason = blend, end, "untaken"
         return end - computed
 
     def allocate(self, tracked: Tracked, blocks: Sequence[int]) -> None:
@@ -245,11 +250,10 @@ class BlendPlanner:
             spans = [span for span in wants.segments if span[1] - span[0] >= options.least_tokens]
             min_context = 0
         spans = self._kept(request, spans)
-        if not spans:
-            return None
         digests = self._digests(request, tracked.tenant, spans)
         cost = float(options.cost if wants.cost is None else wants.cost)
-        return Segmented(spans, digests, cost, blends=wants.blend, min_context=min_context)
+        reason = "parts" if not spans else "unasked" if wants.blend else "unwanted"
+        return Segmented(spans, digests, cost, blends=wants.blend, min_context=min_context, reason=reason)
 
     def _answer(self, segmented: Segmented, lookup: Lookup[list[bool | None]]) -> Sequence[bool | None] | None:
         """Return which segments are there, of a request that is refused if this is not known; None: not known yet."""

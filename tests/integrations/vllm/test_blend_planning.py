@@ -114,6 +114,9 @@ def refused(d: Desk) -> dict[str, float]:
     return {label: value for (name, label), value in d.recorder.totals().items() if name == "blends_refused"}
 
 
+NOTHING = {"blended": False, "reused_tokens": 0, "cost": 0.15}
+
+
 # What is stored ------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +133,7 @@ def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..
     other = ask(d, "s")
     assert d.matched(other) == (0, False)
     assert segments_of(d.plan((other, 0, 77)).saves) == [], "stored a moment ago"
-    assert d.side.outcome(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15}
+    assert d.side.outcome(request) == {**NOTHING, "reason": "absent"}
 
 
 def test_a_producer_stores_segments_and_asks_for_none(desk: Callable[..., Desk]) -> None:
@@ -139,6 +142,7 @@ def test_a_producer_stores_segments_and_asks_for_none(desk: Callable[..., Desk])
     request = ask(d)
     assert d.matched(request) == (0, False) and d.store.calls == []
     assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)]
+    assert d.side.outcome(request) == {**NOTHING, "reason": "unasked"}
 
 
 def test_a_request_that_wants_no_blend_is_stored_all_the_same(desk: Callable[..., Desk]) -> None:
@@ -147,7 +151,7 @@ def test_a_request_that_wants_no_blend_is_stored_all_the_same(desk: Callable[...
     request = ask(d, kv_transfer_params={"cuvee": {"blend": False, "segments": [[10, 39], [44, 65]]}})
     assert d.matched(request) == (0, False)
     assert (44, 21) in segments_of(d.plan((request, 0, 77)).saves)
-    assert d.side.outcome(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15} and refused(d) == {}
+    assert d.side.outcome(request) == {**NOTHING, "reason": "unwanted"} and refused(d) == {}
 
 
 # What is found -------------------------------------------------------------------------------------------------------
@@ -202,9 +206,10 @@ ENDING = [*text(10), *FIRST, 7]
     ("options", "stored", "asked", "computed", "expected"),
     [
         ({}, [FIRST, SECOND], {"chunks": 3}, 40, (40, 65, [44], 4, 21)),  # what the engine has is not blended
-        ({}, [FIRST, SECOND], {}, 72, None),
+        ({}, [FIRST, SECOND], {}, 72, "exact"),
         ({}, [FIRST], {}, 0, (0, 39, [10], 4, 29)),
-        ({}, [FIRST], {"segments": []}, 0, None),
+        ({}, [FIRST], {"segments": []}, 0, "parts"),
+        ({}, [text(29, 90)], {}, 0, "absent"),
         # The last token is computed, whatever it belongs to.
         ({}, [FIRST], {"ids": ENDING[:39], "segments": [(10, 39)]}, 0, (0, 38, [10], 4, 28)),
         ({}, [FIRST], {"ids": ENDING, "segments": [(10, 39)]}, 0, (0, 39, [10], 4, 29)),
@@ -217,20 +222,21 @@ ENDING = [*text(10), *FIRST, 7]
             (0, 65, [10, 44], 10, 50),
         ),
         ({"segment_tokens": 15}, [SECOND], {}, 0, (0, 65, [44], 5, 21)),
-        ({"segment_tokens": 18}, [SECOND], {}, 0, None),
+        ({"segment_tokens": 18}, [SECOND], {}, 0, "few"),
     ],
 )  # fmt: skip
 def test_what_is_blended(
     desk: Callable[..., Desk], options: dict[str, Any], stored: list[list[int]], asked: dict[str, Any], computed: int,
-    expected: tuple[Any, ...] | None,
+    expected: tuple[Any, ...] | str,
 ) -> None:  # fmt: skip
-    """From where, to where, which pieces, and the first token that may be one of those that are reused."""
+    """From where, to where, which pieces, and the first token that may be one of those that are reused; or why not."""
     d = desk(blend=options)
     d.put_segments(*stored)
     request = ask(d, **asked)
     before = list(request.block_hashes)
-    if expected is None:
+    if isinstance(expected, str):
         assert d.matched(request, computed) == (0, False) and request.block_hashes == before
+        assert d.side.outcome(request) == {**NOTHING, "reason": expected}
         return
     planned = load(d, request, computed)
     told = d.side.outcome(request)
@@ -249,7 +255,8 @@ def test_pieces_beyond_the_positions_of_the_model_are_not_used(
     beyond = [*text(4080), *FIRST, *text(5, 30), *SECOND, *text(9)]
     for name in ("r", "again"):
         request = ask(d, name, beyond, [(4080, 4109), (4114, 4135)])
-        assert d.matched(request) == (0, False) and d.side.outcome(request) is None, "as if they had not been named"
+        assert d.matched(request) == (0, False)
+        assert d.side.outcome(request) == {**NOTHING, "reason": "parts"}, "as if they had not been named"
     planned = load(d, ask(d, "s", [*text(4067), *FIRST, *SECOND, *text(9)], [(4067, 4096), (4096, 4117)]))
     assert planned.blend is not None and [piece.start for piece in planned.blend.pieces] == [4067]
     assert caplog.text.count("WARNING") == 1 and "the model has 4096 positions" in caplog.text
@@ -519,10 +526,12 @@ def test_a_request_with_a_deadline_is_not_blended(desk: Callable[..., Desk]) -> 
     assert d.matched(request) == (32, True) and refused(d) == {}
 
 
-def test_nothing_is_told_of_requests_that_have_no_segments(desk: Callable[..., Desk]) -> None:
+def test_a_blend_that_has_no_segments_says_so_and_an_engine_that_does_not_blend_nothing(
+    desk: Callable[..., Desk],
+) -> None:
     d, off = desk(), desk(blending=False)
     short = ask(d, ids=text(20), segments=[(0, 3)])
-    assert d.matched(short) == (0, False) and d.side.outcome(short) is None
+    assert d.matched(short) == (0, False) and d.side.outcome(short) == {**NOTHING, "reason": "parts"}
     assert d.side.outcome(make_request("unknown")) is None
     request = make_request("r", kv_transfer_params={"cuvee": {"cost": 7}})
     off.side.arrived(request)

@@ -144,7 +144,7 @@ def test_an_entry_of_another_profile_is_computed_and_not_deleted(bench: Callable
     own = fitted_to(LAYOUT)
     pushed = Profile(LAYOUT, own.group, own.source, own.family, own.learned, model="b" * 32)
     assert pushed.id != own.id
-    lossy = {"quality": "balanced"}
+    lossy = {"quality": None, "step": 4.0}
     other = bench(rank=1, codec=lossy, profile=pushed)
     other.store_all(1)
     other.load_now([other.load([10, 11], 0, CHUNK)])

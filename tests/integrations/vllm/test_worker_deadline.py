@@ -142,6 +142,18 @@ def test_a_chunk_that_is_lossless_because_it_has_no_ids_is_whole(bench: Callable
         assert b.held(BLOCKS, 0, CHUNK)
 
 
+def test_a_chunk_that_its_profile_misfits_is_stored_without_loss_and_counted(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.sequence = KVChunk([own * 1e4 for own in b.sequence.keys], [own * 1e4 for own in b.sequence.values], LAYOUT)
+    b.fill(BLOCKS, 8 * CHUNK)
+    b.worker.saves.save(b.saves(BLOCKS, range(2)))
+    b.drain()
+    assert b.recorder.totals()["misfits", ""] == 2 and set(b.store.entries) == {b.key(0), b.key(1)}
+    poison(b.cache)
+    assert delivered(run(b, chunks=2)).parts == (PARTS,) * 2
+    assert b.held(BLOCKS, 0, 2 * CHUNK)
+
+
 def test_parts_are_expected_to_be_as_large_as_the_profile_says(bench: Callable[..., Bench]) -> None:
     """Of a curve that is no line, so that a base and its refinement differ; and where nothing was measured."""
     entry = Entry("chunk", b"", 0, CHUNK)

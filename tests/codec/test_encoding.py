@@ -1,0 +1,114 @@
+"""A blob is never much larger than a lossless one, whatever a profile expects of the chunk."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.conftest import LAYOUTS, fitted_to, synthetic_chunk
+from tests.predicting import VOCABULARY, predicting
+
+from cuvee.codec import encoding
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.format.container import Header, read_header
+from cuvee.codec.open_blob import Expected
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.codec.profiles.profile import Profile
+
+TOKENS = 60
+LAYOUT = LAYOUTS["bfloat16"]
+
+
+def misled() -> Profile:
+    """A profile whose predictions are far from all values, as those from the ids of another text."""
+    own = predicting(fitted_to(LAYOUT))
+    learned = []
+    for section in own.learned:
+        assert section.token_map is not None
+        learned.append(replace(section, token_map=replace(section.token_map, scale=section.token_map.scale * 1e4)))
+    return Profile(
+        own.layout, own.group, own.source, own.family, tuple(learned), min_step_index=own.min_step_index,
+        token_table=own.token_table,
+    )  # fmt: skip
+
+
+def chunk(seed: int = 0, scale: float = 1.0, ids: bool = True) -> KVChunk:
+    whole = synthetic_chunk(LAYOUT, TOKENS, seed)
+    keys, values = ([unit * scale for unit in units] for units in (whole.keys, whole.values))
+    tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(seed)) if ids else None
+    return KVChunk(keys, values, LAYOUT, 0, tokens)
+
+
+def headers(parts: tuple[bytes, ...]) -> list[Header]:
+    return [read_header(part) for part in parts]
+
+
+def size(parts: tuple[bytes, ...]) -> int:
+    return sum(map(len, parts))
+
+
+@pytest.mark.parametrize("refinements", [0, 1])
+def test_a_chunk_is_coded_without_ids_that_mislead(refinements: int) -> None:
+    codec = Codec(misled(), step=0.5, refinements=refinements)
+    given, plain = codec.encode_parts(chunk()), codec.encode_parts(chunk(ids=False))
+    assert given == plain and len(given) == 1 + refinements
+    assert not headers(given)[0].token_id_bytes and not headers(given)[0].lossless
+    assert codec.open(given[0], expected=Expected(TOKENS, 0, "bfloat16")).tokens == TOKENS
+
+
+@pytest.mark.parametrize("refinements", [0, 1])
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_chunk_that_fits_no_profile_is_coded_without_loss(
+    ids: bool, refinements: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoding._warn_of_size.cache_clear()
+    codec, exact = Codec(misled(), step=0.5, refinements=refinements), Codec(misled(), "lossless")
+    strange = [chunk(seed, scale=1000, ids=ids) for seed in range(2)]
+    with caplog.at_level(logging.WARNING, logger="cuvee.codec.encoding"):
+        coded = [codec.encode_parts(each) for each in strange]
+    assert coded == [(exact.encode(each),) for each in strange]
+    assert len([record for record in caplog.records if "coded without loss" in record.message]) == 1
+    opened = codec.open(coded[0][0], expected=Expected(TOKENS, 0, "bfloat16"))
+    assert torch.equal(codec.decode(opened).keys[1], strange[0].keys[1])
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba"])
+def test_chunks_of_pages_are_coded_alike(backend: str) -> None:
+    check_pages(Codec(misled(), step=0.5, backend=backend), torch.device("cpu"))
+
+
+def test_chunks_of_pages_are_coded_alike_on_a_device(device: torch.device) -> None:
+    check_pages(Codec(misled(), step=0.5, backend="triton"), device)
+
+
+def check_pages(codec: Codec, where: torch.device) -> None:
+    """One of three chunks is strange, one has no ids: each is coded as by itself."""
+    chunks = [chunk(0), chunk(1, scale=1000), chunk(2, ids=False)]
+    alone = [Codec(misled(), step=0.5).encode(each) for each in chunks]
+    assert [read_header(blob).lossless for blob in alone] == [False, True, False]
+    keys, values = (
+        [torch.cat(units)[None].to(where) for units in zip(*each, strict=True)]
+        for each in ([own.keys for own in chunks], [own.values for own in chunks])
+    )
+    cache = PagedCache(LAYOUT, keys, values)
+    slots = list(torch.arange(3 * TOKENS, device=where).view(3, TOKENS))
+    paged = PagedChunks(cache, slots, [0] * 3, tokens=[own.token_ids for own in chunks], following=[0] * 3)
+    blobs = codec.encode(paged)
+    assert [len(blob) for blob in blobs] == [len(blob) for blob in alone]
+    assert blobs[1] == alone[1]
+    into = PagedCache(LAYOUT, *([torch.zeros_like(unit) for unit in units] for units in (keys, values)))
+    codec.decode_paged([codec.open(blob) for blob in blobs], into, slots).check()
+    assert torch.equal(into.chunk(slots[1], 0).values[0].cpu(), chunks[1].values[0])
+
+
+def test_a_chunk_of_usual_size_is_coded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, calls = Codec(predicting(fitted_to(LAYOUT)), step=1.0), []
+    backend = type(codec._backends.of("cpu"))
+    encode = backend.encode
+    monkeypatch.setattr(backend, "encode", lambda *given: calls.append(1) or encode(*given))
+    codec.encode(chunk())
+    assert calls == [1]

@@ -1,0 +1,121 @@
+"""What `encode_cache` refuses: ids and positions that are not the cache's; and what it must not refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import Books
+from transformers import DynamicCache
+
+import cuvee
+from cuvee.calibration import more_text
+from cuvee.codec.errors import InputError
+
+CHUNK, PAD = 64, 24
+
+
+def prefilled(model: Any, ids: torch.Tensor, **inputs: Any) -> DynamicCache:
+    with torch.no_grad():
+        cache: DynamicCache = model(ids, use_cache=True, **inputs).past_key_values
+    return cache
+
+
+def changed(cache: DynamicCache, change: Callable[[torch.Tensor], torch.Tensor]) -> DynamicCache:
+    out = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        out.update(change(layer.keys), change(layer.values), index)
+    return out
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask of two rows, the second one padded, and the positions of their tokens."""
+    mask = torch.ones(2, 192, dtype=torch.int64)
+    mask[1, :PAD] = 0
+    return mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@pytest.fixture(scope="module")
+def codec(books: Books, bundled: tuple[Any, Any]) -> cuvee.Codec:
+    """Of a profile that predicts from tokens."""
+    text = more_text(bundled[1], 256)[::8]
+    profile = cuvee.calibrate(books.model, books.harbour[:24], "layer", prefix=192, more_text=text, progress=False)
+    return cuvee.Codec(profile, step=0.5)
+
+
+def int4(values: torch.Tensor) -> torch.Tensor:
+    scale = values.abs().amax(2, keepdim=True) / 7
+    return (values / scale).round() * scale
+
+
+WRONG_IDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "of another text": lambda _, other: other,
+    "shifted": lambda own, _: own.roll(1, 1),
+    "of another row": lambda own, _: own.flip(0),
+    "backwards": lambda own, _: own.flip(1),
+    "without one in the middle": lambda own, _: torch.cat([own[:, :70], own[:, 71:], own[:, :1]], 1),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_IDS)
+def test_ids_that_the_cache_is_not_of_are_refused(name: str, codec: cuvee.Codec, books: Books) -> None:
+    own, other = books.orchard[1:3, :192], books.harbour[5:7, :192]
+    with pytest.raises(InputError, match=r"^input_ids: must be the ids of the cache's tokens, got others for the tok"):
+        cuvee.encode_cache(codec, prefilled(books.model, own), WRONG_IDS[name](own, other), CHUNK)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_positions_that_are_not_those_of_the_tokens_are_refused(known: bool, codec: cuvee.Codec, books: Books) -> None:
+    ids, (mask, positions) = books.orchard[1:3, :192], padded()
+    given = ids if known else None
+    right = prefilled(books.model, ids, attention_mask=mask, position_ids=positions)
+    assert cuvee.encode_cache(codec, right, given, CHUNK, attention_mask=mask)
+    plain = prefilled(books.model, ids, attention_mask=mask)  # positions count columns, padded or not
+    with pytest.raises(InputError, match=r"^attention_mask: must fit the positions .* row 1: .*position_ids="):
+        cuvee.encode_cache(codec, plain, given, CHUNK, attention_mask=mask)
+    for moved in (1, 8, 200):
+        late = prefilled(books.model, ids, position_ids=torch.arange(192)[None] + moved)
+        if known or moved == 8:
+            with pytest.raises(InputError, match=r"^cache: must fit the positions of the cache's keys, .* row 0: "):
+                cuvee.encode_cache(codec, late, given, CHUNK)
+
+
+def test_right_caches_pass(codec: cuvee.Codec, books: Books) -> None:
+    ids = books.orchard[1:3, :192]
+    cache = prefilled(books.model, ids)
+    again = cuvee.decode_cache(codec, cuvee.encode_cache(codec, cache, ids, CHUNK), books.model)
+    fp8 = changed(cache, lambda values: values.to(torch.float8_e4m3fn).float())
+    for right in (cache, again, fp8, changed(cache, int4), changed(cache, torch.Tensor.bfloat16)):
+        assert len(cuvee.encode_cache(codec, right, ids, CHUNK)) == 6
+        assert len(cuvee.encode_cache(codec, right, None, CHUNK)) == 6
+    images = ids.clone()
+    images[:, 50:60] = cuvee.NO_TOKEN  # what stands there is nobody's to predict
+    assert cuvee.encode_cache(codec, cache, images, CHUNK)
+    for text in (torch.full((1, 100), 17), torch.randint(0, 2000, (1, 100)), ids[:1, :1], ids[:1, :7]):
+        assert cuvee.encode_cache(codec, prefilled(books.model, text), text)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3-sliding-first", "gpt2"])
+def test_right_caches_of_other_models_pass(family: str, tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model(family)
+    rows = torch.randint(1, 61, (60, 40), generator=torch.Generator().manual_seed(0))
+    profile = cuvee.calibrate(model, rows, "layer", progress=False)
+    assert profile.token_table is not None
+    ids = torch.randint(1, 61, (3, 40), generator=torch.Generator().manual_seed(1))
+    cache = prefilled(model, ids)
+    assert cuvee.encode_cache(cuvee.Codec(profile, step=0.25), copy.deepcopy(cache), ids, 16)
+    assert cuvee.encode_cache(cuvee.Codec(profile, step=0.25), cache, None, 16)
+    with pytest.raises(InputError, match=r"^input_ids: must be the ids of the cache's tokens"):
+        cuvee.encode_cache(cuvee.Codec(profile, step=0.25), cache, ids.roll(1, 1), 16)
+
+
+def test_lossless_coding_takes_any_ids_and_positions(books: Books) -> None:
+    ids, (mask, _) = books.orchard[1:3, :192], padded()
+    cache = prefilled(books.model, ids, attention_mask=mask)
+    codec = cuvee.Codec(books.profile, "lossless")
+    back = cuvee.decode_cache(codec, cuvee.encode_cache(codec, cache, ids.roll(1), attention_mask=mask), books.model,
+                              attention_mask=mask)  # fmt: skip
+    assert torch.equal(back.layers[2].keys[1, :, PAD:], cache.layers[2].keys[1, :, PAD:])
