@@ -20,7 +20,7 @@ from cuvee.codec.format.keys import Key
 from cuvee.codec.id_coding import IdCoding
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.codec.setting import Setting, Settings
+from cuvee.codec.setting import Setting, Settings, warn_of_length
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class Encoder:
 
     def __init__(self, settings: Settings, ids: IdCoding, key: Key | None) -> None:
         self._settings, self._ids, self._key = settings, ids, key
+        self._promised = settings.promised_tokens
 
     def coding(self, dtype: str, ids: bool) -> Coding:
         """Return how the sections of chunks of a dtype are coded, with or without token ids."""
@@ -43,6 +44,9 @@ class Encoder:
     def requests(self, source: KVChunk | PagedChunks) -> list[EncodeRequest]:
         """Return what to encode, with the ids that something is predicted from; errors as `IdCoding.known`."""
         chunks = [source] if isinstance(source, KVChunk) else source
+        promised = self._promised
+        if promised is not None and any(own.start + own.tokens > promised for own in chunks):
+            warn_of_length(self._settings.profile.id, promised)
         return [EncodeRequest(own, self._ids.known(own.token_ids)) for own in chunks]
 
     def encode(

@@ -79,11 +79,13 @@ class Settings:
     Attributes:
         predicted: of chunks with token ids, and of all chunks if the profile predicts nothing from them.
         plain: of chunks without.
+        limits_kl: whether a KL was asked for.
     """
 
     profile: Profile
     predicted: Setting
     plain: Setting
+    limits_kl: bool
 
     @classmethod
     def choose(cls, profile: Profile, quality: Quality, refinements: int) -> Settings:
@@ -99,8 +101,8 @@ class Settings:
                 "profile"
             )
         if own.lossless or not profile.plain_curve or not quality.limits_kl:
-            return cls(profile, own, own)
-        return cls(profile, own, Setting.choose(profile, quality, refinements, plain=True))
+            return cls(profile, own, own, quality.limits_kl)
+        return cls(profile, own, Setting.choose(profile, quality, refinements, plain=True), limits_kl=True)
 
     def of(self, ids: bool) -> Setting:
         """Return how chunks with or without token ids are coded."""
@@ -136,6 +138,15 @@ class Settings:
         steps = [own.step_index - FINER * part for part in range(own.refinements + 1)]
         curve = self.profile.measured()
         return tuple(ExpectedPart(curve.kl_at(step, worst), curve.bits_at(step)) for step in steps)
+
+    @property
+    def promised_tokens(self) -> int | None:
+        """The longest context for which the KL that was asked for is promised; None if no length limits a promise.
+
+        Nothing does if no KL was asked for or is lost, or if the profile does not say what its curve was measured on.
+        """
+        lossless = self.predicted.lossless and self.plain.lossless
+        return None if lossless or not self.limits_kl else max(self.profile.lengths, default=None)
 
     @property
     def layer_runs(self) -> tuple[range, ...]:
@@ -177,4 +188,15 @@ def warn_of_no_promise(quality: str, source: str) -> None:
         "another model may lose many times that. `cuvee profile learn` learns a profile that keeps it; "
         "quality='lossless' needs none",
         quality, PRESET_KL[quality], source,
+    )  # fmt: skip
+
+
+@cache
+def warn_of_length(profile: bytes, promised: int) -> None:
+    """Warn once per process and profile that a context is longer than those of the profile's curve."""
+    _log.warning(
+        "profile %s: its KL was measured on contexts of up to %d tokens, and is not promised for longer ones, such as "
+        "those that are encoded now: learn or measure a profile on longer sequences (cuvee profile learn --length, "
+        "cuvee.measure); quality='lossless' loses nothing at any length",
+        profile.hex(), promised,
     )  # fmt: skip

@@ -180,6 +180,5 @@ def measure(
             other = score(model, coded.chunks, rest, filled)
             for name in dict.fromkeys((None, kind)):
                 tallies[name][way].add(coded, exact, other, rest[:, 1:])
-    return profile.with_curve(
-        tally.point(*way, kind) for kind, by_way in tallies.items() for way, tally in by_way.items()
-    )
+    points = (tally.point(*way, kind) for kind, by_way in tallies.items() for way, tally in by_way.items())
+    return profile.with_curve(points, [ids.shape[1] for ids, _ in kinds.values()])

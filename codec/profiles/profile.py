@@ -29,7 +29,7 @@ from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.steps import OCTAVE, step_value
 
 _ARGUMENTS = {
-    "layout", "group", "source", "family", "learned", "min_step_index", "model", "token_table", "text_tokens"
+    "layout", "group", "source", "family", "learned", "min_step_index", "model", "token_table", "text_tokens", "lengths"
 }  # fmt: skip
 
 
@@ -55,6 +55,8 @@ class Profile:
         min_step_index: the smallest step index that the stored components serve.
         token_table: what it knows of the vocabulary, to predict from tokens; None if it does not.
         text_tokens: how many cached tokens its bases were learned from; None if it was not recorded.
+        lengths: those of the sequences that the KL of its curve was measured on, in tokens, rising; empty if they were
+            not recorded. A KL is promised up to the longest.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Profile:
         curve: Iterable[CurvePoint] = (),
         token_table: TokenTable | None = None,
         text_tokens: int | None = None,
+        lengths: Iterable[int] = (),
     ) -> None:
         self.layout = layout
         self.group = group
@@ -80,6 +83,7 @@ class Profile:
         self.model = model
         self.token_table = token_table
         self.text_tokens = text_tokens
+        self.lengths = tuple(sorted(set(lengths)))
         self._curve = Curve(curve)
         self.curve = self._curve.overall
         self.curves = self._curve.kinds
@@ -108,8 +112,8 @@ class Profile:
         """Return a profile that carries a layout and has learned nothing: a codec with it is lossless."""
         return cls(layout, "unit", "unlearned", default_family())
 
-    def with_curve(self, curve: Iterable[CurvePoint]) -> Profile:
-        """Return a copy with another curve.
+    def with_curve(self, curve: Iterable[CurvePoint], lengths: Iterable[int] = ()) -> Profile:
+        """Return a copy with another curve, measured on sequences of these lengths; none: they are not known.
 
         Raises:
             ProfileError: a point has numbers that are not finite.
@@ -120,7 +124,7 @@ class Profile:
                 raise ProfileError(
                     f"curve: must have finite numbers, got {point}: make sure that the model computes finite logits"
                 )
-        return self._but(curve=curve)
+        return self._but(curve=curve, lengths=lengths)
 
     def _but(self, **changes: Any) -> Profile:
         """Return a copy with other arguments of `Profile`."""
@@ -201,7 +205,7 @@ class Profile:
     @property
     def plain(self) -> Profile:
         """A profile without a token table, and without a curve, that codes all chunks as this one without token ids."""
-        return self._but(learned=self.learned_for(False), curve=(), token_table=None, text_tokens=None)
+        return self._but(learned=self.learned_for(False), curve=(), token_table=None, text_tokens=None, lengths=())
 
     @lazy
     def predictions(self) -> tuple[PredictionCache, ...]:

@@ -52,6 +52,7 @@ def metadata_of(profile: Profile) -> dict[str, Any]:
         "features": 0 if profile.token_table is None else profile.token_table.features,
         "curve": [point.to_dict() for point in profile.points],
         **({} if profile.text_tokens is None else {"text_tokens": profile.text_tokens}),
+        **({"lengths": list(profile.lengths)} if profile.lengths else {}),
     }
 
 
@@ -77,7 +78,8 @@ def profile_id(profile: Profile) -> bytes:
     digest = hashlib.blake2b(digest_size=ID_BYTES, person=b"cuvee-profile")
     layout = replace(profile.layout, dtype="bfloat16")  # chunks of any dtype may be coded
     identity = {**metadata_of(profile), "layout": layout.fingerprint.hex(), "curve": None, "id": None}
-    identity.pop("text_tokens", None)  # which decoding does not depend on, and older files lack
+    for name in ("text_tokens", "lengths"):  # which decoding does not depend on, and older files lack
+        identity.pop(name, None)
     digest.update(_canonical(identity).encode())
     for name, array in sorted(arrays_of(profile).items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
@@ -132,7 +134,7 @@ def profile_arguments(data: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
     quantizer = Quantizer(arrays["family.dead_zone"], arrays["family.rounding"], arrays["family.shrink"])
     features = data["features"]
     sections = partition(layout, data["group"]) if is_learned else ()
-    min_step, text_tokens = data["min_step"], data.get("text_tokens")
+    min_step, text_tokens, lengths = data["min_step"], data.get("text_tokens"), data.get("lengths", [])
     arguments = {
         "layout": layout,
         "group": data["group"],
@@ -146,11 +148,14 @@ def profile_arguments(data: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         "min_step_index": min_step,
         "model": data["model"],
         "text_tokens": text_tokens,
+        "lengths": lengths,
     }
     if type(min_step) is not int or not -MAX_STEP_INDEX <= min_step <= 8 * OCTAVE:
         raise FormatError(f"min_step: must be a step index, {-MAX_STEP_INDEX} … {8 * OCTAVE}")
     if text_tokens is not None and (type(text_tokens) is not int or text_tokens < 0):
         raise FormatError("text_tokens: must be a number of tokens")
+    if type(lengths) is not list or any(type(length) is not int or length < 1 for length in lengths):
+        raise FormatError("lengths: must be a list of positive numbers of tokens")
     if not isinstance(data["source"], str) or not isinstance(data["model"], str | None):
         raise FormatError("source, model: must be names")
     if not sections and data["group"] != "unit":

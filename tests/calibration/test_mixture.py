@@ -11,7 +11,7 @@ import torch
 from tests.conftest import BOS
 
 from cuvee.calibration import kinds as module
-from cuvee.calibration.kinds import KINDS, REREAD, SAMPLES, mixture, mixture_text, tokenized
+from cuvee.calibration.kinds import KINDS, LONG, REREAD, SAMPLES, mixture, mixture_text, tokenized
 from cuvee.codec.errors import InputError
 
 LENGTH = 64
@@ -27,11 +27,12 @@ def made(bundled: tuple[Any, Any]) -> dict[str, torch.Tensor]:
 
 
 def test_kinds_and_shapes(made: dict[str, torch.Tensor], bundled: tuple[Any, Any]) -> None:
-    assert tuple(made) == KINDS == tuple(SHARES)
+    assert tuple(SHARES) == KINDS and tuple(made) == (*KINDS[:-1], LONG, SAMPLES)
+    assert made[LONG].shape == (3, 2 * LENGTH)
     vocabulary = bundled[0].config.vocab_size
     for kind, rows in made.items():
         assert rows.dtype == torch.int64 and rows.device.type == "cpu"
-        assert rows.shape == (max(round(24 * SHARES[kind]), 3), LENGTH), kind
+        assert kind == LONG or rows.shape == (max(round(24 * SHARES[kind]), 3), LENGTH), kind
         assert int(rows.min()) >= 0 and int(rows.max()) < vocabulary
         assert len({tuple(row.tolist()) for row in rows}) == len(rows), f"{kind}: every sequence is another one"
 
@@ -41,6 +42,12 @@ def test_the_same_arguments_give_the_same_text(made: dict[str, torch.Tensor], bu
     for kind, rows in made.items():
         assert torch.equal(again[kind], rows)
         assert torch.equal(other[kind], rows) == (kind not in (REREAD, SAMPLES)), kind
+
+
+def test_longer_sequences_need_a_model_with_positions_for_them(bundled: tuple[Any, Any]) -> None:
+    for limit, long in ((2 * LENGTH, True), (2 * LENGTH - 1, False), (None, True)):
+        model: Any = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=limit))
+        assert (LONG in mixture(model, bundled[1], sequences=24, length=LENGTH, samples=False)) == long
 
 
 def test_reread_rows_repeat_a_part_of_their_cache(made: dict[str, torch.Tensor]) -> None:
@@ -53,9 +60,9 @@ def test_reread_rows_repeat_a_part_of_their_cache(made: dict[str, torch.Tensor])
 def test_every_sequence_begins_as_the_tokenizer_begins_a_text(bundled: tuple[Any, Any], with_bos: Any) -> None:
     """Models whose every prompt starts with BOS never see a sequence without."""
     made = mixture(bundled[0], with_bos, sequences=24, length=LENGTH)
-    assert tuple(made) == KINDS
+    assert tuple(made) == (*KINDS[:-1], LONG, SAMPLES)
     for kind, rows in made.items():
-        assert rows.shape[1] == LENGTH
+        assert rows.shape[1] == (2 * LENGTH if kind == LONG else LENGTH)
         assert (rows[:, 0] == BOS).all(), kind
         assert (rows[:, 1] != BOS).any(), kind
 
@@ -72,7 +79,7 @@ def test_texts_that_are_too_short_are_left_out(bundled: tuple[Any, Any], monkeyp
     made = mixture(*bundled, sequences=100, length=LENGTH, samples=False)
     # Every second row of prose and encyclopaedia may be re-read: 3 + 1.
     assert {kind: len(rows) for kind, rows in made.items()} == {
-        "prose": 6, "encyclopaedia": 3, "tables": 5, REREAD: 4
+        "prose": 6, "encyclopaedia": 3, "tables": 5, REREAD: 4, LONG: 3
     }  # fmt: skip
     texts["prose"] = texts["code"]
     assert tuple(mixture(*bundled, sequences=100, length=LENGTH, samples=False)) == ("encyclopaedia", "tables")

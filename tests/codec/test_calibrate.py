@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +24,11 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning import calibrate
 from cuvee.codec.learning.calibrate import choose_group, fit
 from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
+from cuvee.codec.learning.divergence import compare
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_cache, held_out_count, normalized
-from cuvee.codec.models.forward import cache_argument
+from cuvee.codec.learning.rereading import reread
+from cuvee.codec.models.forward import cache_argument, prefill, score
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
@@ -120,7 +123,8 @@ def test_kl_is_what_was_asked_for(target: float, books: Books, halves: list[tupl
 
 def test_the_calibrated_curve_is_that_of_the_held_out_sequences(books: Books) -> None:
     held_out = books.harbour[-held_out_count(len(books.harbour)) :]
-    for point in (books.profile.curve[0], books.profile.curve[-1]):
+    text = books.profile.curves["text"]
+    for point in (text[0], text[-1]):
         bits, kl, lost, same = costs(books, Codec(books.profile, step=2 ** (point.step_index / 64)), held_out)
         assert point.bits_per_value == pytest.approx(bits, rel=1e-6)
         assert point.kl == pytest.approx(kl, rel=1e-2)
@@ -308,7 +312,7 @@ def test_kinds_are_measured_one_by_one_and_together(books: Books) -> None:
 
 def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     profile = calibrated(tiny_model("llama"), {"short": tokens_of(9, 32), "long": tokens_of(8, 64, 1)})
-    assert list(profile.curves) == ["short", "long"]
+    assert list(profile.curves) == ["short", "long", "reread"] and profile.lengths == (32, 64)
     steps = [point.step_index for point in profile.curve]
     assert steps == list(CURVE_STEP_INDICES)
     assert all([point.step_index for point in points] == steps for points in profile.curves.values())
@@ -361,7 +365,7 @@ def test_every_kind_is_learned_from_and_held_out(
         return of_a_batch(tiny, layers, batch, cached, generator)
 
     monkeypatch.setattr(calibrate, "sample_gradients", spy)
-    calibrated(tiny_model("llama"), {"a": tokens_of(9, 32), "b": tokens_of(4, 64)}, batch_size=4)
+    calibrated(tiny_model("llama"), {"a": tokens_of(9, 32), "b": tokens_of(4, 64, 1)}, batch_size=4)
     assert seen == [((4, 32), 24), ((3, 32), 24), ((2, 64), 48)]
     assert [held_out_count(n) for n in (3, 16, 24, 256, 1000)] == [2, 2, 3, 32, 32]
 
@@ -370,7 +374,67 @@ def test_one_kind_is_as_good_as_none(tiny_model: Callable[..., Any]) -> None:
     tiny, rows = tiny_model("llama"), tokens_of(9, 40)
     named, plain = calibrated(tiny, {"only": rows}), calibrated(tiny, rows)
     assert named.id == plain.id and named.curve == plain.curve
-    assert named.curves == {"only": tuple(replace(point, kind="only") for point in plain.curve)}
+    assert list(named.curves) == ["only", "reread"] and named.curves["reread"] == plain.curves["reread"]
+    assert named.curves["only"] == tuple(replace(point, kind="only") for point in plain.curves["text"])
+
+
+def test_what_is_held_out_shares_no_text_with_what_is_learned(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in full, nor cut elsewhere, nor where only its end was made to re-read."""
+    learned: list[torch.Tensor] = []
+    of_a_batch = sample_gradients
+
+    def spy(tiny: Any, layers: Any, batch: torch.Tensor, cached: int, generator: Any) -> Any:
+        learned.append(batch)
+        return of_a_batch(tiny, layers, batch, cached, generator)
+
+    monkeypatch.setattr(calibrate, "sample_gradients", spy)
+    text = tokens_of(1, 128 * 12)[0]
+    plain, again = text.view(12, 128), reread(text.view(12, 128)[[0, 2, 4, 6, 8]].repeat_interleave(2, 0), 96)[::2]
+    shifted = text[70 : 70 + 128 * 11].view(11, 128)
+    calibrated(tiny_model("llama"), {"plain": plain, "reread": again, "shifted": shifted}, more_text=plain)
+    held_out = torch.cat([plain[-2:], again[-2:], shifted[-2:]]).unfold(1, 64, 1).reshape(-1, 64)
+    known = {tuple(run.tolist()) for run in held_out}
+    rows = [row for batch in learned for row in batch]
+    assert len(rows) == 17 and not any(tuple(run.tolist()) in known for row in rows for run in row.unfold(0, 64, 1))
+    with pytest.raises(InputError, match=r"^token_ids: must hold different sequences"):
+        calibrated(tiny_model("llama"), plain[:1].expand(8, -1))
+
+
+def test_a_curve_without_a_kind_that_rereads_gets_one(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
+    measured: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr(calibrate, "measure", lambda profile, model, kinds, **_: measured.append(kinds) or profile)
+    rows, own = tokens_of(9, 40), tokens_of(9, 40, 1)
+    for given in (rows, {"reread": own, "mine": rows}):
+        calibrated(tiny_model("llama"), given)
+    assert list(measured[0]) == ["text", "reread"] and torch.equal(measured[1]["reread"], own[-2:])
+    for row, made in zip(rows[-2:].repeat(3, 1), measured[0]["reread"], strict=True):
+        assert torch.equal(row[:30], made[:30])
+        assert any(torch.equal(made[30:], made[start : start + 10]) for start in range(19))
+    calibrated(tiny_model("llama"), rows, prefix=20)
+    assert list(measured[2]) == ["text"], "no room to repeat a tail of 20 of 20 cached tokens"
+
+
+def test_logits_of_a_bfloat16_model_are_those_of_a_float32_head(tiny_model: Callable[..., Any]) -> None:
+    """A head in bfloat16 rounds logits, so the KL of a curve would not fall below the rounding."""
+    tiny = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    with torch.no_grad():
+        tiny.get_output_embeddings().weight.mul_(200)
+    rows = tokens_of(4, 40)
+    layout = KVLayout.of(tiny)
+    with torch.no_grad():
+        chunks = prefill(tiny, rows[:, :30], layout)
+        got = score(tiny, chunks, rows[:, 30:])
+        cache: Any = DynamicCache()
+        tiny(rows[:, :30], **cache_argument(tiny, cache))
+        hidden = tiny.model(rows[:, 30:], **cache_argument(tiny.model, cache)).last_hidden_state[:, :-1]
+        head = tiny.get_output_embeddings()
+        exact = (hidden.float() @ head.weight.float().T).log_softmax(-1)
+        rounded = head(hidden).float().log_softmax(-1)
+    floor = compare(exact, rounded, rows[:, 31:])[0]
+    assert max(floor) > 5e-5 and max(map(abs, compare(exact, got, rows[:, 31:])[0])) < max(floor) / 20
+    assert tiny.get_output_embeddings()(hidden).dtype == torch.bfloat16, "the model is left as it was"
 
 
 # The group -----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles import profile_file
 from cuvee.codec.profiles.class_predictor import MAX_DISTANCES, MAX_SINKS, Predictor
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.profile_file import sealed
+from cuvee.codec.profiles.profile_file import arrays_of, metadata_of, profile_arguments, sealed
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
 
 Fitted = Callable[[str, str], Profile]
@@ -542,11 +542,23 @@ def test_how_much_text_there_was_is_kept_and_no_part_of_the_id(fitted: Fitted, t
     again = Profile.load(tmp_path / "p")
     assert again.text_tokens == profile.text_tokens == profile.with_curve([]).text_tokens
     assert again.shard(0, 2).text_tokens == profile.text_tokens
+    measured = profile.with_curve(CURVE, [512, 96, 512])
+    measured.save(tmp_path / "p")
+    again = Profile.load(tmp_path / "p")
+    assert again.lengths == (96, 512) == again.shard(0, 2).lengths and again.id == profile.id
     # As a profile of an earlier build.
-    again.text_tokens = None
+    again.text_tokens, again.lengths = None, ()
     again.save(tmp_path / "p")
     older = Profile.load(tmp_path / "p")
-    assert older.text_tokens is None and older.id == profile.id
+    assert older.text_tokens is None and older.lengths == () and older.id == profile.id
+
+
+@pytest.mark.parametrize("lengths", [512, [0], [True], ["512"], {}])
+def test_lengths_that_are_none_are_refused(lengths: object, fitted: Fitted, tmp_path: Path) -> None:
+    profile = fitted("gqa", "head").with_curve(CURVE, [512])
+    data = {**metadata_of(profile), "lengths": lengths}
+    with pytest.raises(FormatError, match=r"^lengths: must be a list of positive numbers of tokens"):
+        profile_arguments(data, arrays_of(profile))
 
 
 def test_limits_outside_the_curve(fitted: Fitted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from cuvee import Codec, Profile, Quality
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
+from cuvee.codec.setting import warn_of_length
 
 CURVE = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 3)]
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -53,6 +56,35 @@ def test_a_codec_takes_a_quality_its_preset_or_its_arguments(fitted: Callable[..
         assert codec.step_index == profile.resolve(quality)
         assert codec.described_quality == f"{quality}, {codec.quality_name}"
     assert Codec(profile, Quality("lossless")).lossless and Codec(Profile.unlearned(profile.layout)).lossless
+
+
+def test_a_kl_is_asked_of_the_curve_with_a_margin_for_other_text(fitted: Callable[..., Profile]) -> None:
+    """1.3 times lower: as text that a profile was not learned on loses that much more."""
+    profile = fitted("gqa", "layer").with_curve(CURVE)
+    assert profile.resolve(kl=1.3 * 1e-3) == 0 and profile.resolve(kl=1e-3) == round(-64 * math.log(1.3, 4)) == -12
+    fine = Codec(profile, "high").step_index
+    assert fine == -12 and profile.measured().kl_at(0) == pytest.approx(1.3e-3)
+
+
+def test_a_context_longer_than_those_of_the_curve_is_told_of_once(
+    fitted: Callable[..., Profile], make_chunk: Callable[..., KVChunk], caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown = fitted("gqa", "layer").with_curve(CURVE)
+    profile = unknown.with_curve(CURVE, [40, 64])
+    chunk = make_chunk(profile.layout, 65)
+    warn_of_length.cache_clear()
+
+    def told(encode: Callable[[], object]) -> int:
+        caplog.clear()
+        encode()
+        return sum("contexts of up to 64 tokens" in record.getMessage() for record in caplog.records)
+
+    balanced = Codec(profile, "balanced")
+    assert told(lambda: balanced.encode(chunk.slice(0, 64))) == 0
+    for silent in (Codec(profile, "lossless"), Codec(profile, step=0.5), Codec(profile, bits=4.0), Codec(unknown)):
+        assert told(lambda own=silent: own.encode(chunk)) == 0  # type: ignore[misc]
+    assert told(lambda: balanced.encode(chunk.slice(60, 65))) == 1
+    assert told(lambda: Codec(profile, kl=2e-3).encode(chunk)) == 0, "once for a profile"
 
 
 def test_nothing_is_asked_for_beside_a_quality(fitted: Callable[..., Profile]) -> None:

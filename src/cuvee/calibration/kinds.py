@@ -12,6 +12,7 @@ mixture costs nothing on the novel and works on other text; samples of the model
 | dialogue | conversations, in the model's chat template where it has one | yes |
 | tables | tables, logs, lists, records | yes |
 | reread | prose and articles whose last quarter repeats an earlier part, so the model must read its cache | yes |
+| long | prose in sequences of twice the length, if the model has the positions | yes |
 | samples | the model's own text, started with words from the kinds above | sampled |
 """
 
@@ -39,6 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 REREAD, SAMPLES = "reread", "samples"  # the kinds that are generated, not read from files
+LONG = "long"  # the kind of longer sequences
 # Each kind's share of the sequences.
 SHARES: Mapping[str, float] = {
     "prose": 0.15, "encyclopaedia": 0.15, "tokenized": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
@@ -109,7 +111,7 @@ def mixture(
         >>> from cuvee.calibration.kinds import mixture
         >>> kinds = mixture(*load_bundled_model(), sequences=24, length=64, samples=False)
         >>> list(kinds)
-        ['prose', 'encyclopaedia', 'tokenized', 'code', 'dialogue', 'tables', 'reread']
+        ['prose', 'encyclopaedia', 'tokenized', 'code', 'dialogue', 'tables', 'reread', 'long']
         >>> kinds["prose"].shape
         torch.Size([4, 64])
     """
@@ -136,6 +138,10 @@ def mixture(
         # `reread` changes every second row.
         chosen = pool[torch.arange(wanted) * len(pool) // wanted].repeat_interleave(2, dim=0)
         out[REREAD] = reread(chosen, 3 * length // 4, seed)[::2]
+    if (limit := getattr(model.config, "max_position_embeddings", None)) is None or limit >= 2 * length:
+        rows = _sequences("prose", tokenizer, 2 * length)
+        if len(rows) >= LEAST:
+            out[LONG] = rows[torch.arange(LEAST) * len(rows) // LEAST]
     if samples:
         count = max(round(sequences * SHARES[SAMPLES]), LEAST)
         begin = torch.cat(starts) if starts else None

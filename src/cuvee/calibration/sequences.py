@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.learning.rereading import SEED, reread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,43 +27,9 @@ __all__ = ["LENGTH", "PREFIX", "SEED", "reread", "sample_text"]
 
 LENGTH = 512
 PREFIX = 384
-SEED = 7
 
 # Rows sampled at once: enough for efficient matrix products, few enough to bound the KV cache.
 _SAMPLE_ROWS = 64
-
-
-def reread(tokens: Tensor, prefix: int = PREFIX, seed: int = SEED) -> Tensor:
-    """Make the end of rows 0, 2, 4 … repeat a random span of their first `prefix` tokens.
-
-    The span starts at s, uniform in [0, prefix - tail - 1) with tail = T - prefix, so it ends at least two tokens
-    before the tail begins: to copy it, the model always has to look back farther than the last token.
-
-    Args:
-        tokens: integer [N, T]; left unchanged.
-        prefix: cached tokens per row, at least T - prefix + 2 and less than T.
-        seed: seed of the draws of s, one per even row in order; the same on every device.
-
-    Returns:
-        int64 [N, T].
-
-    Raises:
-        InputError: `tokens` is not an integer matrix, or `prefix` leaves no tail or no room to draw s.
-    """
-    if tokens.ndim != 2 or tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
-        raise InputError(f"tokens: must be a matrix of integers, got {tokens.dtype} of shape {tuple(tokens.shape)}")
-    length = tokens.shape[1]
-    tail = length - prefix
-    starts = prefix - tail - 1
-    if tail < 1 or starts < 1:
-        allowed = f"[{(length + 3) // 2}, {length - 1}]"
-        raise InputError(f"prefix: must lie in {allowed} for rows of {length} tokens, got {prefix}")
-    result = tokens.to(torch.long, copy=True)
-    generator = torch.Generator().manual_seed(seed)
-    for row in result[::2]:
-        start = int(torch.randint(starts, (), generator=generator))
-        row[prefix:] = row[start : start + tail]
-    return result
 
 
 def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, starts: Tensor | None = None) -> Tensor:

@@ -130,6 +130,7 @@ def print_profile(profile: Profile, path: Path, as_json: bool = False) -> None:
                 "model": profile.model,
                 "layout": {**layout.to_dict(), "fingerprint": layout.fingerprint.hex()},
                 "text_tokens": profile.text_tokens,
+                "lengths": profile.lengths,
                 "presets": presets,
                 "curve": _curve(profile.curve),
                 "curves": {kind: _curve(points) for kind, points in profile.curves.items()},
@@ -151,6 +152,7 @@ def print_profile(profile: Profile, path: Path, as_json: bool = False) -> None:
         "source": profile.source,
         "group": f"{profile.group}: {len(profile.sections)} sections",
         "text": "not recorded" if profile.text_tokens is None else f"learned from {profile.text_tokens} tokens",
+        "measured": _lengths(profile),
     }.items():
         grid.add_row(f"[dim]{name}[/dim]", value)
     console.print(grid)
@@ -179,6 +181,14 @@ def print_profile(profile: Profile, path: Path, as_json: bool = False) -> None:
         "presets go by the worst kind.",
         highlight=False,
     )
+
+
+def _lengths(profile: Profile) -> str:
+    """Say at which lengths a KL is promised."""
+    if not profile.lengths:
+        return "at lengths that are not recorded"
+    *others, longest = map(str, profile.lengths)
+    return f"on sequences of {' and '.join([', '.join(others), longest] if others else [longest])} tokens"
 
 
 def _presets(profile: Profile) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ def report(
         Path | None,
         typer.Option(
             metavar="OLD.json",
-            help="List what changed since this report.json. Exit with code 1 if a figure got worse or is missing.",
+            help="List what changed since this report.json. Exit with code 3 if a figure got worse or is missing.",
             show_default=False,
         ),
     ] = None,
@@ -159,4 +159,4 @@ def report(
         print_summary(found, make_console())
         print(f"{out / 'report.md'}\n{out / 'report.html'}\n{out / 'report.json'}")
     if found.against is not None and found.against.worse:
-        raise typer.Exit(1)
+        raise typer.Exit(3)

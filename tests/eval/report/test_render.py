@@ -19,6 +19,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from tests.eval.report.world import entry, html, markdown, print_summary, write_report
 
+from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.documents import escape
 from cuvee.eval.formatting import format_interval, format_ratio, with_error
 from cuvee.eval.methods import family_label
@@ -254,14 +255,20 @@ def test_methods_are_those_of_the_report(folder: Path, report: dict[str, Any]) -
         entries = [e for e in report["quality"] if (e["kind"] == "curve") is wanted]
         assert len(rows) == len(entries)
         for e in entries:
-            _, bits, ratio, kl, loss, perplexity, top1, encode, decode, counts = rows[e["label"]]
+            _, bits, ratio, kl, promised, loss, perplexity, top1, encode, decode, counts = rows[e["label"]]
             assert agrees(bits, e["bits_per_value"])
             assert ratio == "" if e["ratio"] is None else agrees(ratio, e["ratio"])
             assert both(kl, e["kl"], e["kl_stderr"]) and both(loss, e["delta_nll"], e["delta_nll_stderr"])
+            limit = PRESET_KL.get(e["setting"]) if e["kind"] == "preset" and "lossless" not in e["family"] else None
+            assert promised == "" if limit is None else agrees(promised, limit)
             assert agrees(perplexity, math.exp(e["nll"])) and counts == e["counts"]
             assert both(top1.removesuffix("%"), 100 * e["top1"], 100 * e["top1_stderr"])
             for cell, field in ((encode, "encode_gb_per_s"), (decode, "decode_gb_per_s")):
                 assert cell == "" if e[field] is None else agrees(cell, e[field])
+    text = (folder / "report.md").read_text()
+    for e in report["quality"]:
+        missed = e["kind"] == "preset" and e["kl"] - (e["kl_stderr"] or 0.0) > PRESET_KL.get(e["setting"], math.inf)
+        assert (f"{e['label']} misses its promise: KL" in text) == missed
     methods = [row[0] for row in tables["Every method"][0][1]]
     assert methods == [
         "16-bit cache", "cuvee, small", "cuvee, balanced", "cuvee, high", "cuvee joint, small", "cuvee joint, balanced",
@@ -576,7 +583,7 @@ def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> No
     found, page, root = read_html((tmp_path / "report.html").read_text())
     assert found == tables
     row = by_first(tables["Every method"][0])[EVIL]
-    assert len(row) == 10 and row[-1] == EVIL
+    assert len(row) == 11 and row[-1] == EVIL
     assert f"Compressing the KV cache of {EVIL}" in text and f"Compressing the KV cache of {EVIL}" in page
     assert EVIL in text.split("documents, higher is better. ")[1]
     assert report["command"] in text and report["command"] in page

@@ -27,7 +27,7 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
     data["quality"].append({**data["quality"][0], "key": "lost"})
     old = tmp_path / "old.json"
     old.write_text(json.dumps(data))
-    done = run("report", "-o", out, *options, "--against", old, code=1)
+    done = run("report", "-o", out, *options, "--against", old, code=3)
     assert "4 figures worse or missing" in done.stdout and "lost" in done.stdout
     fails("report", "-o", out, *options, "--against", tmp_path / "none.json", match="none.json")
     assert json.loads(run("report", "-o", out, *options, "--json").stdout)["against"] is None
