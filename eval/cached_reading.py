@@ -245,7 +245,7 @@ def _likelihood(log_probabilities: torch.Tensor, targets: TokenIds) -> tuple[flo
     """Sum up `[T, V]` over T targets, and tell whether each of them is the likeliest token."""
     chosen = torch.tensor(targets, device=log_probabilities.device)
     likeliest = bool((log_probabilities.argmax(-1) == chosen).all())
-    return float(log_probabilities.gather(-1, chosen[:, None]).sum()), likeliest
+    return float(log_probabilities.gather(-1, chosen[:, None]).sum(dtype=torch.float64)), likeliest
 
 
 def _padded(rows: Sequence[TokenIds], device: torch.device) -> torch.Tensor:

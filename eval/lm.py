@@ -21,6 +21,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -34,6 +35,8 @@ from cuvee.codec.models.dtypes import TORCH_DTYPES, value_bits
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, coded_layout
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.devices import usable_device
+from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.cached_reading import CachedReader, Read, Statistics
 from cuvee.eval.methods import baseline, method_identity
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method
@@ -81,7 +84,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
     - `generate_until`: generates after the decoded cache of all prompt tokens but the last. Arguments of `generate`
       that do not work with such a cache, as prompt lookup, are refused.
 
-    If the method changes nothing, the results are those of HFLM.
+    If the method changes nothing, the results are those of HFLM with the same `softmax_dtype`.
 
     Args:
         pretrained: see HFLM; a path may be a `Path`, and "books-3m" is the bundled model.
@@ -91,6 +94,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         codec_backend: the `backend` of the codec (HFLM has a `backend` of its own).
         chunk_tokens: tokens coded together; the last chunk of a context may hold fewer.
         cache_dtype: the dtype in which chunks are coded; default: the model's.
+        softmax_dtype: of likelihoods, float32 or float64, whatever dtype the model has. They are summed in float64.
         batch_size: rows of a forward pass; `"auto"` is refused.
         truncation: cut contexts that are too long for the model at the left, as HFLM does without being asked. Without
             this option they are errors here.
@@ -125,6 +129,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         codec_backend: str = "auto",
         chunk_tokens: int = CHUNK_TOKENS,
         cache_dtype: str | None = None,
+        softmax_dtype: str | torch.dtype = "float32",
         batch_size: int | str = 1,
         **kwargs: Any,
     ) -> None:
@@ -134,6 +139,9 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         self.chunk_tokens = _at_least_one("chunk_tokens", chunk_tokens)
         if cache_dtype is not None and cache_dtype not in TORCH_DTYPES:
             raise InputError(f"cache_dtype: must be one of {', '.join(TORCH_DTYPES)}, got {cache_dtype!r}")
+        softmax = str(softmax_dtype).removeprefix("torch.")
+        if softmax not in ("float32", "float64"):  # a narrower one adds a loss of its own to that of the method
+            raise InputError(f"softmax_dtype: must be float32 or float64, got {softmax}")
         if str(batch_size).startswith("auto"):
             raise InputError("batch_size: 'auto' is not supported, because caches take memory too: give a number")
         if kwargs.get("tp_plan") is not None:
@@ -143,7 +151,16 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         self._tasks: dict[Any, set[str]] = {}  # which tasks ask each request in progress; two may ask the same one
         if isinstance(pretrained, str | os.PathLike):
             pretrained = model_path(os.fspath(pretrained))
-        super().__init__(pretrained, batch_size=_at_least_one("batch_size", batch_size), **kwargs)
+        if kwargs.get("device") is not None:
+            usable_device(kwargs["device"])
+        rows = _at_least_one("batch_size", batch_size)
+        try:
+            super().__init__(pretrained, batch_size=rows, softmax_dtype=softmax, **kwargs)
+        except TypeError as error:  # HFLM passes on what it does not know, and a model's class refuses it
+            if unknown := [name for name in kwargs if f"'{name}'" in str(error)]:
+                ours, theirs = (signature(one.__init__).parameters for one in (CuveeLM, HFLM))
+                raise InputError(f"{unknown[0]}: is no argument; {suggestion(unknown[0], [*ours, *theirs])}") from error
+            raise
         if self.world_size > 1:
             raise InputError("accelerate: several processes are not supported: start one, or use parallelize=True")
         layout = replace(coded_layout(self.model.config), dtype=str(self.model.dtype).removeprefix("torch."))

@@ -30,6 +30,7 @@ from cuvee.codec.models.forward import append_units
 from cuvee.codec.models.measured import decoder_config, measured_layers
 from cuvee.codec.models.probe import MeasuredLayer
 from cuvee.codec.states import States
+from cuvee.codec.support.devices import usable_device
 from cuvee.integrations.cache_checks import check_inputs
 from cuvee.integrations.cache_chunks import decode_rows, encode_rows
 from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file, write_cache_file
@@ -211,7 +212,7 @@ def decode_cache(
     config = _config_of(model)
     bound = bound_blobs(associated_data, blobs)
     _check_model(model, codec.profile.layout)
-    target = torch.device("cpu" if device is None else device)
+    target = usable_device("cpu" if device is None else device)
     where = target if codec.on_device(target) else torch.device("cpu")
     with allocations("rebuilding a cache"):
         states: list[dict[str, torch.Tensor]] = []
@@ -317,7 +318,7 @@ def load_cache(
     chunk = read_cache_file(path, layout)
     if chunk.start:
         raise InputError(f"{path}: must begin at position 0 for a transformers cache, got {chunk.start}")
-    cache, target = DynamicCache(config=config), "cpu" if device is None else device
+    cache, target = DynamicCache(config=config), usable_device("cpu" if device is None else device)
     for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
         own = [unit.transpose(0, 1)[None].to(target) for unit in (keys, values)]
         append_units(cache, own[0], own[1], layer, layout.layers[layer])

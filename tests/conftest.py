@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +26,11 @@ from cuvee.codec.models.rope import rotate
 from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
+
+# A background job of a script ignores Ctrl-C, and so would what tests start; rich breaks lines where a terminal ends.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ["COLUMNS"] = "120"
 
 MAX_POSITIONS = 4096
 BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts

@@ -12,12 +12,11 @@ __all__ = [
 ]  # fmt: skip
 
 _USUAL = ("cuvee/layer", "cuvee/all")
-_NOTHING_LEARNED = ("cuvee/generic", "cuvee/lossless")  # the first is of earlier reports
 
 
 def is_learned(family: str) -> bool:
     """Return whether a family is the codec with a learned profile, the subject of a report."""
-    return family.startswith("cuvee/") and family not in _NOTHING_LEARNED
+    return family.startswith("cuvee/") and family != "cuvee/lossless"
 
 
 def label_and_setting(entry: MethodEntry) -> str:

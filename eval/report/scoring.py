@@ -104,8 +104,6 @@ class TaskScorer:
             chunk_tokens=self._chunk_tokens,
             cache_dtype=self._cache_dtype,
             batch_size=self._batch_size,
-            # A text of 1,400 nats is rounded to multiples of 8 in bfloat16: codecs lose less.
-            softmax_dtype="float32",
         )
 
     def _load(self, names: Sequence[str]) -> Any:

@@ -78,6 +78,38 @@ def test_files_are_read_by_their_suffix(tmp_path: Path) -> None:
     assert many == [tokenizer("The wind").input_ids, [1, 2, 3], [4], tokenizer(rose).input_ids]
 
 
+def test_padding_and_marks_are_no_text(tmp_path: Path, with_bos: Any) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(bundled_model_path(), model)
+    with_bos.save_pretrained(model)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"input_ids": [0, 0, 5, 6, 7], "attention_mask": [0, 0, 1, 1, 1]}))
+    assert read_corpus(str(path), BUNDLED_MODEL).documents[0].tolist() == [5, 6, 7]
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"text": "A quiet harbour."}).encode())
+    (expected,) = read_corpus(str(path), str(model)).documents
+    path.write_text(json.dumps({"text": f"{with_bos.convert_ids_to_tokens(BOS)}A quiet harbour."}))  # as templates do
+    (found,) = read_corpus(str(path), str(model)).documents
+    assert BOS not in found.tolist() and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"text": "\\ud83d abc"}', "a.jsonl:1: must hold a list of token ids or an object"),
+        ("a.jsonl", '{"input_ids": [5, 6], "attention_mask": [1]}', "a.jsonl:1: must hold"),
+        ("a.jsonl", '{"input_ids": [5, 6], "attention_mask": [1, 2]}', "a.jsonl:1: must hold"),
+        ("a.json", '[{"text": "abc"}]', "a.json: must be .jsonl"),
+        ("A.JSONL", "[5, x]", "A.JSONL:1: must hold JSON"),
+    ],
+)
+def test_what_is_no_document_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_corpus(str(tmp_path / name), BUNDLED_MODEL)
+    with pytest.raises(InputError, match="must be a text file, got a folder"):
+        read_corpus(str(tmp_path), BUNDLED_MODEL)
+
+
 def test_the_digest_tells_documents_apart(tmp_path: Path) -> None:
     digests = set()
     for lines in ("[1, 2]\n[3]", "[1]\n[2, 3]", "[1, 2, 3]"):
@@ -107,7 +139,7 @@ def test_a_missing_text_or_model(tmp_path: Path) -> None:
         read_corpus("nowhere", BUNDLED_MODEL)
     with pytest.raises(FileNotFoundError, match=r"no such model folder: .*nowhere"):
         load_model(str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match=r"^device: must be a device of torch, got 'abacus'"):
+    with pytest.raises(InputError, match=r"^device: must be a device that torch can use here, got 'abacus'"):
         load_model(BUNDLED_MODEL, device="abacus")
 
 

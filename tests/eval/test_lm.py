@@ -272,9 +272,17 @@ def test_mixed_precision_and_softmax_dtype(lively: Callable[..., Any]) -> None:
     got = quiet(CuveeLM(model, method=recording, **arguments), "loglikelihood", requests)
     assert difference(got, expected) < 0.1 < max(abs(value) for value, _ in expected)
     assert {chunk.keys[0].dtype for chunk in recording.seen} == {torch.float32}
-    for softmax_dtype, dtype in ((None, torch.bfloat16), ("float32", torch.float32)):
-        lm = CuveeLM(model, method=Uncompressed(), **{**arguments, "softmax_dtype": softmax_dtype})
-        assert lm._forward(torch.tensor([[3, 4]])).dtype == dtype
+
+
+def test_likelihoods_of_a_model_in_16_bits_are_those_of_its_logits(lively: Callable[..., Any]) -> None:
+    """In bfloat16 each logarithm would be rounded to 8 bits, and so would their sum."""
+    model, requests = lively("llama", dtype=torch.bfloat16), choices([20, 6], [9, 2])
+    lm = CuveeLM(model, tokenizer=word_tokenizer(), method=Uncompressed())
+    exact = CuveeLM(model, tokenizer=word_tokenizer(), method=Uncompressed(), softmax_dtype="float64")
+    found, expected = (quiet(one, "loglikelihood", requests) for one in (lm, exact))
+    assert difference(found, expected) < 1e-4
+    rough = torch.tensor([value for value, _ in expected]).bfloat16().tolist()
+    assert max(abs(value - each) for (value, _), each in zip(expected, rough, strict=True)) > 1e-2
 
 
 # What goes through the method ------------------------------------------------------------------------------------
@@ -487,6 +495,8 @@ def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) ->
         ({"method": Uncompressed(), "batch_size": "0"}, "batch_size: .* got '0'"),
         ({"method": Uncompressed(), "batch_size": "auto:4"}, "batch_size: 'auto' is not supported"),
         ({"method": Uncompressed(), "cache_dtype": "float8"}, "cache_dtype: must be one of bfloat16, .* got 'float8'"),
+        ({"method": Uncompressed(), "softmax_dtype": "bfloat16"}, "softmax_dtype: must be float32 or float64, got bfl"),
+        ({"method": Uncompressed(), "device": "gpu"}, "device: must be a device that torch can use here, got 'gpu'"),
         ({"method": Uncompressed(), "backend": "seq2seq"}, "backend: seq2seq models are not supported"),
         ({"method": Uncompressed(), "tp_plan": "auto"}, "tp_plan: .* in one process"),
         ({"method": Uncompressed(), "max_length": 65}, "max_length: the model has 64 positions, got 65"),
@@ -498,6 +508,11 @@ def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) ->
 def test_bad_arguments(arguments: dict[str, Any], message: str, llama: Callable[..., CuveeLM]) -> None:
     with pytest.raises(InputError, match=message):
         llama(**arguments)
+
+
+def test_misspelt_arguments_are_named() -> None:
+    with pytest.raises(InputError, match="qualty: is no argument; did you mean 'quality'"):
+        CuveeLM("books-3m", method="kivi4", qualty="balanced", device="cpu")
 
 
 def test_counts_may_come_from_a_command_line(llama: Callable[..., CuveeLM]) -> None:

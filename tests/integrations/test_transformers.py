@@ -762,3 +762,9 @@ def test_a_cache_without_values_is_refused(model: Any, layout: KVLayout) -> None
     for codec in (Codec.without_profile(layout), Codec(fitted_to(layout), step=0.1)):
         with pytest.raises(InputError, match=r"^cache: must be on a device that holds values, got the meta device"):
             encode_cache(codec, filled(layout, 1, 3, torch.float32, torch.device("meta")))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(device: str, tiny_config: Any) -> None:
+    with pytest.raises(InputError, match=f"device: must be a device that torch can use here, got '{device}'"):
+        decode_cache(Codec.without_profile(tiny_config("llama")), [b""], tiny_config("llama"), device=device)

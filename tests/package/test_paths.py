@@ -63,3 +63,10 @@ def test_data_flow_names_files_and_definitions_that_exist() -> None:
     sources = "\n".join(path.read_text(encoding="utf-8") for room in ROOMS[:4] for path in (ROOT / room).rglob("*.py"))
     assert len(names) > 50
     assert [name for name in sorted(names) if not re.search(rf"(?:class|def) {name}\b", sources)] == []
+
+
+def test_what_make_check_runs_exists() -> None:
+    root = Path(__file__).parents[2]
+    names = (root / "tests" / "checked.txt").read_text(encoding="utf-8").split()
+    assert len(names) > 50 and len({*names}) == len(names)
+    assert [name for name in names if not (root / name).exists()] == []

@@ -32,6 +32,11 @@ def test_the_python_of_the_readme_runs() -> None:
     assert 5 < cuvee.inspect(names["blobs"][0]).ratio < 50
 
 
+def test_two_commands_do_everything() -> None:
+    first = re.findall(r"```\n(.*?)```", README, re.DOTALL)[0]
+    assert [line.split("#")[0].strip() for line in first.splitlines()] == ["make demo", "make test"]
+
+
 def test_links_and_pictures_of_the_readme_exist() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", README)
     assert len(targets) > 12

@@ -23,6 +23,7 @@ from cuvee.calibration.bundled import TEXTS, bundled_model_path, bundled_text
 from cuvee.calibration.real_model import REAL_MODEL, smollm2_path
 from cuvee.codec.errors import InputError
 from cuvee.codec.models.forward import coded_layout
+from cuvee.codec.support.devices import usable_device
 from cuvee.codec.support.plain_json import parse_json
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ __all__ = [
     "read_corpus",
     "sequences_by_text",
     "spread_sequences",
+    "text_ids",
     "token_ids",
     "with_leading",
 ]  # fmt: skip
@@ -104,7 +106,7 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
         OSError: the model does not exist.
         UnsupportedModelError: see `KVLayout.from_config`; raised before any weights are read.
     """
-    place = _device(device)
+    place = usable_device(device)
     transformers = _transformers("a model")
     path = model_path(name)
     coded_layout(load_config(path))  # refuses before any weights are read
@@ -181,13 +183,6 @@ def _only_local(path: str) -> bool:
     return False
 
 
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise InputError(f"device: must be a device of torch, got {device!r}") from error
-
-
 def _transformers(what: str) -> Any:
     try:
         import transformers
@@ -244,7 +239,7 @@ def read_corpus(name: str, model_name: str) -> Corpus:
     digest = hashlib.sha256()
     for item in items:
         if tokenizer is not None and isinstance(item, str):
-            ids = token_ids(tokenizer, item, special=not leading)
+            ids = text_ids(tokenizer, item, leading)
         else:
             ids = torch.tensor(item, dtype=torch.int64)
         digest.update(f"{len(ids)} ".encode() + ids.numpy().tobytes())
@@ -256,6 +251,17 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -
     """Tokenize a text, int64 `[n]`; with `special`, including the tokens that the tokenizer puts around every text."""
     # verbose=False: a text longer than the model's context is cut later and needs no warning.
     return torch.tensor(tokenizer(text, add_special_tokens=special, verbose=False).input_ids, dtype=torch.int64)
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, leading: Sequence[int]) -> torch.Tensor:
+    """Tokenize a text without `leading`, also if the text itself (of a chat template, say) spells it out, int64 `[n]`.
+
+    If `leading` is empty, the tokens that the tokenizer puts around every text are included.
+    """
+    ids = token_ids(tokenizer, text, special=not leading)
+    while leading and ids[: len(leading)].tolist() == list(leading):
+        ids = ids[len(leading) :]
+    return ids
 
 
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -293,13 +299,17 @@ def _documents(name: str) -> Iterator[str | list[int]]:
         yield bundled_text(name)
         return
     path = Path(name)
+    if path.is_dir():
+        raise InputError(f"{path}: must be a text file, got a folder: name each of its files")
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "no such text file", name)
+    if path.suffix.lower() == ".json":
+        raise InputError(f"{path}: must be .jsonl with a document per line, or a text file, got .json: convert it")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: must be UTF-8 text, got {error.reason} at byte {error.start}") from error
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         yield text
         return
     # Not splitlines(): it splits at U+2028 and other characters that JSON strings may contain.
@@ -311,15 +321,25 @@ def _documents(name: str) -> Iterator[str | list[int]]:
         except ValueError as error:
             raise InputError(f"{path}:{number}: must hold JSON, but {error}") from error
         if isinstance(item, dict):
-            item = item.get("input_ids", item.get("text"))
+            item = _unpadded(item) if "input_ids" in item else item.get("text")
         if not _is_document(item):
             raise InputError(f"{path}:{number}: must hold a list of token ids or an object with input_ids or text")
         yield item
 
 
+def _unpadded(item: dict[str, Any]) -> Any:
+    """Return the input_ids that the attention_mask of a row keeps; None if the two do not fit."""
+    ids, mask = item["input_ids"], item.get("attention_mask")
+    if mask is None:
+        return ids
+    if not isinstance(ids, list) or not isinstance(mask, list) or len(mask) != len(ids) or {*map(str, mask)} - {*"01"}:
+        return None
+    return [token for token, kept in zip(ids, mask, strict=True) if kept]
+
+
 def _is_document(item: Any) -> bool:
     if isinstance(item, str):
-        return True
+        return not any("\ud800" <= character <= "\udfff" for character in item)  # half of a pair is no text
     return isinstance(item, list) and all(type(t) is int and 0 <= t < 1 << 31 for t in item)
 
 

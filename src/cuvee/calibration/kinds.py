@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuvee.calibration.bundled import CALIBRATION_TEXTS, TEXTS_FOLDER, bundled_text
-from cuvee.calibration.corpus import leading_ids, token_ids, with_leading
+from cuvee.calibration.corpus import leading_ids, text_ids, with_leading
 from cuvee.calibration.sequences import reread, sample_text
 from cuvee.codec.errors import InputError
 
@@ -169,7 +169,7 @@ def more_text(tokenizer: PreTrainedTokenizerBase, length: int = 512) -> torch.Te
 def _sequences(kind: str, tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
     """Return all whole sequences of a kind's texts, `[N, length]`."""
     leading = leading_ids(tokenizer)
-    joined = torch.cat([token_ids(tokenizer, text, special=not leading) for text in mixture_text(kind, tokenizer)])
+    joined = torch.cat([text_ids(tokenizer, text, leading) for text in mixture_text(kind, tokenizer)])
     body = length - len(leading)
     whole = len(joined) // body
     return with_leading(leading, joined[: whole * body].view(whole, body))

@@ -29,15 +29,32 @@ from cuvee.codec.errors import CuveeError
 __all__ = ["app", "main"]
 
 
+_DEBUG = "cuvee.debug"
+
+
 class _Commands(typer.core.TyperGroup):
-    """A command group that turns errors users can fix into one line on standard error and exit code 1."""
+    """A command group that turns errors users can fix into one line on standard error and exit code 1.
+
+    `--debug` may stand anywhere, also behind the command.
+    """
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override, unused-ignore]
+        """Take `--debug` out of the command's own arguments."""
+        end = args.index("--") if "--" in args else len(args)
+        before = [arg for arg in args[:end] if arg != "--debug"]
+        ctx.meta[_DEBUG] = len(before) < end
+        return super().parse_args(ctx, before + args[end:])
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override, unused-ignore]
         """Run a command."""
         try:
             return super().invoke(ctx)
         except (CuveeError, OSError, ImportError) as error:
-            if ctx.params["debug"] or (isinstance(error, OSError) and error.errno == errno.EPIPE):
+            if (
+                ctx.params["debug"]
+                or ctx.meta.get(_DEBUG)
+                or (isinstance(error, OSError) and error.errno == errno.EPIPE)
+            ):
                 raise
             typer.echo(f"error: {_one_line(error)}", err=True)
             raise typer.Exit(1) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cuvee.cli.files import blob_files, check_absent, named, read_profile
+from cuvee.cli.files import blob_files, check_absent, check_output, named, read_profile, whole_folder
 from cuvee.cli.options import Config, Force, ProfileFile, need_one_of_profile_and_config
 from cuvee.cli.output import counted
 
@@ -43,11 +43,13 @@ def decode(
     from cuvee.codec.format.container import inspect
     from cuvee.integrations.cache_file import write_cache_file
 
-    check_absent(target, force)
+    check_output(target, force)
+    files = blob_files(source)
+    whole_folder(source, files)
     chunks: list[KVChunk] = []
     codec: Codec | None = None
     tokens = 0
-    for path in blob_files(source):
+    for path in files:
         blob = path.read_bytes()
         with named(path):
             info = inspect(blob)

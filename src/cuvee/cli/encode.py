@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cuvee.cli.files import SUFFIX, check_absent, named, read_profile, write_folder
+from cuvee.cli.files import blob_name, check_output, named, read_profile, write_folder
 from cuvee.cli.options import DEFAULT_CHUNK_TOKENS, Config, Force, ProfileFile, need_one_of_profile_and_config
 from cuvee.cli.output import counted, make_console
 
 if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec
-
-_NAME_DIGITS = 5  # blobs in a folder are numbered: 00000.cuvee
 
 
 def encode(
@@ -29,7 +27,7 @@ def encode(
     ],
     target: Annotated[
         Path,
-        typer.Argument(metavar="OUT", help="A folder for the blobs 00000.cuvee, 00001.cuvee, …"),
+        typer.Argument(metavar="OUT", help="A folder for the blobs 00000-of-00002.cuvee, …"),
     ],
     profile: ProfileFile = None,
     config: Config = None,
@@ -72,10 +70,10 @@ def encode(
     known = read_profile(profile, config, dtype)
     codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst, dtype=dtype)
     chunk = read_cache_file(source, known.layout)
-    check_absent(target, force)
+    check_output(target, force)
     with named(source):
         blobs = _encode_all(codec, chunk, chunk_tokens)
-    write_folder(target, {f"{i:0{_NAME_DIGITS}}{SUFFIX}": blob for i, blob in enumerate(blobs)}, force)
+    write_folder(target, {blob_name(i, len(blobs)): blob for i, blob in enumerate(blobs)}, force)
     size = sum(map(len, blobs))
     values = chunk.tokens * chunk.layout.values_per_token
     print(

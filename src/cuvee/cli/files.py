@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,10 @@ from cuvee.codec.errors import CuveeError, InputError
 if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
 
-__all__ = ["SUFFIX", "blob_files", "check_absent", "named", "read_profile", "write_folder"]
+__all__ = [
+    "SUFFIX", "blob_files", "blob_name", "check_absent", "check_output", "named", "read_profile", "whole_folder",
+    "write_folder",
+]  # fmt: skip
 
 SUFFIX = ".cuvee"
 
@@ -40,6 +45,33 @@ def blob_files(source: Path) -> list[Path]:
     if not files:
         raise InputError(f"{source}: must hold {SUFFIX} files, got a folder without any")
     return files
+
+
+def blob_name(index: int, count: int) -> str:
+    """Return the name of a blob of a cache, which says how many blobs the cache has: `00000-of-00003.cuvee`."""
+    return f"{index:05}-of-{count:05}{SUFFIX}"
+
+
+def whole_folder(source: Path, files: list[Path]) -> None:
+    """Refuse the blobs of a folder if some are missing, or of another cache, by their names.
+
+    Raises:
+        InputError: a blob is missing or does not belong here.
+    """
+    if not source.is_dir():
+        return
+    counts = {found[1] for file in files if (found := re.fullmatch(rf"\d+-of-(\d+){SUFFIX}", file.name))}
+    if not counts:
+        print(f"note: {source}: the names do not say how many blobs there are: some may be missing", file=sys.stderr)
+        return
+    count = int(max(counts))
+    if count > len(files) + 1_000_000:  # a name of anyone's making
+        raise InputError(f"{source}: must hold all {count} blobs of a cache, got {len(files)}")
+    wanted, names = [blob_name(index, count) for index in range(count)], [file.name for file in files]
+    if missing := sorted({*wanted} - {*names}):
+        raise InputError(f"{source}: must hold all {count} blobs of a cache, but {missing[0]} is missing")
+    if other := sorted({*names} - {*wanted}):
+        raise InputError(f"{source}: must hold the blobs of one cache, got also {other[0]}: move it elsewhere")
 
 
 def read_profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
@@ -84,6 +116,23 @@ def check_absent(path: Path, force: bool) -> None:
         raise InputError(
             f"{path}: must be new, got a path that exists: choose another name, or pass --force to replace it"
         )
+
+
+def check_output(path: Path, force: bool) -> None:
+    """Find out before long work whether a file or folder can be written. Leaves nothing behind.
+
+    Raises:
+        InputError: `path` exists and is not to be replaced, or its folder cannot be written.
+    """
+    check_absent(path, force)
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name[:32]}.", dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{path}: must be in a folder that can be written, got {error.strerror}: {folder}") from error
 
 
 def write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:

@@ -15,7 +15,6 @@ import typer
 __all__ = [
     "DEFAULT_CHUNK_TOKENS",
     "MODEL_HELP",
-    "ChunkTokens",
     "Config",
     "Dtype",
     "Force",
@@ -48,7 +47,6 @@ Config = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-ChunkTokens = Annotated[int, typer.Option("--chunk-tokens", min=1, help="Tokens per coded chunk.")]
 
 
 def fields_from(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -74,9 +72,7 @@ def fields_from(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 def need_one_of_profile_and_config(profile: Path | None, config: Path | None) -> None:
     """Refuse a command with both options, or with neither."""
     if (profile is None) == (config is None):
-        raise typer.BadParameter(
-            "give --profile, or --config for coding without one (lossless, or statistics in the blob)"
-        )
+        raise typer.BadParameter("give --profile, or --config for lossless coding without one")
 
 
 def typed_command() -> str:

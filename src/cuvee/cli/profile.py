@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import cuvee
-from cuvee.cli.files import check_absent
+from cuvee.cli.files import check_output
 from cuvee.cli.options import MODEL_HELP, Dtype, Force
 from cuvee.cli.output import make_console
 from cuvee.cli.profile_show import print_profile, profile_check, profile_show
@@ -100,8 +100,10 @@ def profile_learn(
     """
     from cuvee.calibration.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
     from cuvee.calibration.kinds import check_mixture_size, mixture, more_text
+    from cuvee.codec.models.forward import check_tokens
+    from cuvee.codec.support.devices import usable_device
 
-    check_absent(out, force)
+    check_output(out, force)
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if source is None or source.name != "COMMANDLINE" or option.name in _ALWAYS:
@@ -111,23 +113,40 @@ def profile_learn(
             raise InputError(f"{option.opts[0]}: must come with --from-store")
         if not of_store and from_store is not None:
             raise InputError(f"{option.opts[0]}: must be left out with --from-store, which reads no texts")
+    if tensor_parallel and group != "auto":
+        raise InputError(f"--tensor-parallel: must come with --group auto, got --group {group}, which says it all")
     if from_store is not None:
-        _learn_from_store(model_path, from_store, out, salt, ranks, tokens_read, key_env, group)
+        with _nothing_kept(out):
+            _learn_from_store(model_path, from_store, out, salt, ranks, tokens_read, key_env, group)
         return
     check_mixture_size(sequences, length)  # before loading the model
+    usable_device(device, "--device")
     added = {
         Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(sequences // 4, 3))
         for name in texts or []
     }
     model = load_model(model_path, "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value, device)
-    # The mixture comes first, so that an added kind replaces one of the same name.
+    for rows in added.values():
+        check_tokens(model, rows, None)  # before the samples, which take minutes
     tokenizer = load_tokenizer(model_path)
-    tokens = mixture(model, tokenizer, sequences, length, seed) | added
-    profile = cuvee.calibrate(
-        model, tokens, group, more_text=more_text(tokenizer, length), batch_size=batch_size, seed=seed,
-        tensor_parallel=tensor_parallel,
-    )  # fmt: skip
+    with _nothing_kept(out):
+        # The mixture comes first, so that an added kind replaces one of the same name.
+        tokens = mixture(model, tokenizer, sequences, length, seed) | added
+        profile = cuvee.calibrate(
+            model, tokens, group, more_text=more_text(tokenizer, length), batch_size=batch_size, seed=seed,
+            tensor_parallel=tensor_parallel,
+        )  # fmt: skip
     _save(profile, out)
+
+
+@contextmanager
+def _nothing_kept(out: Path) -> Iterator[None]:
+    """Say what Ctrl-C leaves of a profile that is being learned: nothing."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {out} was not written; the same command starts from the beginning", err=True)
+        raise typer.Exit(130) from None
 
 
 def _save(profile: Profile, out: Path) -> None:
@@ -268,7 +287,7 @@ def profile_pull(
     from cuvee.integrations.profile_collection.location import ProfileLocation
     from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
-    check_absent(out, force)
+    check_output(out, force)
     location = ProfileLocation.parse(where)
     layout = read_layout(model_path(model), torch.bfloat16)  # profiles serve caches of any dtype
     if location.id is None:

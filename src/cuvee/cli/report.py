@@ -151,7 +151,11 @@ def report(
         chosen = quick_config(config) if quick else config
         found = run_report(chosen, out, console, against=against, force=force, command=typed_command())
     except KeyboardInterrupt:
-        console.print(f"interrupted: {out} keeps what was measured, and the same command continues", highlight=False)
+        console.print(
+            f"interrupted: {out} keeps what was measured, and the same command continues",
+            highlight=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(130) from None
     if as_json:
         print_json(found.to_dict())

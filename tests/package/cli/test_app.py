@@ -38,6 +38,7 @@ def test_wrong_usage_is_exit_code_two(files: Files) -> None:
 def test_debug_shows_the_traceback(files: Files) -> None:
     done = RUN.invoke(app, ["--debug", "inspect", str(files.cache)])
     assert isinstance(done.exception, cuvee.FormatError)
+    assert isinstance(RUN.invoke(app, ["inspect", str(files.cache), "--debug"]).exception, cuvee.FormatError)
     fails("inspect", files.cache, match="not a cuvee blob")  # … and only with --debug
 
 

@@ -43,7 +43,7 @@ def test_lossless_comes_back_bit_for_bit(files: Files) -> None:
     out, back = files.folder / "blobs", files.folder / "back.safetensors"
     options = ("--profile", files.profile)
     done = run("encode", files.cache, out, *options, "--quality", "lossless", "--chunk-tokens", "64")
-    assert sorted(p.name for p in out.iterdir()) == ["00000.cuvee", "00001.cuvee", "00002.cuvee"]
+    assert sorted(p.name for p in out.iterdir()) == [f"0000{i}-of-00003.cuvee" for i in range(3)]
     size = sum(p.stat().st_size for p in out.iterdir())
     raw, bits = files.chunk.nbytes, 8 * size / (TOKENS * files.chunk.layout.values_per_token)
     assert done.stdout == (
@@ -70,7 +70,7 @@ def test_lossless_needs_no_profile_but_the_config(
         assert_same(tmp_path / "back", chunk)
     # Lossless is the default without a profile; with a profile it is balanced.
     run("encode", cache, tmp_path / "default", "--config", tmp_path)
-    assert cuvee.inspect((tmp_path / "default" / "00000.cuvee").read_bytes()).scheme == "lossless"
+    assert cuvee.inspect((tmp_path / "default" / "00000-of-00001.cuvee").read_bytes()).scheme == "lossless"
     for asked in (("--quality", "small"), ("--kl", "0.01"), ("--step", "0.5")):
         fails(
             "encode", cache, tmp_path / "x", "--config", tmp_path, *asked, match="learn a profile with `cuvee profile"
@@ -85,7 +85,7 @@ def test_lossless_needs_no_profile_but_the_config(
 def test_a_lossy_cache_is_the_codecs_and_moves(files: Files) -> None:
     out, back = files.folder / "blobs", files.folder / "back"
     done = run("encode", files.cache, out, "--profile", files.profile, "--step", "0.25")
-    blob = out / "00000.cuvee"
+    blob = out / "00000-of-00001.cuvee"
     assert f"{out}: 150 tokens" in done.stdout and "1 chunk\n" in done.stdout
     codec = Codec(Profile.load(files.profile), step=0.25)
     assert blob.read_bytes() == codec.encode(files.chunk)
@@ -139,7 +139,7 @@ def test_nothing_is_replaced_without_force(files: Files) -> None:
     fails(*encode, match="--force")
     assert len(list(out.iterdir())) == 3
     run(*encode, "--force")
-    assert [p.name for p in out.iterdir()] == ["00000.cuvee"]
+    assert [p.name for p in out.iterdir()] == ["00000-of-00001.cuvee"]
     back.write_text("mine")
     fails("decode", out, back, "--profile", files.profile, match="--force")
     assert back.read_text() == "mine"
@@ -150,7 +150,7 @@ def test_nothing_is_replaced_without_force(files: Files) -> None:
 
 def test_missing_and_damaged_files_are_one_line(files: Files) -> None:
     out, none = files.folder / "blobs", files.folder / "none"
-    blob, profile = out / "00000.cuvee", ("--profile", files.profile)
+    blob, profile = out / "00000-of-00001.cuvee", ("--profile", files.profile)
     run("encode", files.cache, out, *profile, "--quality", "lossless")
     fails("decode", none, files.folder / "b", *profile, match="none: No such file")
     fails("encode", none, files.folder / "b", *profile, match="none")
@@ -161,8 +161,8 @@ def test_missing_and_damaged_files_are_one_line(files: Files) -> None:
     fails("inspect", out, blob, files.cache, match="cache.safetensors: not a cuvee blob")
     whole = blob.read_bytes()
     blob.write_bytes(whole[:-1])
-    assert "truncated" in fails("inspect", blob, match="00000.cuvee: blob: has")
-    fails("decode", blob, files.folder / "b", *profile, match="00000.cuvee: blob: has")
+    assert "truncated" in fails("inspect", blob, match="00000-of-00001.cuvee: blob: has")
+    fails("decode", blob, files.folder / "b", *profile, match="00000-of-00001.cuvee: blob: has")
     blob.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     fails("decode", blob, files.folder / "b", *profile, match="checksum")
     assert not (files.folder / "b").exists()
@@ -171,8 +171,21 @@ def test_missing_and_damaged_files_are_one_line(files: Files) -> None:
 def test_a_missing_chunk_is_noticed(files: Files) -> None:
     out = files.folder / "blobs"
     run("encode", files.cache, out, "--profile", files.profile, "--quality", "small", "--chunk-tokens", "50")
-    (out / "00001.cuvee").unlink()
-    fails("decode", out, files.folder / "b", "--profile", files.profile, match="adjacent")
+    back = ("decode", out, files.folder / "b", "--profile", files.profile)
+    blobs = {path: path.read_bytes() for path in sorted(out.iterdir())}
+    assert len(blobs) == 3
+    for path, data in blobs.items():
+        path.unlink()
+        fails(*back, match=f"must hold all 3 blobs of a cache, but {path.name} is missing")
+        path.write_bytes(data)
+    for name in ("00003-of-00003.cuvee", "00000-of-00002.cuvee", "mine.cuvee"):
+        (out / name).write_bytes(data)
+        fails(*back, match=f"got also {name}: move it elsewhere")
+        (out / name).unlink()
+    first, second, _ = blobs
+    first.write_bytes(blobs[second])
+    second.write_bytes(blobs[first])
+    fails(*back, match="adjacent")
     empty = files.folder / "empty"
     empty.mkdir()
     fails("decode", empty, files.folder / "b", "--profile", files.profile, match="must hold .cuvee files")

@@ -65,6 +65,28 @@ def test_profile_check_shows_what_is_beside_keys_and_values(tmp_path: Path) -> N
     fails("profile", "check", tmp_path / "none", match="none")
 
 
+@pytest.mark.parametrize("command", [["learn", "no/such/model"], ["pull", "no/such/model", "file:///no/such/folder"]])
+def test_an_output_that_cannot_be_written_is_found_first(command: list[str]) -> None:
+    fails(
+        "profile", *command, "-o", "/proc/x.safetensors", match="/proc/x.safetensors: must be in a folder that can be"
+    )
+
+
+def test_what_ctrl_c_leaves_of_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cuvee.calibration.kinds.mixture", interrupted)
+    done = run("profile", "learn", "books-3m", "-o", tmp_path / "p.safetensors", code=130)
+    assert "p.safetensors was not written" in done.stderr and not [*tmp_path.iterdir()]
+
+
+def test_a_device_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    out = tmp_path / "p.safetensors"
+    for device in ("gpu", "cuda:99"):
+        fails("profile", "learn", "books-3m", "-o", out, "--device", device, match="--device: must be a device")
+
+
 def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learn from the mixture and added texts, kind by kind, and prediction from a part of the bundled texts."""
     monkeypatch.setattr("cuvee.codec.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))  # a few, for speed
