@@ -30,6 +30,7 @@ from cuvee.codec.models.forward import append_units
 from cuvee.codec.models.measured import decoder_config, measured_layers
 from cuvee.codec.models.probe import MeasuredLayer
 from cuvee.codec.states import States
+from cuvee.codec.support.torch_modes import without_modes
 from cuvee.integrations.cache_chunks import decode_rows, encode_rows
 from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.integrations.cache_rows import (
@@ -55,6 +56,7 @@ from cuvee.integrations.cache_tensors import (
 )
 
 
+@without_modes
 def encode_cache(
     codec: Codec,
     cache: Cache,
@@ -146,6 +148,7 @@ def encode_cache(
     return [blob for row in encoded for blob in row]
 
 
+@without_modes
 def decode_cache(
     codec: Codec,
     blobs: Sequence[bytes],
@@ -226,6 +229,7 @@ def decode_cache(
     return cache
 
 
+@without_modes
 def save_cache(
     cache: Cache,
     path: str | os.PathLike[str],
@@ -280,6 +284,7 @@ def save_cache(
     )
 
 
+@without_modes
 def load_cache(
     path: str | os.PathLike[str],
     model: PreTrainedModel | PreTrainedConfig,
@@ -320,6 +325,7 @@ def load_cache(
     return cache
 
 
+@without_modes
 def chunks_from_cache(
     cache: Cache,
     layout: KVLayout,

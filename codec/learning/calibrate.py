@@ -34,6 +34,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.steps import step_value
+from cuvee.codec.support.torch_modes import without_modes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +47,8 @@ CPU_FLOPS, GPU_FLOPS = 1536.0, 4096.0  # per decoded value: the budgets of `grou
 CARRIED_TOKENS = 8  # per value, required by `group="auto"`: bases learned from the minimum fit no other text
 
 
+@torch.inference_mode(mode=False)
+@without_modes
 def calibrate(
     model: PreTrainedModel,
     token_ids: torch.Tensor | Mapping[str, torch.Tensor],
@@ -217,6 +220,7 @@ def choose_group(layout: KVLayout, tokens: int, flops: float, tensor_parallel: b
     return best, why
 
 
+@without_modes
 def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer", *, model: str | None = None) -> Profile:
     """Learn a profile from KV samples, without a model: principal components, with the variance of units equalized.
 

@@ -64,4 +64,4 @@ def _adapter_states(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ..
         if hasattr(module, "base_layer") and hasattr(module, "active_adapters"):
             scaling = sorted(getattr(module, "scaling", {}).items())
             state = module.active_adapters, module.disable_adapters, module.merged_adapters, scaling
-            yield f"{name}: {state}", (), torch.empty(0)
+            yield f"{name}: {state}", (), torch.empty(0, dtype=torch.float32)

@@ -125,11 +125,13 @@ def prepare_inverse(
     if products is Products.BFLOAT16 or (products is Products.MIXED and min(leading) == rows > 0):
         return product.stack_blocks(matrices, rows, torch.bfloat16)
     alike = len(set(sizes)) == 1 and 0 < sizes[0] <= TILE and not any(leading)
-    memory = torch.zeros(len(matrices), rows, -(-sizes[0] // WIDTH) * WIDTH) if alike else None
+    memory = torch.zeros(len(matrices), rows, -(-sizes[0] // WIDTH) * WIDTH, dtype=torch.float32) if alike else None
     blocks = []
     for number, (matrix, values, first) in enumerate(zip(matrices, sizes, leading, strict=True)):
         used = min(matrix.shape[1], rows)
-        turned = torch.zeros(rows, -(-values // WIDTH) * WIDTH) if memory is None else memory[number]
+        turned = (
+            torch.zeros(rows, -(-values // WIDTH) * WIDTH, dtype=torch.float32) if memory is None else memory[number]
+        )
         turned[:used, :values] = matrix[:, :used].T
         tiles = turned.reshape(-1) if alike else torch.cat([tile.reshape(-1) for tile in turned[first:].split(TILE, 1)])
         narrow = turned[: first if products is Products.MIXED else 0, :values].bfloat16()
