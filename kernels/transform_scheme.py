@@ -118,8 +118,8 @@ class TransformDevice:
             means, center_rows = centers.table, centers.rows
         device_tiles = TileTable(sent["tiles"] if partial else plan.maps.device_tiles, geometry.tiles.pairs)
         synthesize(
-            y, sent["jobs"], device_tiles, plan.maps.inverse, means, batch, rotations, view, order, config,
-            center_rows,
+            y, sent["jobs"], device_tiles, plan.maps.bases.inverse(plan.product), means, batch, rotations, view, order,
+            config, center_rows,
         )  # fmt: skip
         return status
 
@@ -215,7 +215,7 @@ class TransformDevice:
         max_rows = -(-int(plans[:, PlanField.ROWS].max()) // 4) * 4
         counts = torch.empty(len(jobs), max_rows, dtype=torch.int32, device=device)
         analyze(
-            x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.forward, chunks, y,
+            x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.bases.forward, chunks, y,
             max_rank=int(plan.maps.blocks[:, BlockField.RANK].max()), order=order,
         )  # fmt: skip
         for part in range(plan.parts):
