@@ -27,6 +27,7 @@ from cuvee.codec.models.fingerprint import are_others
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.support.torch_modes import without_modes
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -157,6 +158,7 @@ class Blender:
         InputError: not a transformers model, or it is in training mode or has another attention implementation.
     """
 
+    @without_modes
     def __init__(
         self,
         model: PreTrainedModel,
@@ -178,6 +180,7 @@ class Blender:
                 )
 
     @torch.no_grad()
+    @without_modes
     def blend(
         self, segments: Sequence[Segment], *, logits_to_keep: int = 1, selector: Selector | None = None
     ) -> BlendResult:

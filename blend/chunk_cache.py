@@ -38,6 +38,7 @@ from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.models.fingerprint import are_others, model_fingerprint
 from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, layer_units, prefill
 from cuvee.codec.open_blob import Expected
+from cuvee.codec.support.torch_modes import without_modes
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class ChunkCache:
         UnsupportedModelError: the model cannot be blended.
     """
 
+    @without_modes
     def __init__(
         self,
         model: PreTrainedModel,
@@ -178,6 +180,7 @@ class ChunkCache:
         with self._lock:
             return ChunkCounters(**self._counts)
 
+    @without_modes
     def segment(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> Segment:
         """Return a segment of a chunk's tokens with its blob, from the store or newly computed and stored.
 

@@ -148,7 +148,7 @@ class Correction:
             keys = turn(keys, rope, *self._rotations(rope)[0])
         changes = torch.cat((keys, values), 2)
         heads, size = changes.shape[1:]
-        estimates = torch.empty(len(self.corrected), heads * size, device=self._device)
+        estimates = torch.empty(len(self.corrected), heads * size, device=self._device, dtype=torch.float32)
         for window, how in zip(self.windows, self._estimates, strict=True):
             known = changes[how.observed]
             if len(window.earlier):
@@ -257,6 +257,6 @@ def _covariance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     lag = (left[:, None] - right).abs().double()
     logs = [torch.log(offsets.double() + _FIRST) for offsets in (left, right)]
     common = torch.exp(-(((logs[0][:, None] - logs[1]) / _COMMON_RANGE) ** 2) / 2)
-    rest = (1 - _COMMON - _NEAR) * (lag == 0)
+    rest = (1 - _COMMON - _NEAR) * (lag == 0).double()
     scale = typical_change(left)[:, None] * typical_change(right)
     return scale * (_COMMON * common + _NEAR * torch.exp(-lag / _NEAR_RANGE) + rest)

@@ -218,7 +218,7 @@ class Recompute:
         visible = (positions[:, None] >= torch.arange(count)) & there
         rows = model.rows(positions, visible)
         hidden = model.embed(placed.tokens[positions])
-        mass = torch.zeros(count)
+        mass = torch.zeros(count, dtype=torch.float32)
         for layer in range(max(layers) + 1):
             keys, values = self._kv.layer(layer)
             after = model.layer(layer, hidden, rows, KVExchange(keys, values, positions))

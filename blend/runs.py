@@ -47,7 +47,9 @@ def context_overhead(config: Any) -> float:
 
 def prepare() -> None:
     """Compile or load the loop now, so that no prompt waits for it."""
-    best_runs(torch.ones(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool), 1, 1.0)
+    best_runs(
+        torch.ones(2, dtype=torch.float32), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool), 1, 1.0
+    )
 
 
 def best_runs(

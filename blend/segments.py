@@ -55,7 +55,8 @@ class Segment:
                 array = np.asarray(tokens)
             except ValueError:  # rows of unequal length
                 array = np.empty(0)
-            ids = torch.from_numpy(array.astype(np.int64)) if array.dtype.kind in "iu" else torch.empty(0)
+            integers = array.dtype.kind in "iu"
+            ids = torch.from_numpy(array.astype(np.int64)) if integers else torch.empty(0, dtype=torch.float32)
         if ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InputError("tokens: must be a row of at least one integer, the token ids of the segment")
         given: object = chunk

@@ -31,6 +31,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Limits, Quality
 from cuvee.codec.setting import Settings, check_profile, check_refinements, warn_of_no_promise
 from cuvee.codec.states import States, decode_states, encode_states
+from cuvee.codec.support.torch_modes import without_modes
 
 # As long as the contexts of most models. Without a limit, a small blob may claim 2^24 tokens: gigabytes of cache.
 MAX_DECODED_TOKENS = 1 << 17
@@ -75,6 +76,7 @@ class Codec:
         True
     """
 
+    @without_modes
     def __init__(
         self,
         profile: Profile,
@@ -183,6 +185,7 @@ class Codec:
     def encode(self, source: KVChunk, *, associated_data: bytes = b"") -> bytes: ...
     @overload
     def encode(self, source: PagedChunks, *, associated_data: Sequence[bytes] | None = None) -> list[bytes]: ...
+    @without_modes
     def encode(self, source: KVChunk | PagedChunks, *, associated_data: OneOrEach | None = None) -> bytes | list[bytes]:
         """Compress a chunk into one blob, on the device where it is; or each chunk of a serving engine's pages.
 
@@ -215,6 +218,7 @@ class Codec:
     def encode_parts(
         self, source: PagedChunks, *, associated_data: Sequence[bytes] | None = None
     ) -> list[tuple[bytes, ...]]: ...
+    @without_modes
     def encode_parts(
         self, source: KVChunk | PagedChunks, *, associated_data: OneOrEach | None = None
     ) -> tuple[bytes, ...] | list[tuple[bytes, ...]]:
@@ -246,6 +250,7 @@ class Codec:
         bound = self._opener.each_associated(associated_data, None if isinstance(source, KVChunk) else len(requests))
         return self._encoder.encode(self._backends.of(source.device.type), source.layout, requests, bound)
 
+    @without_modes
     def open(
         self,
         blob: Bytes,
@@ -271,6 +276,7 @@ class Codec:
         """
         return self._opener.open(blob, refinements, associated_data, expected)
 
+    @without_modes
     def verify(self, opened: OpenBlob) -> None:
         """Verify the checksums of all sections, which decoding does section by section.
 
@@ -281,6 +287,7 @@ class Codec:
         """
         self._decoder.verify(opened)
 
+    @without_modes
     def decode(
         self,
         blob: Bytes | OpenBlob,
@@ -321,6 +328,7 @@ class Codec:
         check_tokens(len(span), max_tokens)
         return self._decoder.decode(opened, span, start, torch.device(device))
 
+    @without_modes
     def encode_states(self, states: States, *, associated_data: bytes = b"") -> bytes:
         """Put what a model's layers hold after some tokens, beside keys and values, into one blob, losslessly.
 
@@ -334,6 +342,7 @@ class Codec:
         self._opener.check_associated(associated_data)
         return encode_states(states, self._opener.layout(states.dtype), self._of_planes, self._key, associated_data)
 
+    @without_modes
     def decode_states(self, blob: Bytes, *, associated_data: bytes = b"") -> States:
         """Return the states of a blob of `encode_states`, on the CPU.
 
@@ -351,6 +360,7 @@ class Codec:
             self._of_layouts[layout] = Codec.without_profile(layout, threads=self.threads)
         return self._of_layouts[layout]
 
+    @without_modes
     def decode_paged(
         self,
         blobs: Sequence[Bytes | OpenBlob],

@@ -19,6 +19,7 @@ from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.rope import Rope
 from cuvee.codec.support.fields import check_keys, check_positive, check_tuple, check_type, checked_list
 from cuvee.codec.support.plain_json import parse_json
+from cuvee.codec.support.torch_modes import without_modes
 
 __all__ = ["KVLayout", "LayerLayout", "Rope"]
 
@@ -145,6 +146,7 @@ class KVLayout:
             check_positive("KVLayout.max_positions", self.max_positions)
 
     @classmethod
+    @without_modes
     def from_config(cls, hf_config: Any, dtype: str | torch.dtype | None = None, *, states: bool = False) -> KVLayout:
         """Make the layout of a transformers model from its configuration alone.
 
@@ -176,6 +178,7 @@ class KVLayout:
         return cls._of(**describe_config(hf_config, dtype, states))
 
     @classmethod
+    @without_modes
     def of(cls, model: object, *, states: bool = False) -> KVLayout:
         """Make the layout of a transformers model or configuration; return a layout unchanged.
 

@@ -122,7 +122,7 @@ def _named(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, torch.dtype):
         yield f"{path}:dtype", torch.empty(0, dtype=value)
     elif isinstance(value, torch.device):
-        yield f"{path}:device", torch.empty(0)
+        yield f"{path}:device", torch.empty(0, dtype=torch.float32)
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _named(f"{path}.{key}", each)

@@ -31,6 +31,7 @@ from cuvee.codec.models.measured import decoder_config, measured_layers
 from cuvee.codec.models.probe import MeasuredLayer
 from cuvee.codec.states import States
 from cuvee.codec.support.devices import usable_device
+from cuvee.codec.support.torch_modes import without_modes
 from cuvee.integrations.cache_checks import check_inputs
 from cuvee.integrations.cache_chunks import decode_rows, encode_rows
 from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file, write_cache_file
@@ -57,6 +58,7 @@ from cuvee.integrations.cache_tensors import (
 )
 
 
+@without_modes
 def encode_cache(
     codec: Codec,
     cache: Cache,
@@ -151,6 +153,7 @@ def encode_cache(
     return [blob for row in encoded for blob in row]
 
 
+@without_modes
 def decode_cache(
     codec: Codec,
     blobs: Sequence[bytes],
@@ -231,6 +234,7 @@ def decode_cache(
     return cache
 
 
+@without_modes
 def save_cache(
     cache: Cache,
     path: str | os.PathLike[str],
@@ -285,6 +289,7 @@ def save_cache(
     )
 
 
+@without_modes
 def load_cache(
     path: str | os.PathLike[str],
     model: PreTrainedModel | PreTrainedConfig,
@@ -325,6 +330,7 @@ def load_cache(
     return cache
 
 
+@without_modes
 def chunks_from_cache(
     cache: Cache,
     layout: KVLayout,

@@ -75,7 +75,7 @@ class DevicePredictor:
         """The maps from embeddings to the components, float32 `[S, K, features]`; made when first needed."""
         maps = [coding.learned.coefficient_map() for coding in self._codings]
         known = [own for own in maps if own is not None]
-        out = torch.zeros(len(maps), self.components, len(known[0].digits))
+        out = torch.zeros(len(maps), self.components, len(known[0].digits), dtype=torch.float32)
         for row, own in enumerate(known):
             out[row, : own.size] = own.matrix
         return out.to(self._device)
@@ -135,7 +135,7 @@ class DevicePredictor:
 
 def _rows(section: SectionProfile, components: npt.NDArray[np.int32]) -> torch.Tensor:
     """Return rows of the forward bases, `[K, N]`, extended to all N values of a section."""
-    out = torch.zeros(len(components), len(section.basis.mean))
+    out = torch.zeros(len(components), len(section.basis.mean), dtype=torch.float32)
     for rows, values, matrix in section.basis.leading(components).parts:
         out[rows, values] = matrix
     return out

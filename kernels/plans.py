@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,7 @@ from cuvee.kernels.ops.arguments import DecodingTables, DevicePlans, RotationTab
 from cuvee.kernels.ops.rans import coding_table, decoding_table
 from cuvee.kernels.ops.symbols import level_limit
 from cuvee.kernels.ops.transform import rotation_tables
-from cuvee.kernels.tiles import lay_out_tiles
+from cuvee.kernels.tiles import TileLayout, lay_out_tiles
 
 Numbers = TypeVar("Numbers", int, I64)
 
@@ -139,6 +141,59 @@ class Geometry:
         return tables
 
 
+class PackedBases:
+    """The bases of a profile on a device, in the order of tiles: once, whatever steps and blobs are coded.
+
+    Args:
+        tiles: of the profile's layout and sections.
+        learned: its sections, with token ids or without.
+        device: of the bases.
+    """
+
+    def __init__(self, tiles: TileLayout, learned: Sequence[SectionProfile], device: torch.device) -> None:
+        self._tiles, self._device = tiles, device
+        self._bases = [section.basis for section in learned]
+        self._inverses: dict[torch.dtype, torch.Tensor] = {}
+
+    @property
+    def ranks(self) -> list[tuple[int, ...]]:
+        """Components per section and block."""
+        return [basis.block_ranks for basis in self._bases]
+
+    def inverse(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the inverse bases, of the dtype of their products."""
+        if dtype not in self._inverses:
+            self._inverses[dtype] = self._packed([[each.T for each in basis.inverse] for basis in self._bases], dtype)
+        return self._inverses[dtype]
+
+    @lazy
+    def forward(self) -> torch.Tensor:
+        """The forward bases, float32."""
+        return self._packed([basis.forward for basis in self._bases], torch.float32)
+
+    def _packed(self, bases: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+        packed = [
+            matrix.reshape(-1).to(dtype)
+            for index, matrices in enumerate(bases)
+            for matrix in self._tiles.pack_basis(matrices, index)
+        ]
+        # Converted on the host, so the copy has ended when this returns, and any stream may use it.
+        return torch.cat(packed).to(self._device)
+
+
+_packed: WeakKeyDictionary[Profile, dict[torch.device, PackedBases]] = WeakKeyDictionary()
+_packing = threading.Lock()
+
+
+def packed_bases(profile: Profile, tiles: TileLayout, device: torch.device) -> PackedBases:
+    """Return the bases of a profile on a device; they live as long as the profile."""
+    with _packing:
+        of_profile = _packed.setdefault(profile, {})
+        if device not in of_profile:
+            of_profile[device] = PackedBases(tiles, profile.learned, device)
+        return of_profile[device]
+
+
 class LinearMaps:
     """The bases of a learned profile, cut to leading components (`ranks`, per section and block) in the order of tiles.
 
@@ -146,39 +201,12 @@ class LinearMaps:
     """
 
     def __init__(
-        self,
-        geometry: Geometry,
-        learned: Sequence[SectionProfile],
-        ranks: Sequence[Sequence[int]],
-        device: torch.device,
-        product: torch.dtype,
+        self, geometry: Geometry, bases: PackedBases, ranks: Sequence[Sequence[int]], device: torch.device
     ) -> None:
-        self._layout, self._learned, self._ranks = geometry.tiles, learned, ranks
-        self._device, self._product = device, product
-        self.tiles, self.blocks, self._elements = geometry.tiles.with_ranks(ranks)
+        self.bases = bases
+        self.tiles, self.blocks = geometry.tiles.with_ranks(ranks, bases.ranks)
         self.device_tiles = torch.from_numpy(self.tiles).to(device)
         self.device_blocks = torch.from_numpy(self.blocks).to(device)
-
-    @lazy
-    def inverse(self) -> torch.Tensor:
-        """Packed inverse bases, of dtype `product`. Made when first decoding."""
-        return self._packed([section.basis.inverse for section in self._learned], True, self._product)
-
-    @lazy
-    def forward(self) -> torch.Tensor:
-        """Packed forward bases, float32. Made when first encoding."""
-        return self._packed([section.basis.forward for section in self._learned], False, torch.float32)
-
-    def _packed(self, bases: Sequence[Sequence[torch.Tensor]], transpose: bool, dtype: torch.dtype) -> torch.Tensor:
-        packed = torch.empty(self._elements, dtype=dtype)
-        at = 0
-        for index, (matrices, ranks) in enumerate(zip(bases, self._ranks, strict=True)):
-            rows = [m[:, :rank].T if transpose else m[:rank] for m, rank in zip(matrices, ranks, strict=True)]
-            for matrix in self._layout.pack_basis(rows, index):
-                packed[at : at + matrix.numel()] = matrix.reshape(-1)
-                at += matrix.numel()
-        # Converted on the host, so the copy has ended when this returns, and any stream may use it.
-        return packed.to(self._device)
 
 
 class TransformPlan:
@@ -242,7 +270,8 @@ class TransformPlan:
         self.tables = FamilyTables.of(self.family, device)
         block_ranks = np.ascontiguousarray(np.concatenate(by_class, axis=1, dtype=np.int32).T)
         self.block_ranks = torch.from_numpy(block_ranks).to(device)
-        self.maps = LinearMaps(self.geometry, self.learned, [list(own) for own in deepest], device, product)
+        bases = packed_bases(profile, self.geometry.tiles, device)
+        self.maps = LinearMaps(self.geometry, bases, [list(own) for own in deepest], device)
         shape = self.parts, len(self.learned)
         self.finest = np.array([own.classed.finest for own in all_parts], np.int64).reshape(shape)
         self.planes = np.stack([own.classed.planes for own in all_parts]).astype(np.int64).reshape(*shape, CLASSES)

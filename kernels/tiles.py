@@ -57,17 +57,18 @@ class TileLayout:
             first += matrix.shape[1]
         return packed
 
-    def with_ranks(self, ranks: Sequence[Sequence[int]]) -> tuple[I64, I64, int]:
-        """Return the tables for blocks cut to their leading components, `ranks` per section and block.
+    def with_ranks(self, ranks: Sequence[Sequence[int]], stored: Sequence[Sequence[int]]) -> tuple[I64, I64]:
+        """Return the tables, tiles and blocks, for blocks cut to their leading components.
 
-        Returns tiles, blocks, and the number of elements of the bases, forward or inverse alike: they follow each
-        other.
+        Args:
+            ranks: components that are used, per section and block.
+            stored: those that the bases hold, forward or inverse alike, which follow each other.
         """
         tiles, blocks = self.tiles.copy(), self.blocks.copy()
-        flat = np.array([rank for section in ranks for rank in section], np.int64)
-        end = np.cumsum(flat * blocks[:, BlockField.COLUMNS])
+        flat, held = (np.array([rank for section in each for rank in section], np.int64) for each in (ranks, stored))
+        elements = held * blocks[:, BlockField.COLUMNS]
         blocks[:, BlockField.RANK] = flat
-        blocks[:, BlockField.BASIS] = end - flat * blocks[:, BlockField.COLUMNS]
+        blocks[:, BlockField.BASIS] = np.cumsum(elements) - elements
         for section in np.unique(blocks[:, BlockField.SECTION]):
             own = blocks[:, BlockField.SECTION] == section
             blocks[own, BlockField.ROW] = np.cumsum(flat[own]) - flat[own]
@@ -77,7 +78,7 @@ class TileLayout:
             blocks[of_tile, BlockField.BASIS] + tiles[:, TileField.COLUMN] - blocks[of_tile, BlockField.COLUMN]
         )
         tiles[:, TileField.BASIS_STRIDE] = blocks[of_tile, BlockField.COLUMNS]
-        return tiles, blocks, int(end[-1])
+        return tiles, blocks
 
 
 def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping[Rope, int]) -> TileLayout:

@@ -22,7 +22,7 @@ from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import choose_classes
-from cuvee.codec.schemes.coefficients import check_escape_numbers, tokens_per_stream
+from cuvee.codec.schemes.coefficients import check_escape_numbers, streams_of_classes
 from cuvee.codec.support.arrays import U8
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import CENTER_BYTES, Centers
@@ -118,8 +118,8 @@ class TransformDevice:
             means, center_rows = centers.table, centers.rows
         device_tiles = TileTable(sent["tiles"] if partial else plan.maps.device_tiles, geometry.tiles.pairs)
         synthesize(
-            y, sent["jobs"], device_tiles, plan.maps.inverse, means, batch, rotations, view, order, config,
-            center_rows,
+            y, sent["jobs"], device_tiles, plan.maps.bases.inverse(plan.product), means, batch, rotations, view, order,
+            config, center_rows,
         )  # fmt: skip
         return status
 
@@ -215,7 +215,7 @@ class TransformDevice:
         max_rows = -(-int(plans[:, PlanField.ROWS].max()) // 4) * 4
         counts = torch.empty(len(jobs), max_rows, dtype=torch.int32, device=device)
         analyze(
-            x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.forward, chunks, y,
+            x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.bases.forward, chunks, y,
             max_rank=int(plan.maps.blocks[:, BlockField.RANK].max()), order=order,
         )  # fmt: skip
         for part in range(plan.parts):
@@ -278,9 +278,8 @@ class TransformDevice:
         first, _ = running_offsets(one_tokens)
         by_class, order, counts = sort_columns(classes, first, one_tokens)
         words, class_fields = write_classes(classes, first, one_tokens, plan.freq, sections)
-        share = np.tile(counts / one_tokens[:, None], (plan.parts, 1))
-        planes, bits = ((share * own[part, index]).sum(1) for own in (plan.planes, plan.bits))
-        per_stream = np.array([tokens_per_stream(int(p), b) for p, b in zip(planes, bits, strict=True)], np.int64)
+        rows = zip(np.tile(counts, (plan.parts, 1)), plan.planes[part, index], plan.bits[part, index], strict=True)
+        per_stream = np.array([streams_of_classes(*row) for row in rows], np.int64)
         deepest = plan.rows(index, np.tile((counts > 0).argmax(1), plan.parts), part)
         plans = plan.plans[deepest]
         most = int((plans[:, PlanField.ROWS] * tokens).argmax())

@@ -35,6 +35,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.steps import step_value
+from cuvee.codec.support.torch_modes import without_modes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +50,8 @@ _REREAD_ROWS = 6  # at least
 CARRIED_TOKENS = 8  # per value, required by `group="auto"`: bases learned from the minimum fit no other text
 
 
+@torch.inference_mode(mode=False)
+@without_modes
 def calibrate(
     model: PreTrainedModel,
     token_ids: torch.Tensor | Mapping[str, torch.Tensor],
@@ -237,6 +240,7 @@ def choose_group(layout: KVLayout, tokens: int, flops: float, tensor_parallel: b
     return best, why
 
 
+@without_modes
 def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer", *, model: str | None = None) -> Profile:
     """Learn a profile from KV samples, without a model: principal components, with the variance of units equalized.
 

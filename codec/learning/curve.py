@@ -21,6 +21,7 @@ from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.support.steps import OCTAVE, step_value
+from cuvee.codec.support.torch_modes import without_modes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,6 +126,7 @@ class _Tally:
         )
 
 
+@without_modes
 def measure(
     profile: Profile,
     model: PreTrainedModel,

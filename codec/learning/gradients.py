@@ -33,11 +33,13 @@ def sample_gradients(
     # change the states of the prefix and all keys of the layers above; that gradient differs by factors.
     leaves = [(keys.detach().requires_grad_(), values.detach().requires_grad_()) for keys, values in filled.units]
     cache = filled.cache(leaves)
-    logits = model(input_ids=tokens[:, prefix:], **cache_argument(model, cache)).logits[:, :-1].float()
+    with torch.enable_grad():  # whatever the caller has switched off
+        logits = model(input_ids=tokens[:, prefix:], **cache_argument(model, cache)).logits[:, :-1].float()
     with torch.no_grad():
-        uniform = torch.rand(logits.shape[:-1], generator=generator)[..., None].to(logits.device)
+        uniform = torch.rand(logits.shape[:-1], generator=generator, dtype=torch.float32)[..., None].to(logits.device)
         drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), uniform).squeeze(-1).clamp_max(logits.shape[-1] - 1)
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()
+    with torch.enable_grad():
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()
     gradients = tuple((_gradient(keys), _gradient(values)) for keys, values in leaves)
     return filled, replace(filled, units=gradients)
 

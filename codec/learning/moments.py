@@ -65,7 +65,7 @@ class Moments:
         # All sums are relative to the mean of the first run: a channel's mean may be far larger than its deviation (the
         # key biases of Qwen2), and the rounding of its square would exceed the covariance.
         exact: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        self.origin = torch.zeros(section.values, device=device)
+        self.origin = torch.zeros(section.values, device=device, dtype=torch.float32)
         self.total = torch.zeros(section.values, **exact)
         self.products = [torch.zeros(size, size, **exact) for size in section.blocks]
         self.metrics = [torch.zeros(size, size, **exact) for size in section.blocks]

@@ -130,9 +130,9 @@ def learn_token_model(sums: TokenSums, sections: Sequence[Section]) -> TokenMode
 def _rounded(features: torch.Tensor) -> TokenTable:
     """Round embeddings `[V, K]` to a table. Each row has the scale that rounds it best: outliers are not cut off."""
     spread = features.square().mean(1, keepdim=True).sqrt().clamp_min(FLOOR)
-    best = torch.full((len(features),), float("inf"))
+    best = torch.full((len(features),), float("inf"), dtype=torch.float32)
     table = torch.zeros_like(features, dtype=torch.int8)
-    row_scale = torch.ones(len(features))
+    row_scale = torch.ones(len(features), dtype=torch.float32)
     for clip in CLIPS:
         step = spread * clip / LARGEST_FEATURE
         rounded = (features / step).round().clamp(-LARGEST_FEATURE, LARGEST_FEATURE)

@@ -36,7 +36,7 @@ class WeightHash:
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
-        self._buffer = torch.empty(_PIECE)
+        self._buffer = torch.empty(_PIECE, dtype=torch.float32)
 
     def begin(self, name: str, shape: tuple[int, ...]) -> None:
         """Begin the next parameter."""

@@ -102,7 +102,7 @@ class BlockMap:
             ProfileError: the map has no inverse.
         """
         if not self.rank:
-            return torch.empty(0, self.size)
+            return torch.empty(0, self.size, dtype=torch.float32)
         try:
             exact: torch.Tensor = torch.linalg.inv(self.square())
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def round_columns(exact: Floats, scale: Floats, limit: Floats) -> F32:
     root = torch.linalg.cholesky(inverse, upper=True)
     del inverse
     wanted, largest = torch.from_numpy(exact / scale)[order], torch.from_numpy(limit)
-    rounded = torch.empty(wanted.shape)  # float32 holds them exactly
+    rounded = torch.empty(wanted.shape, dtype=torch.float32)  # float32 holds them exactly
     for first in range(0, len(wanted), _BLOCK):
         end = min(first + _BLOCK, len(wanted))
         errors = torch.empty_like(wanted[first:end])

@@ -6,7 +6,9 @@ x = inverse y + mean
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,8 @@ from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.support.integer_maps import IntegerMaps, integer_maps
 from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.onednn import SHAPE_MULTIPLE, pad_rows
+
+Form = TypeVar("Form")
 
 WEIGHT_RANGE = 1e-7  # smallest over largest weight of a metric; maps in float32 cannot hold a wider range
 
@@ -48,6 +52,11 @@ class SectionBasis:
     def inverse(self) -> tuple[torch.Tensor, ...]:
         """Per block `[n, r]` float32."""
         return tuple(block.inverse for block in self.maps)
+
+    @lazy
+    def inverse_maps(self) -> InverseMaps:
+        """`inverse`, and what stages have made of it."""
+        return InverseMaps(lambda: self.inverse)
 
     @property
     def block_ranks(self) -> tuple[int, ...]:
@@ -115,6 +124,27 @@ class SectionBasis:
                 parts.append((slice(int(inside[0]), int(inside[-1]) + 1), slice(column, column + size), rows))
             first, column = first + rank, column + size
         return LeadingComponents(len(wanted), tuple(parts))
+
+
+class InverseMaps:
+    """The inverse maps of a section, and the forms in which stages multiply by them.
+
+    A step needs the leading rows of a form, so each form is made once for all steps, with and without token ids.
+
+    Args:
+        matrices: makes the maps, float32 `[n, r]` per block.
+    """
+
+    def __init__(self, matrices: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self.matrices = matrices
+        self._forms: dict[object, Any] = {}
+
+    def form(self, name: object, make: Callable[[Sequence[torch.Tensor]], Form]) -> Form:
+        """Return the form of this name, made of the maps if there is none yet; two threads may both make it."""
+        if name not in self._forms:
+            self._forms.setdefault(name, make(self.matrices()))
+        form: Form = self._forms[name]
+        return form
 
 
 @dataclass(frozen=True, slots=True)

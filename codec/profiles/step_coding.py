@@ -99,7 +99,7 @@ class SectionCoding:
         """
         predictor = self.learned.predictor
         if predictor is None or self._leading is None or finer is None:
-            return choose_classes(torch.zeros(len(x)), self.classed.finest), None
+            return choose_classes(torch.zeros(len(x), dtype=torch.float32), self.classed.finest), None
         y = self._leading(x)
         classes = predict(predictor, y, predicted, start, at.start, finer[at], self.classed.finest)
         return classes, y if self._reads_first else None

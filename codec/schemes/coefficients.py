@@ -19,12 +19,13 @@ from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM, Escapes, Streams
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.stages.implementations import Stages
-from cuvee.codec.support.arrays import F32, U8
+from cuvee.codec.support.arrays import F32, F64, I32, I64, U8
 
 Piece = tuple[U8, U8, F32]  # classes of tokens, classes of columns, and coefficients of columns
 
 STREAM_BITS = 2048  # a stream's state and length take 6 bytes, 2% of this
 STREAM_SYMBOLS = 512
+_ONE_BIT = 1 << 20  # expected bits are added up in such fractions
 
 
 def tokens_per_stream(planes: int, bits_per_token: float) -> int:
@@ -33,6 +34,19 @@ def tokens_per_stream(planes: int, bits_per_token: float) -> int:
     while count < MAX_TOKENS_PER_STREAM and (count * bits_per_token < STREAM_BITS or count * planes < STREAM_SYMBOLS):
         count *= 2
     return count
+
+
+def streams_of_classes(counts: I64, planes: I32, bits: F64) -> int:
+    """Return the tokens per stream of a section, the same on every device: sums of floats depend on their order.
+
+    Args:
+        counts: tokens of each class, `[16]`, at least one.
+        planes: of a token of each class.
+        bits: that a token of each class is expected to take.
+    """
+    tokens = int(counts.sum())
+    fixed = np.rint(bits * _ONE_BIT).astype(np.int64)
+    return tokens_per_stream(int(counts @ planes) // tokens, int(counts @ fixed) / (tokens * _ONE_BIT))
 
 
 def check_escape_numbers(rows: int, tokens: int) -> None:
@@ -109,8 +123,8 @@ class CoefficientCoder:
             coded.append(planes)
             escaped.append(_renumber(escapes, len(own), tokens, start))
             start = at.stop
-        share = np.bincount(classes, minlength=CLASSES) / tokens
-        per_stream = tokens_per_stream(int(share @ plan.planes), float(share @ plan.entropy(self.family.tables)))
+        counts = np.bincount(classes, minlength=CLASSES)
+        per_stream = streams_of_classes(counts, plan.planes, plan.entropy(self.family.tables))
         joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
         class_stream = self.stages.encode_classes(classes, coding.class_table)
         return SectionPlanes(joined, columns, plan, per_stream), _merge(escaped), class_stream

@@ -239,6 +239,6 @@ class TransformScheme:
             coding = self._last.sections[index]
             rank = max(coding.class_ranks[coding.classed.finest])
             self._inverses[key] = self._stages.prepare_inverse(
-                coding.learned.basis.inverse, rank, products, coding.expected_shares(self._coding.family.tables)
+                coding.learned.basis.inverse_maps, rank, products, coding.expected_shares(self._coding.family.tables)
             )
         return self._inverses[key]

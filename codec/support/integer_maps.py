@@ -45,7 +45,7 @@ def integer_maps(matrices: Sequence[torch.Tensor], leading: Sequence[int]) -> In
     for matrix, wanted in zip(matrices, leading, strict=True):
         rows, there = matrix.shape
         used = min(wanted, there)
-        own = torch.zeros(-(-rows // _TILE) * _TILE, used + used % 2)
+        own = torch.zeros(-(-rows // _TILE) * _TILE, used + used % 2, dtype=torch.float32)
         own[:rows, :used] = matrix[:, :used]
         scale = torch.maximum(own.norm(dim=1) / _LONGEST_ROW, own.abs().amax(1) / LONGEST) if used else own.sum(1)
         rounded = (own / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int16)

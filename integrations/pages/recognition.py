@@ -154,7 +154,7 @@ class _IdSearch:
         self._axes = torch.linalg.eigh(sample.T @ sample)[1][:, -DIMENSIONS:].contiguous()
         weights = (token_map.weights * token_map.scale) @ self._axes
         blocks = -(-table.vocabulary // (BLOCK * BLOCKS)) * BLOCKS
-        at = torch.zeros(blocks * BLOCK, self._axes.shape[1])
+        at = torch.zeros(blocks * BLOCK, self._axes.shape[1], dtype=torch.float32)
         for first in range(0, table.vocabulary, SAMPLE):
             rows = slice(first, first + SAMPLE)
             at[: table.vocabulary][rows] = table.embedding[rows].float() @ weights * table.row_scale[rows, None]

@@ -127,7 +127,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _drawn(shape: tuple[int, ...], generator: torch.Generator, like: torch.Tensor) -> torch.Tensor:
     """Return random numbers of a tensor's dtype, not too near to zero, where engines round fp8 in different ways."""
-    noise = torch.randn(shape, generator=generator)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float32)
     return (noise + noise.sign() / 2).to(like)
 
 
@@ -155,7 +155,9 @@ def _verify(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
         ("one by one", list(order[: -(-len(slots) // 2), None])),
     )
     shapes = [(layout.heads, dim) for dim in (layout.key_dim, layout.value_dim)]
-    wrote = [torch.zeros(len(slots), *shape, device=tensor.device).to(tensor.dtype) for shape in shapes]
+    wrote = [
+        torch.zeros(len(slots), *shape, device=tensor.device, dtype=torch.float32).to(tensor.dtype) for shape in shapes
+    ]
     views = layout.views(tensor)
     for how, parts in ways:
         for part in parts:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.conftest import fitted_profile, synthetic_chunk
 from tests.cpus import needs_avx2
+from tests.predicting import VOCABULARY, predicting
 
+from cuvee.codec.codec import Codec
 from cuvee.codec.profiles.block_map import BlockMap
-from cuvee.codec.profiles.section_basis import SectionBasis
+from cuvee.codec.profiles.section_basis import InverseMaps, SectionBasis
+from cuvee.codec.schemes import transform as transform_scheme
 from cuvee.codec.stages.compiled import integer_product
 from cuvee.codec.stages.compiled import product as compiled
 from cuvee.codec.stages.products import DENSE_BFLOAT16, DENSE_INT16, SLAB, Products
@@ -41,6 +47,10 @@ def shares(matrices: Sequence[torch.Tensor], of_slabs: Sequence[float] = ()) -> 
     return [np.zeros(matrix.shape[1], np.float32) for matrix in matrices]
 
 
+def kept(matrices: Sequence[torch.Tensor]) -> InverseMaps:
+    return InverseMaps(lambda: matrices)
+
+
 def kind_of(y: torch.Tensor) -> Products:
     """How coefficients of this dtype are multiplied, other than mixed."""
     return Products.BFLOAT16 if y.dtype == torch.bfloat16 else Products.FLOAT32
@@ -48,7 +58,7 @@ def kind_of(y: torch.Tensor) -> Products:
 
 def product(stage: ModuleType, y: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """`synthesize` of one implementation, into memory that holds NaN."""
-    inverse = stage.prepare_inverse(matrices, y.shape[1], kind_of(y), shares(matrices))
+    inverse = stage.prepare_inverse(kept(matrices), y.shape[1], kind_of(y), shares(matrices))
     out = torch.full((y.shape[2] * sum(map(len, matrices)),), float("nan"), dtype=y.dtype)
     x: torch.Tensor = stage.synthesize(y, inverse, [(slice(0, y.shape[2]), [y.shape[1]] * len(y))], out)
     assert x.data_ptr() == out.data_ptr()
@@ -91,7 +101,7 @@ def test_runs_of_columns_are_as_deep_as_they_need(dtype: torch.dtype) -> None:
     y = sparse((1, 64, 20), 1.0).to(dtype)
     y[:, 32:, 7:] = float("nan") if dtype == torch.float32 else 0  # a product of bfloat16 takes all columns
     runs = [(slice(0, 7), (64,)), (slice(7, 20), (32,))]
-    inverse = reference.prepare_inverse(matrices, 64, kind_of(y), shares(matrices))
+    inverse = reference.prepare_inverse(kept(matrices), 64, kind_of(y), shares(matrices))
     x = reference.synthesize(y, inverse, runs, torch.empty(160).to(dtype))
     want = torch.cat([y[0, :, :7].float().T @ matrices[0].T, y[0, :32, 7:].float().T @ matrices[0][:, :32].T])
     torch.testing.assert_close(x.reshape(20, 8).float(), want, rtol=0.02, atol=0.1)
@@ -105,7 +115,7 @@ def test_slabs_with_few_zeros_are_multiplied_in_bfloat16(
 ) -> None:
     matrices = maps([200], rows)
     expected = shares(matrices, of_slabs)
-    inverse = stage.prepare_inverse(matrices, rows, Products.MIXED, expected)
+    inverse = stage.prepare_inverse(kept(matrices), rows, Products.MIXED, expected)
     y = torch.zeros(1, padded(rows), 40)
     y[:, :rows] = sparse((1, rows, 40), 1.0) * (torch.rand(rows, 40) < torch.from_numpy(expected[0])[:, None])
     leading = 64 * next((slab for slab, share in enumerate(of_slabs) if share < DENSE_BFLOAT16), 4)
@@ -145,7 +155,7 @@ def test_slabs_with_few_zeros_are_multiplied_as_integers(
 ) -> None:
     matrices = [2.0**-i * one for i, one in enumerate(maps(sizes, 133))]
     expected = [np.repeat(np.array(of_slabs, np.float32), SLAB)[:133] for _ in sizes]
-    inverse = compiled.prepare_inverse(matrices, 133, Products.INT16, expected)
+    inverse = compiled.prepare_inverse(kept(matrices), 133, Products.INT16, expected)
     for depth in (32, 64, 160):
         there = min(depth, 133)
         y = torch.zeros(len(sizes), depth, width)
@@ -198,7 +208,7 @@ def test_the_largest_sums_of_integers_fit() -> None:
         matrix = torch.cat(
             [torch.ones(8, rows), -torch.ones(8, rows), 1e-9 * torch.ones(2, rows), torch.zeros(2, rows)]
         )
-        inverse = compiled.prepare_inverse([matrix], rows, Products.INT16, [np.ones(rows, np.float32)])
+        inverse = compiled.prepare_inverse(kept([matrix]), rows, Products.INT16, [np.ones(rows, np.float32)])
         x = compiled.synthesize(y, inverse, [], torch.empty(400))
         torch.testing.assert_close(x.double(), y[0, :rows].T.double() @ matrix.T.double(), rtol=INTEGER_ERROR, atol=0)
 
@@ -210,7 +220,9 @@ def test_a_block_may_have_nothing_that_is_dense() -> None:
     expected = [np.ones(64, np.float32), np.zeros(64, np.float32)]
     y = torch.cat([sparse((1, 64, 20), 0.9), sparse((1, 64, 20), 0.1)])
     mixed, exact = (
-        compiled.synthesize(y, compiled.prepare_inverse(blocks, 64, kind, expected), [], torch.empty(20 * 64)).clone()
+        compiled.synthesize(
+            y, compiled.prepare_inverse(kept(blocks), 64, kind, expected), [], torch.empty(20 * 64)
+        ).clone()
         for kind in (Products.INT16, Products.FLOAT32)
     )
     assert torch.equal(mixed[:, 40:], exact[:, 40:])
@@ -220,7 +232,7 @@ def test_a_block_may_have_nothing_that_is_dense() -> None:
 @needs_avx2
 def test_integers_of_a_column_without_a_token_do_not_matter() -> None:
     matrices = maps([40], 64)
-    inverse = compiled.prepare_inverse(matrices, 64, Products.INT16, [np.ones(64, np.float32)])
+    inverse = compiled.prepare_inverse(kept(matrices), 64, Products.INT16, [np.ones(64, np.float32)])
     y = sparse((1, 64, 20), 0.9)
     y[:, :, 3] = 0
     want = compiled.synthesize(y, inverse, [], torch.empty(800)).clone()
@@ -236,7 +248,7 @@ def test_integers_of_a_column_without_a_token_do_not_matter() -> None:
 def test_a_tile_may_have_fewer_rows_than_are_dense(sizes: tuple[int, ...], stage: ModuleType) -> None:
     matrices = maps(sizes, 160)
     expected = [shares(matrices[:1], [0.9, 0.9, 0.0])[0], *shares(matrices[1:])]
-    inverse = stage.prepare_inverse(matrices, 160, Products.MIXED, expected)
+    inverse = stage.prepare_inverse(kept(matrices), 160, Products.MIXED, expected)
     for depth in (0, 32, 128, 160):
         y = sparse((len(sizes), depth, 9), 0.5)
         out = torch.full((9 * sum(sizes),), float("nan"))
@@ -248,7 +260,7 @@ def test_a_tile_may_have_fewer_rows_than_are_dense(sizes: tuple[int, ...], stage
 
 def test_values_in_mixed_products_do_not_depend_on_other_tokens() -> None:
     matrices = maps([200], 192)
-    inverse = compiled.prepare_inverse(matrices, 192, Products.MIXED, shares(matrices, [0.9, 0.1, 0.1]))
+    inverse = compiled.prepare_inverse(kept(matrices), 192, Products.MIXED, shares(matrices, [0.9, 0.1, 0.1]))
     y = sparse((1, 192, 64), 0.2)
     y[:, :, 32:] = sparse((1, 192, 32), 0.5)
     whole = compiled.synthesize(y, inverse, [], torch.empty(64 * 200)).clone()
@@ -258,3 +270,37 @@ def test_values_in_mixed_products_do_not_depend_on_other_tokens() -> None:
         # dtype would differ nearly everywhere.
         torch.testing.assert_close(part, whole[at], rtol=0.01, atol=0.1)
         assert (part != whole[at]).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize("products", [Products.FLOAT32, Products.MIXED, Products.BFLOAT16])
+def test_maps_are_kept_once_whatever_is_decoded(
+    backend: str, products: Products, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At three steps, with and without token ids: a profile's maps are larger than all else that a codec holds."""
+    profile = predicting(fitted_profile("gqa", "layer"))
+    monkeypatch.setattr(transform_scheme, "products_for", lambda layout: products)
+    chunk = synthetic_chunk(profile.layout, 70, 99)
+    with_ids = replace(chunk, token_ids=np.arange(chunk.tokens) % VOCABULARY)
+    held = []
+    for step in (0.02, 0.2, 1.0):
+        codec = Codec(profile, step=step, backend=backend)
+        for own in (chunk, with_ids):
+            codec.decode(codec.encode(own))
+        schemes = codec._backends.of("cpu")._schemes.values()  # type: ignore[attr-defined]
+        held += [inverse for scheme in schemes for inverse in scheme._inverses.values()]
+    assert len(held) == 6 * len(profile.sections)
+    storages = {tensor.untyped_storage().data_ptr() for inverse in held for tensor in tensors_of(inverse)} - {0}
+    forms = 1 if products is not Products.MIXED else 2  # float32 and bfloat16
+    assert len(profile.sections) <= len(storages) <= forms * len(profile.sections)
+
+
+def tensors_of(inverse: Any) -> list[torch.Tensor]:
+    """The tensors that a prepared inverse holds."""
+    if isinstance(inverse, torch.Tensor):
+        return [inverse] if inverse.numel() else []
+    if isinstance(inverse, tuple):
+        return [tensor for each in inverse for tensor in tensors_of(each)]
+    if is_dataclass(inverse):
+        return tensors_of(tuple(getattr(inverse, field.name) for field in fields(inverse)))
+    return []

@@ -7,14 +7,15 @@ cache is pickled, so only this user may be able to write to it. A folder of that
 image holds what `cuvee warmup` compiled when it was built.
 
 Numba keeps a compiled function until the file of the function changes. But functions of other files are compiled into
-it, and constants, so here it is kept until any file of `_SOURCES` changes.
+it, and constants of any module that they import, so here it is kept until any Python file of the codec changes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,8 +27,6 @@ from cuvee.codec.stages.compiled.linking import LinkedCompiler
 
 _log = logging.getLogger(__name__)
 
-_CODEC = Path(__file__).parents[2]
-_SOURCES = (Path(__file__).parent, _CODEC / "entropy", _CODEC / "format", _CODEC / "profiles" / "flat_plans.py")
 _told: dict[str, object] = {}
 
 # A fork waits for the compiler. A child forked while another thread compiles would inherit a lock that no thread of the
@@ -39,14 +38,16 @@ os.register_at_fork(
 )
 
 
-def source_stamp(sources: Iterable[Path]) -> tuple[float, int]:
-    """Return the last change of Python files and of those in folders, and their size; both are 0 without files."""
-    found = (path.glob("*.py") if path.is_dir() else path.parent.glob(path.name) for path in sources)
-    files = [file.stat() for own in found for file in own]
-    return max((file.st_mtime for file in files), default=0.0), sum(file.st_size for file in files)
+def source_stamp(folder: Path) -> str:
+    """Return a digest of the names and contents of all Python files in a folder and below."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.rglob("*.py")):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(folder)} {len(content)} ".encode() + content)
+    return digest.hexdigest()
 
 
-_STAMP = source_stamp(_SOURCES)
+_STAMP = source_stamp(Path(__file__).parents[2])
 # Numba's stubs do not list these options. C calls none of our loops, and of `inner` ones neither does Python.
 _NOT_FROM_C: dict[str, Any] = {"no_cfunc_wrapper": True}
 _INNER: dict[str, Any] = _NOT_FROM_C | {"no_cpython_wrapper": True, "pipeline_class": LinkedCompiler}

@@ -20,6 +20,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from cuvee.codec.profiles.section_basis import InverseMaps
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.integer_product import analyze, multiply_leading  # noqa: F401 - a stage
 from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
@@ -44,15 +45,16 @@ class TiledBlock:
     """The inverse map of one block, in tiles of values.
 
     Attributes:
+        values: N.
         leading: bfloat16 `[L, N]`, the map of the first components, if a dense product serves them.
-        rows: R, the other components.
-        tiles: float32 `[N' R]`, their map, tile after tile: each `[R, TILE]`, but the last `[R, n]` for the remaining n
-            values, rounded up to a multiple of `WIDTH` by zeros.
+        first: components that another product serves: L, or those of `TiledInverse.integers`.
+        tiles: float32 `[R N']`, the map of all R components, tile after tile: each `[R, TILE]`, but the last `[R, n]`
+            for the remaining n values, rounded up to a multiple of `WIDTH` by zeros.
     """
 
     values: int
     leading: torch.Tensor
-    rows: int
+    first: int
     tiles: torch.Tensor
 
 
@@ -61,12 +63,15 @@ class TiledInverse:
     """The inverse maps of a section.
 
     Attributes:
-        rows: of every block, those of `leading` included.
+        rows: of every block that are used.
+        depth: of every tile: R, at least as many.
+        blocks: one after the other.
         together: float32 `[B, R, N]`, the maps of B blocks of one tile each, if they are alike and `leading` is empty.
         integers: the maps of the first components, if a product of integers serves them.
     """
 
     rows: int
+    depth: int
     blocks: tuple[TiledBlock, ...]
     together: torch.Tensor | None
     integers: IntegerMaps | None = None
@@ -117,27 +122,51 @@ def _depths(class_ranks: Sequence[tuple[int, ...]]) -> I64:
 
 
 def prepare_inverse(
-    matrices: Sequence[torch.Tensor], rank: int, products: Products, shares: Sequence[F32]
+    maps: InverseMaps, rank: int, products: Products, shares: Sequence[F32]
 ) -> tuple[torch.Tensor, ...] | TiledInverse:
     """See `cuvee.codec.stages.reference.product.prepare_inverse`, which serves what is dense and bfloat16."""
-    rows, sizes = padded(rank), [len(matrix) for matrix in matrices]
+    rows = padded(rank)
     leading = [products.leading_rows(share, rows) for share in shares]
     if products is Products.BFLOAT16 or (products is Products.MIXED and min(leading) == rows > 0):
-        return product.stack_blocks(matrices, rows, torch.bfloat16)
-    alike = len(set(sizes)) == 1 and 0 < sizes[0] <= TILE and not any(leading)
-    memory = torch.zeros(len(matrices), rows, -(-sizes[0] // WIDTH) * WIDTH) if alike else None
-    blocks = []
-    for number, (matrix, values, first) in enumerate(zip(matrices, sizes, leading, strict=True)):
-        used = min(matrix.shape[1], rows)
-        turned = torch.zeros(rows, -(-values // WIDTH) * WIDTH) if memory is None else memory[number]
-        turned[:used, :values] = matrix[:, :used].T
-        tiles = turned.reshape(-1) if alike else torch.cat([tile.reshape(-1) for tile in turned[first:].split(TILE, 1)])
-        narrow = turned[: first if products is Products.MIXED else 0, :values].bfloat16()
-        blocks.append(TiledBlock(values, narrow, rows - first, tiles))
+        return product.stacked_rows(maps, rows, torch.bfloat16)
+    tiled = maps.form("tiles", _tile_blocks)
+    narrow: list[torch.Tensor] = []
+    if products is Products.MIXED and any(leading):
+        narrow = [matrix for alike in product.stacked_rows(maps, rows, torch.bfloat16) for matrix in alike]
+    blocks = tuple(
+        TiledBlock(values, narrow[number][:first] if narrow else _NOTHING, first, tiles)
+        for number, (values, tiles, first) in enumerate(zip(tiled.sizes, tiled.tiles, leading, strict=True))
+    )
     if products is Products.INT16 and any(leading):
         components = [min(first, len(share)) for first, share in zip(leading, shares, strict=True)]
-        return TiledInverse(rows, tuple(blocks), None, integer_maps(matrices, components))
-    return TiledInverse(rows, tuple(blocks), None if memory is None else memory[:, :, : sizes[0]])
+        return TiledInverse(rows, tiled.depth, blocks, None, integer_maps(maps.matrices(), components))
+    return TiledInverse(rows, tiled.depth, blocks, None if any(leading) else tiled.together)
+
+
+_NOTHING = torch.empty(0, 0, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiled:
+    """All components of a section's maps, as `TiledBlock` and `TiledInverse` have them."""
+
+    depth: int
+    sizes: tuple[int, ...]
+    tiles: tuple[torch.Tensor, ...]
+    together: torch.Tensor | None
+
+
+def _tile_blocks(matrices: Sequence[torch.Tensor]) -> _Tiled:
+    depth, sizes = product.most_rows(matrices), tuple(len(matrix) for matrix in matrices)
+    alike = len(set(sizes)) == 1 and 0 < sizes[0] <= TILE
+    widths = [-(-values // WIDTH) * WIDTH for values in sizes]
+    memory = torch.zeros(len(matrices), depth, widths[0], dtype=torch.float32) if alike else None
+    tiles = []
+    for number, (matrix, values, width) in enumerate(zip(matrices, sizes, widths, strict=True)):
+        turned = torch.zeros(depth, width, dtype=torch.float32) if memory is None else memory[number]
+        turned[: matrix.shape[1], :values] = matrix.T
+        tiles.append(turned.reshape(-1) if alike else torch.cat([tile.reshape(-1) for tile in turned.split(TILE, 1)]))
+    return _Tiled(depth, sizes, tuple(tiles), None if memory is None else memory[:, :, : sizes[0]])
 
 
 def synthesize(
@@ -156,24 +185,25 @@ def synthesize(
     x, column = out.view(width, -1), 0
     if inverse.integers is not None:
         multiply_leading(y.numpy(), inverse.integers, x.numpy())
-        if not any(block.rows for block in inverse.blocks):
+        if all(block.first >= inverse.rows for block in inverse.blocks):
             return x
     for own, block in zip(y, inverse.blocks, strict=True):
         mine = x[:, column : column + block.values]
-        leading = min(inverse.rows - block.rows, depth)
+        leading = min(block.first, depth)
         if len(block.leading) and leading:
             mine.copy_(torch.mm(own[:leading].T.bfloat16(), block.leading[:leading]))
         there, rest = inverse.integers is not None or leading > 0, own[leading:]
         lists = _lists(width, len(rest))
         dense = len(rest) if whole else _list_entries(rest.numpy(), *lists)
         for first in range(0, block.values if dense else 0, TILE):
-            tile = block.tiles[first * block.rows : (first + TILE) * block.rows].view(block.rows, -1)
+            tile = block.tiles[first * inverse.depth : (first + TILE) * inverse.depth].view(inverse.depth, -1)
             size = min(TILE, block.values - first)
             to = mine[:, first : first + size]
-            torch.addmm(to, rest[:dense].T, tile[:dense, :size], beta=int(there), out=to)
+            torch.addmm(to, rest[:dense].T, tile[leading : leading + dense, :size], beta=int(there), out=to)
         if dense < len(rest) or not depth:
             fresh = not dense and not there
-            _add_entries(*lists, dense, fresh, block.tiles.numpy(), block.values, block.rows, x.numpy(), column)
+            block_of = block.tiles.numpy(), block.values, inverse.depth, leading
+            _add_entries(*lists, dense, fresh, *block_of, x.numpy(), column)
         column += block.values
     return x
 
@@ -250,8 +280,11 @@ def _list_entries(y, rows, coefficients, begins):  # type: ignore[no-untyped-def
 
 
 @compiled
-def _add_entries(rows, coefficients, begins, dense, fresh, tiles, values, depth, x, column):  # type: ignore[no-untyped-def]
-    """Add what is listed from row `dense` on to the values from `column` on; if `fresh`, set these."""
+def _add_entries(rows, coefficients, begins, dense, fresh, tiles, values, depth, skip, x, column):  # type: ignore[no-untyped-def]
+    """Add what is listed from row `dense` on to the values from `column` on; if `fresh`, set these.
+
+    Rows are listed without the first `skip` ones of the tiles, which have `depth` each.
+    """
     width, stride = x.shape
     x_, pitch = x.reshape(x.size), len(rows) // len(begins)
     # Slabs with few entries are served together: a sum is loaded and stored once for all of them.
@@ -266,7 +299,8 @@ def _add_entries(rows, coefficients, begins, dense, fresh, tiles, values, depth,
     last = np.empty(WIDTH, np.float32)
     for first in range(0, values, TILE):
         size = min(TILE, values - first)
-        tile, tile_stride = first * depth, (size + WIDTH - 1) // WIDTH * WIDTH
+        tile_stride = (size + WIDTH - 1) // WIDTH * WIDTH
+        tile = first * depth + skip * tile_stride
         for t in range(width if fresh else 0):
             x[t, column + first : column + first + size] = 0
         for slab in range(slabs):

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from cuvee.codec.profiles.section_basis import SectionBasis
+from cuvee.codec.profiles.section_basis import InverseMaps, SectionBasis
 from cuvee.codec.stages.products import Products
 from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.stages.reference.symbols import class_runs
@@ -99,12 +99,12 @@ def analyze(
 
 
 def prepare_inverse(
-    matrices: Sequence[torch.Tensor], rank: int, products: Products, shares: Sequence[F32]
+    maps: InverseMaps, rank: int, products: Products, shares: Sequence[F32]
 ) -> tuple[torch.Tensor, ...] | tuple[MixedInverse, ...]:
     """Return a section's inverse maps as `synthesize` takes them.
 
     Args:
-        matrices: `SectionBasis.inverse`: for each block, float32 `[n, components]`.
+        maps: of the section; they keep what is made here.
         rank: the most components of a block that are ever used.
         products: how to multiply.
         shares: for each block and component the expected share of coefficients that are not zero, which says which of
@@ -117,21 +117,33 @@ def prepare_inverse(
     rows = padded(rank)
     leading = [products.leading_rows(share, rows) if products is Products.MIXED else 0 for share in shares]
     if min(leading) == rows > 0:
-        return stack_blocks(matrices, rows, torch.bfloat16)
-    stacked = stack_blocks(matrices, rows, products.coefficients)
+        return stacked_rows(maps, rows, torch.bfloat16)
+    stacked = stacked_rows(maps, rows, products.coefficients)
     if not any(leading):
         return stacked
     blocks = [matrix for alike in stacked for matrix in alike]
-    return tuple(MixedInverse(own[:first].bfloat16(), own[first:]) for own, first in zip(blocks, leading, strict=True))
+    narrow = [matrix for alike in stacked_rows(maps, rows, torch.bfloat16) for matrix in alike]
+    return tuple(
+        MixedInverse(low[:first], own[first:]) for low, own, first in zip(narrow, blocks, leading, strict=True)
+    )
 
 
-def stack_blocks(matrices: Sequence[torch.Tensor], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return transposed maps of a dtype, with zeros up to `rows` rows; adjacent blocks of a size share a tensor."""
+def stacked_rows(maps: InverseMaps, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return the leading rows of transposed maps of a dtype; adjacent blocks of a size share a tensor."""
+    return tuple(alike[:, :rows] for alike in maps.form(dtype, lambda matrices: _stack_blocks(matrices, dtype)))
+
+
+def most_rows(matrices: Sequence[torch.Tensor]) -> int:
+    """Return how many rows the transposed maps of some blocks have, with zeros behind a block's own."""
+    return padded(max((matrix.shape[1] for matrix in matrices), default=0))
+
+
+def _stack_blocks(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    rows = most_rows(matrices)
     runs: list[list[torch.Tensor]] = []
     for matrix in matrices:
-        used = min(matrix.shape[1], rows)
         turned = torch.zeros(rows, matrix.shape[0], dtype=dtype)
-        turned[:used] = matrix[:, :used].T
+        turned[: matrix.shape[1]] = matrix.T
         if not runs or runs[-1][0].shape != turned.shape:
             runs.append([])
         runs[-1].append(turned)

@@ -35,7 +35,7 @@ def arrange(
     """
     by_class = coding_order(classes)
     order = torch.from_numpy(by_class)
-    y = torch.empty(rows, len(classes))
+    y = torch.empty(rows, len(classes), dtype=torch.float32)
     if leading is not None:
         known = min(len(leading), rows)
         y[:known] = leading[:known, order]

@@ -28,7 +28,7 @@ from cuvee.codec.support.arrays import I64
 
 def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slice) -> torch.Tensor:
     """Return the section's values `[t, N]` float32 of the tokens `at`, keys rotated by `rotation` (None: as stored)."""
-    x = torch.empty(at.stop - at.start, section.values, device=chunk.device)
+    x = torch.empty(at.stop - at.start, section.values, device=chunk.device, dtype=torch.float32)
     for unit in section.units(chunk.layout):
         if unit.is_value or rotation is None:
             own = (chunk.values if unit.is_value else chunk.keys)[unit.layer][at]
