@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import torch
 
-from cuvee.codec.support.arena import Arena
+from cuvee.codec.support.arena import MOST_KEPT, Arena
 
 
 def test_a_buffer_is_used_again_and_grows() -> None:
@@ -23,6 +23,13 @@ def test_a_buffer_is_used_again_and_grows() -> None:
     assert larger.shape == (101,) and not np.shares_memory(first, larger)
     assert np.shares_memory(larger, arena.array("a", 100, np.float32)), "and stays large"
     assert arena.array("c", 0, np.int64).shape == (0,)
+
+
+def test_a_large_buffer_is_not_kept() -> None:
+    arena = Arena()
+    kept = arena.array("a", 100, np.uint8)
+    assert arena.array("a", MOST_KEPT + 1, np.uint8).shape == (MOST_KEPT + 1,)
+    assert np.shares_memory(kept, arena.array("a", 100, np.uint8))
 
 
 def test_tensors_share_the_buffers() -> None:
