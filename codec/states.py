@@ -112,7 +112,7 @@ def _plane_shape(values: int) -> tuple[int, int] | None:
 
 def _write_state(name: str, tensor: torch.Tensor, codec_of: CodecOf) -> bytes:
     """Return the section of a tensor on any device: its values coded, or as they are."""
-    coded = name.encode(errors="replace")
+    coded = name.encode(errors="surrogatepass")  # a lone surrogate is refused below, like all that is not ASCII
     if not 0 < len(coded) <= MAX_NAME or not _plain(coded):
         raise InputError(f"states: must have names of 1 … {MAX_NAME} printable ASCII characters, got {name!r}")
     shape = tuple(tensor.shape)

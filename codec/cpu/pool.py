@@ -45,7 +45,7 @@ class Pool:
             with torch.no_grad():
                 return [job() for job in jobs]
         results: dict[int, T] = {}
-        waiting = iter(range(len(jobs)))  # implemented in C: two threads never get the same number
+        waiting, taking = iter(range(len(jobs))), threading.Lock()
         failed = threading.Event()
 
         def work() -> None:
@@ -53,8 +53,10 @@ class Pool:
                 # One thread per product: torch would start more threads from every worker.
                 torch.set_num_threads(1)
                 with torch.no_grad():  # a setting per thread
-                    for number in waiting:
-                        if failed.is_set():
+                    while not failed.is_set():
+                        with taking:
+                            number = next(waiting, None)
+                        if number is None:
                             return
                         results[number] = jobs[number]()
             except BaseException:
