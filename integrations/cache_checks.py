@@ -73,7 +73,9 @@ class _Run:
         dropped = self.width - tensor.shape[2]  # a window holds the last columns
         first = max(self.tokens.start, SINKS, dropped - self.padding)
         for count in (SOME, end):
-            at = torch.linspace(first, end - 1, max(min(count, end - first), 0), device="cpu").long()
+            at = torch.linspace(
+                first, end - 1, max(min(count, end - first), 0), dtype=torch.float64, device="cpu"
+            ).long()
             if len(at) < LEAST:
                 return True
             taken = tensor[self.row].index_select(1, (at + self.padding - dropped).to(tensor.device))

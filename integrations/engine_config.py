@@ -353,7 +353,7 @@ def _loader(given: Any) -> Any:
         return LEFT_OUT if not given else _hashed(given)
     left_out = {name for names in _LOADER.values() for name in names.split()}
     found = {str(name): _hashed(value) for name, value in given.items() if name not in left_out and value is not None}
-    inner = _loader(given["tensorizer_config"]) if "tensorizer_config" in given else LEFT_OUT
+    inner: Any = _loader(given["tensorizer_config"]) if "tensorizer_config" in given else LEFT_OUT
     return found | ({} if inner is LEFT_OUT else inner) or LEFT_OUT
 
 

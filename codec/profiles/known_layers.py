@@ -71,7 +71,7 @@ class _Unit:
     def _predicted(self, token_ids: I64 | None) -> torch.Tensor:
         """Return what tokens have beside the mean, `[t, H, D]`; zeros without ids or a table."""
         if token_ids is None or self._table is None or self._map is None:
-            return torch.zeros(1, *self._mean.shape, device="cpu")
+            return torch.zeros(1, *self._mean.shape, dtype=torch.float32, device="cpu")
         known, index = np.unique(token_ids, return_inverse=True)
         rows = self._map.predict(self._table.rows(known)).float()[torch.from_numpy(index)]
         return rows.view(-1, *self._mean.shape)

@@ -18,7 +18,7 @@ def usable_device(device: torch.device | str | int, name: str = "device") -> tor
     try:
         found = torch.device(device)
         if found.type != "cpu":
-            torch.empty(0, device=found)
+            torch.empty(0, dtype=torch.uint8, device=found)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         raise InputError(
             f"{name}: must be a device that torch can use here, got {str(device)!r}: cpu always is; "

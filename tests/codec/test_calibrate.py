@@ -404,7 +404,12 @@ def test_what_is_held_out_shares_no_text_with_what_is_learned(
 
 def test_a_curve_without_a_kind_that_rereads_gets_one(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
     measured: list[dict[str, torch.Tensor]] = []
-    monkeypatch.setattr(calibrate, "measure", lambda profile, model, kinds, **_: measured.append(kinds) or profile)
+
+    def noted(profile: Profile, model: object, kinds: dict[str, torch.Tensor], **_: Any) -> Profile:
+        measured.append(kinds)
+        return profile
+
+    monkeypatch.setattr(calibrate, "measure", noted)
     rows, own = tokens_of(9, 40), tokens_of(9, 40, 1)
     for given in (rows, {"reread": own, "mine": rows}):
         calibrated(tiny_model("llama"), given)

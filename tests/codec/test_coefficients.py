@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from cuvee.codec.entropy.token_classes import CLASSES
-from cuvee.codec.schemes.coefficients import MAX_TOKENS_PER_STREAM, streams_of_classes, tokens_per_stream
+from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM
+from cuvee.codec.schemes.coefficients import streams_of_classes, tokens_per_stream
 
 
 def spread(counts: list[int]) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -100,15 +101,22 @@ def check_pages(codec: Codec, where: torch.device) -> None:
     blobs = codec.encode(paged)
     assert [len(blob) for blob in blobs] == [len(blob) for blob in alone]
     assert blobs[1] == alone[1]
-    into = PagedCache(LAYOUT, *([torch.zeros_like(unit) for unit in units] for units in (keys, values)))
+    empty = [[torch.zeros_like(unit) for unit in units] for units in (keys, values)]
+    into = PagedCache(LAYOUT, empty[0], empty[1])
     codec.decode_paged([codec.open(blob) for blob in blobs], into, slots).check()
     assert torch.equal(into.chunk(slots[1], 0).values[0].cpu(), chunks[1].values[0])
 
 
 def test_a_chunk_of_usual_size_is_coded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, calls = Codec(predicting(fitted_to(LAYOUT)), step=1.0), []
+    codec = Codec(predicting(fitted_to(LAYOUT)), step=1.0)
+    calls: list[int] = []
     backend = type(codec._backends.of("cpu"))
     encode = backend.encode
-    monkeypatch.setattr(backend, "encode", lambda *given: calls.append(1) or encode(*given))
+
+    def counted(*given: Any) -> Any:
+        calls.append(1)
+        return encode(*given)
+
+    monkeypatch.setattr(backend, "encode", counted)
     codec.encode(chunk())
     assert calls == [1]

@@ -52,7 +52,8 @@ def small_model() -> LlamaForCausalLM:
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, dtype="float32",
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,14 @@ class World:
         lossy = cuvee.Codec(profile, step=0.5)
         for codec in (lossy, cuvee.Codec(profile, step=0.5, backend="reference"), cuvee.Codec.without_profile(model)):
             blobs = cuvee.encode_cache(codec, self.cache, ids[:1])
-            back = cuvee.decode_cache(codec, blobs, model)
+            back: Any = cuvee.decode_cache(codec, blobs, model)
             seen += [*blobs, *(x for layer in back.layers for x in (layer.keys, layer.values))]
             seen += codec.decode(blobs[0], start=100).keys
         parts = cuvee.Codec(profile, step=0.5, refinements=1)
         seen += parts.encode_parts(self.chunks()[0])
         cuvee.save_cache(self.cache, folder / "cache.safetensors", input_ids=ids[:1])
-        seen += [layer.keys for layer in cuvee.load_cache(folder / "cache.safetensors", model).layers]
+        loaded: Any = cuvee.load_cache(folder / "cache.safetensors", model)
+        seen += [layer.keys for layer in loaded.layers]
         library = ChunkCache(model, lossy, open_store("memory://?max_gb=0.01"))
         segments = [library.segment(ids[1], leading=True), library.segment(ids[2]), Segment(ids[3, :20])]
         return [*seen, Blender(model, lossy).blend(segments).logits]

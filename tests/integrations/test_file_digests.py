@@ -85,6 +85,11 @@ def another_path(kept: Path, tmp_path: Path) -> None:
     kept.write_bytes(theirs.read_bytes())
 
 
+def made_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -95,7 +100,7 @@ def another_path(kept: Path, tmp_path: Path) -> None:
         lambda kept, _: kept.write_bytes(b"\xff\xfe"),
         lambda kept, _: kept.write_text(kept.read_text().replace('"]]', 'zz"]]')),
         lambda kept, _: (kept.unlink(), kept.mkdir()),
-        lambda kept, _: (kept.unlink(), os.mkfifo(kept)),
+        lambda kept, _: made_fifo(kept),
         lambda kept, path: (kept.rename(path / "moved"), kept.symlink_to(path / "moved")),
         lambda kept, _: (kept.write_text(kept.read_text()[:-67] + "0" * 64 + '"]]'), kept.chmod(0o666)),
         lambda kept, _: (kept.write_text(kept.read_text()[:-67] + "0" * 64 + '"]]'), kept.parent.chmod(0o777)),

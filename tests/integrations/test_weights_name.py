@@ -18,7 +18,8 @@ def test_a_name_is_made_in_the_background() -> None:
         return "a"
 
     weights = WeightsName(make)
-    assert weights.current is None and weights.wait(0) is None and not weights.holds(None)
+    assert weights.wait(0) is None
+    assert not weights.holds(None)
     go.set()
     named = weights.wait(60)
     assert named is not None and named is weights.current and named.text == "a" and weights.holds(named)

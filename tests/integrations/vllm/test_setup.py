@@ -205,7 +205,7 @@ def test_what_others_put_in_the_default_stores_place_stops_no_engine(
     if taken == "writable":
         place.chmod(0o777)
     if taken == "other user":
-        monkeypatch.setattr(setup.os, "geteuid", lambda: os.getuid() + 1)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     engine = _engine(parallel__distributed_executor_backend="mp")
     made = Setup.of_engine(*engine)
     assert made.unnamed and made.options.store[0].startswith(f"file://{place}-{engine[0].instance_id}?max_gb=")
@@ -649,7 +649,7 @@ def test_the_library_names_blobs_as_a_plain_engine_does(
         fitted_to(Setup.of_engine(*_engine()).layout).save(tmp_path / "p")
         extra = {**extra, "profile": str(tmp_path / "p")}
     monkeypatch.setattr(checkpoint_module, "checkpoint_identity", lambda path: "weights")
-    monkeypatch.setattr(checkpoint_module, "tokenizer_identity", setup.tokenizer_identity)
+    monkeypatch.setattr(checkpoint_module, "tokenizer_identity", checkpoint_module.tokenizer_identity)
     config, cache = _engine(extra=extra, model__skip_tokenizer_init=not tokenizer)
     made = Setup.of_engine(config, cache)
     identity = checkpoint_module.engine_identity(

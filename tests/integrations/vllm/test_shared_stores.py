@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from cuvee.integrations.stores import Store, open_store
-from cuvee.integrations.vllm import shared_stores
 from cuvee.integrations.vllm.shared_stores import SharedFolder, borrow_store, return_store
 
 
@@ -51,7 +51,8 @@ def test_a_store_that_was_named_stays(tmp_path: Path) -> None:
 def test_who_comes_while_the_folder_is_removed_makes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cuvee-1"
     first = SharedFolder(str(path))
-    lock, times = shared_stores.fcntl.flock, []
+    lock = fcntl.flock
+    times: list[int] = []
 
     def late(file: int, how: int) -> None:
         """The first user leaves between the other's opening and its locking."""
@@ -60,7 +61,7 @@ def test_who_comes_while_the_folder_is_removed_makes_another(tmp_path: Path, mon
             first.leave()
         lock(file, how)
 
-    monkeypatch.setattr(shared_stores.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     second = SharedFolder(str(path))
     assert (path / ".users").exists()
     third = SharedFolder(str(path))

@@ -110,10 +110,11 @@ def test_other_weights_of_another_kind_count(model: Model, change: Callable[[Mod
 def test_a_look_finds_what_was_replaced(model: Model) -> None:
     """Also by equal weights: their digest tells that they are."""
     of_model = of(model)
-    for change in (
+    changes: tuple[Callable[[], object], ...] = (
         lambda: model.packed.pack(model.values),
         lambda: setattr(model, "bytes", torch.nn.Parameter(model.bytes.data, requires_grad=False)),
-    ):
+    )
+    for change in changes:
         before = of_model.digest()
         change()
         gc.collect()
@@ -125,10 +126,14 @@ def test_looks_come_round_to_every_piece_and_cost_little(model: Model, monkeypat
     model.table = torch.nn.Parameter(torch.zeros(1000, 8))
     monkeypatch.setattr(weights, "_HOST_WORDS", 100)
     monkeypatch.setattr(weights, "_HOST_PIECES", 1)
-    of_model, read = of(model), []
-    monkeypatch.setattr(
-        of_model, "_sum", lambda data, first, words: read.append(words) or Weights._sum(of_model, data, first, words)
-    )
+    of_model = of(model)
+    read: list[int] = []
+
+    def noted(data: torch.Tensor, first: int, words: int) -> torch.Tensor:
+        read.append(words)
+        return Weights._sum(of_model, data, first, words)
+
+    monkeypatch.setattr(of_model, "_sum", noted)
     of_model.digest()
     for at in (0, 777, 999):
         read.clear()

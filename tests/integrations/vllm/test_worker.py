@@ -664,7 +664,12 @@ def test_close_does_not_wait_for_what_decodes_for_ever(
     monkeypatch.setattr("cuvee.integrations.vllm.worker._FLUSH_SECONDS", 0.1)
     b = bench(close_timeout=1.0)
     go, begun = threading.Event(), threading.Event()
-    b.worker._pools.coders.submit(lambda: (begun.set(), go.wait(60)))
+
+    def busy() -> None:
+        begun.set()
+        go.wait(60)
+
+    b.worker._pools.coders.submit(busy)
     assert begun.wait(10)
     b.fill([0, 1], CHUNK)
     held = hold(b.store, "put")
@@ -762,7 +767,12 @@ def test_nothing_is_copied_or_encoded_for_a_store_that_is_down(
     b.worker._state.store = GuardedStore(b.store, lambda: later)
     copied: list[int] = []
     copy = b.worker.saves._copy
-    monkeypatch.setattr(b.worker.saves, "_copy", lambda batch: copied.append(len(batch)) or copy(batch))
+
+    def noted(batch: Any) -> Any:
+        copied.append(len(batch))
+        return copy(batch)
+
+    monkeypatch.setattr(b.worker.saves, "_copy", noted)
 
     def fail(operation: str) -> None:
         if operation == "put":
