@@ -61,6 +61,7 @@ class KVChunk:
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise InputError(f"layout: must be a KVLayout, got {layout!r}")
+        layout.need_layers()
         key_layers = _per_layer("keys", keys, layout)
         value_layers = _per_layer("values", values, layout)
         tokens, device = key_layers[0].shape[0], key_layers[0].device

@@ -209,6 +209,11 @@ class KVLayout:
         """Make a layout, given the arguments of each `LayerLayout`."""
         return cls(layers=tuple(LayerLayout(*own) for own in layers), **others)
 
+    def need_layers(self) -> None:
+        """Raise InputError for a layout of states alone, which has no keys and values."""
+        if not self.layers:
+            raise InputError("layout: must have layers with keys and values, got states alone: code them as states")
+
     @property
     def num_layers(self) -> int:
         """Number of layers."""
@@ -313,13 +318,15 @@ class KVLayout:
 
         Frequencies enter with four significant digits, because the last bit of float32 `pow` differs between CPUs
         (baseline x86 and AVX2 disagree in about one frequency in seventy), and a blob must be readable on every machine
-        of a fleet. To find out whether two caches belong to one model, compare fingerprints, not layouts.
+        of a fleet. Those of an unscaled RoPE are computed from its base first, in float64: a float32 may lie so close
+        to the middle of two such numbers that its last bit decides. To find out whether two caches belong to one model,
+        compare fingerprints, not layouts.
         """
         if self._fingerprint is None:
             data = self.to_dict()
             for kind in data["kinds"]:
                 if kind["rope"] is not None:
-                    kind["rope"]["inv_freq"] = [f"{value:.3e}" for value in kind["rope"]["inv_freq"]]
+                    kind["rope"]["inv_freq"] = [f"{value:.3e}" for value in _exact(kind["rope"]["inv_freq"])]
                     kind["rope"]["attention_scaling"] = f"{kind['rope']['attention_scaling']:.6e}"
             # Layers that differ only in a last bit must not count as two kinds here.
             data["layers"] = [_canonical_json(data["kinds"][index]) for index in data["layers"]]
@@ -368,6 +375,17 @@ class KVLayout:
         except ValueError as error:
             raise InputError(f"text: must be a layout in JSON, got {error}") from error
         return cls.from_dict(data)
+
+
+def _exact(frequencies: Sequence[float]) -> Sequence[float]:
+    """Return the frequencies base^(-2i/d) that these float32 values are roundings of; others as they are."""
+    count = len(frequencies)
+    if count < 2 or not 0 < frequencies[-1] < 1:
+        return frequencies
+    base = float(f"{frequencies[-1] ** (-count / (count - 1)):.5e}")  # bases have few digits
+    exact = [base ** (-index / count) for index in range(count)]
+    alike = all(abs(own - value) <= 2e-6 * value for own, value in zip(frequencies, exact, strict=True))
+    return exact if alike else frequencies
 
 
 def _canonical_json(data: Any) -> str:

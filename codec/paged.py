@@ -93,6 +93,7 @@ class PagedCache:
         key_scales: tuple[float, ...],
         value_scales: tuple[float, ...],
     ) -> None:
+        layout.need_layers()
         self.layout = layout
         self._keys, self._values = tuple(keys), tuple(values)
         self.key_scales, self.value_scales = key_scales, value_scales

@@ -263,6 +263,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer", *, mo
         >>> fit(layout, samples).source
         'fitted'
     """
+    layout.need_layers()
     moments = new_moments(layout, group)
     held_out: list[KVChunk] = []
     for number, chunk in enumerate(chunks):

@@ -150,6 +150,8 @@ def profile_arguments(data: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
         "text_tokens": text_tokens,
         "lengths": lengths,
     }
+    if len({(point.step_index, point.kind, point.plain) for point in arguments["curve"]}) < len(arguments["curve"]):
+        raise FormatError("curve: must have one point for each step and kind of text")
     if type(min_step) is not int or not -MAX_STEP_INDEX <= min_step <= 8 * OCTAVE:
         raise FormatError(f"min_step: must be a step index, {-MAX_STEP_INDEX} … {8 * OCTAVE}")
     if text_tokens is not None and (type(text_tokens) is not int or text_tokens < 0):

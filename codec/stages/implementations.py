@@ -12,6 +12,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
+from cuvee.codec.errors import InputError
+
 if TYPE_CHECKING:
     from cuvee.codec.stages.reference import (
         byte_planes,
@@ -73,7 +75,16 @@ def stage_names() -> list[str]:
 
 @cache
 def get_stages(name: str) -> Stages:
-    """Return the implementation of one of `stage_names()`."""
+    """Return the implementation of one of `stage_names()`.
+
+    Raises:
+        InputError: Numba's compiler is switched off.
+    """
+    if name == "numba" and import_module("numba").config.DISABLE_JIT:
+        raise InputError(
+            "NUMBA_DISABLE_JIT: must not be set, because the codec's loops need Numba's compiler: unset it, or take "
+            "backend='reference', which is a hundred times slower"
+        )
     modules = {module: import_module(f"{_PACKAGES[name]}.{module}") for module in STAGES}
     found = {stage: getattr(modules[module], stage) for module, stages in STAGES.items() for stage in stages}
     return cast("Stages", SimpleNamespace(name=name, **found))

@@ -6,6 +6,7 @@ import re
 from enum import Enum
 
 import llvmlite.binding as llvm
+import numba
 import torch
 
 from cuvee.codec.layout import KVLayout
@@ -37,8 +38,20 @@ def _is_bfloat16_fast() -> bool:
 
 
 FAST_BFLOAT16 = _is_bfloat16_fast()
+
+
+def _numba_has_avx2() -> bool:
+    """Return whether Numba compiles for a CPU with AVX2: `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` may name another."""
+    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    if "+avx2" in (features or ""):
+        return True
+    if name not in (None, "host"):
+        return re.match(r"haswell|broadwell|skylake|icelake|\w+lake|znver|core-avx2|x86-64-v[34]", name) is not None
+    return not features and bool(llvm.get_host_cpu_features().get("avx2", False))
+
+
 # With AVX2 alone, sums of products of 16-bit integers take half the time of those of float32.
-FAST_INT16 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+FAST_INT16 = torch.backends.cpu.get_cpu_capability() == "AVX2" and _numba_has_avx2()
 
 
 class Products(Enum):

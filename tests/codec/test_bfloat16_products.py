@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import llvmlite.binding as llvm
+import numba
 import pytest
 import torch
 from tests.conftest import Books
@@ -108,3 +109,19 @@ def test_rounding_costs_neither_bytes_nor_error(
         assert len(rounded) == pytest.approx(len(exact), rel=2e-3)
         for blob in (exact, rounded):
             assert error(blob, codec) == pytest.approx(lost, rel=0.01, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "there"),
+    [
+        ("generic", None, False), ("generic", "+avx2,+fma", True), ("x86-64", "", False), ("x86-64-v3", None, True),
+        ("haswell", "", True), ("znver4", None, True), ("nehalem", None, False), (None, "+sse2", False),
+    ],
+)  # fmt: skip
+def test_the_cpu_that_numba_compiles_for_decides_on_integers(
+    name: str | None, features: str | None, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LLVM ends the process where it is asked for an instruction that the named CPU lacks."""
+    monkeypatch.setattr(numba.config, "CPU_NAME", name)
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
+    assert products._numba_has_avx2() is there

@@ -131,6 +131,22 @@ def test_a_damaged_cache_is_compiled_anew(
     assert any("compiled code cannot be" in record.getMessage() for record in caplog.records)
 
 
+def test_a_switched_off_compiler_is_named() -> None:
+    """And the reference codes without it."""
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+        return subprocess.run(
+            [sys.executable, "-c", code], check=False, env=environment, capture_output=True, text=True
+        )
+
+    ran = run(ROUND_TRIP)
+    assert ran.returncode and "InputError: NUMBA_DISABLE_JIT: must not be set" in ran.stderr
+    slow = ROUND_TRIP.replace("without_profile(layout)", "without_profile(layout, backend='reference')")
+    ran = run(slow)
+    assert ran.stdout == "coded\n", ran.stderr
+
+
 def test_a_change_of_any_file_that_is_compiled_in_is_noticed(tmp_path: Path) -> None:
     """Functions and constants of other files are compiled into a function: its cache must not outlive them."""
     (tmp_path / "constants").mkdir()

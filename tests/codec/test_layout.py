@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,7 +15,9 @@ import transformers
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models import stand_in
+from cuvee.codec.paged import PagedCache
 
 ROPE = Rope((1.0, 0.1), attention_scaling=1.25)
 LAYERS = (LayerLayout(2, 6, 6, ROPE), LayerLayout(1, 4, 3, None, sliding_window=5))
@@ -340,3 +343,37 @@ def test_the_limit_of_positions_says_where_it_comes_from() -> None:
     short = replace(UNIFORM, max_positions=4)
     with pytest.raises(InputError, match=r"^tokens: must be among the 4 positions .*max_position_embeddings.* got 5"):
         KVChunk(GOOD, GOOD, short)
+
+
+def test_states_alone_have_no_chunks() -> None:
+    layout = KVLayout("mine", (), "float32", None, states=True)
+    for make in (
+        lambda: KVChunk([], [], layout), lambda: PagedCache(layout, [], []), lambda: fit(layout, []),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=r"^layout: must have layers with keys and values, got states alone"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("base", "dim"), [(5e5, 256), (1e4, 64), (1e4, 128), (1e6, 128), (1.5e5, 80), (8e6, 96), (1e7, 128)]
+)
+def test_the_last_bit_of_a_frequency_does_not_change_a_layout(base: float, dim: int) -> None:
+    """Of base 500000 and 256 dimensions, frequency 91 is 8.8795e-05 within one unit of float32."""
+    exact = np.float32(base) ** (-np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    names = set()
+    for frequencies in (exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(2))):
+        frequencies[0] = 1.0
+        rope = Rope(tuple(map(float, frequencies)))
+        names.add(KVLayout("mine", (LayerLayout(1, dim, dim, rope),), "float32", None).fingerprint)
+    assert len(names) == 1
+
+
+def test_scaled_frequencies_and_other_bases_are_other_layouts() -> None:
+    def of(frequencies: np.ndarray) -> bytes:
+        layer = LayerLayout(1, 64, 64, Rope(tuple(map(float, frequencies))))
+        return KVLayout("mine", (layer,), "float32", None).fingerprint
+
+    plain = 1e4 ** (-np.arange(32) / 32)
+    scaled = plain.copy()
+    scaled[20:] /= 8
+    assert len({of(plain), of(plain / 2), of(scaled), of(1.001e4 ** (-np.arange(32) / 32)), of(plain[::-1])}) == 5

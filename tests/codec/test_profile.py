@@ -227,6 +227,7 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("curve value is null", lambda d: d["curve"][0].update(error=None)),
     ("curve's worst KL is text", lambda d: d["curve"][0].update(kl_worst="1")),
     ("curve's worst KL is infinite", lambda d: d["curve"][0].update(kl_worst=math.inf)),
+    ("a step twice in the curve", lambda d: d["curve"].append(d["curve"][0])),
     ("curve kind is a number", lambda d: d["curve"][0].update(kind=1)),
     ("curve plain is a number", lambda d: d["curve"][0].update(plain=1)),
     ("curve kind is a list", lambda d: d["curve"][0].update(kind=["prose"])),
