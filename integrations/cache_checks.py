@@ -21,6 +21,7 @@ _Check = Callable[[torch.Tensor, torch.Tensor, I64 | None], bool]
 SOME, LEAST = 16, 4  # tokens of a chunk that are looked at, and without which nothing is said
 
 
+@torch.no_grad()
 def check_inputs(
     known: KnownLayers,
     tensors: Sequence[tuple[torch.Tensor, torch.Tensor]],
