@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -250,9 +250,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _rank(self) -> int:
         """Return the number of this worker among all that store a part of a token."""
-        stage: int = get_pp_group().rank_in_group
         rank: int = get_tensor_model_parallel_rank()
-        return stage * self._setup.shards + rank
+        return rank
 
     def _attention_layers(self) -> dict[str, Any]:
         """Return the engine's attention layers by name."""

@@ -38,7 +38,7 @@ def check_sparse(vllm_config: Any, cached: CachedLayers, options: Options) -> No
     refuse(refused, "CuveeConnector does not support sparse indexers with {}")
     own = sum(not is_indexer(name) for name in cached.names)
     most = vllm_config.model_config.hf_text_config.num_hidden_layers
-    if vllm_config.parallel_config.pipeline_parallel_size == 1 and own != most:
+    if own != most:
         raise UnsupportedModelError(
             f"the engine caches latents of {own} layers, the model has {most}: serve this model without CuveeConnector"
         )

@@ -81,7 +81,6 @@ class CachedLayers:
 
     Attributes:
         names: in the model's order.
-        numbers: of these layers in the model, from their names.
         specs: vLLM's description of each layer's pages.
         groups: all of vLLM's, in its order; one that holds draft layers alone has no layers.
         recurrent: layers that keep states, in the model's order.
@@ -89,7 +88,6 @@ class CachedLayers:
     """
 
     names: tuple[str, ...]
-    numbers: tuple[int, ...]
     specs: tuple[Any, ...]
     groups: tuple[LayerGroup, ...]
     recurrent: tuple[RecurrentLayer, ...]
@@ -135,7 +133,6 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
         window = min(windows + chunks, default=None)
         block = block_tokens(list(kept.values())) if kept else common
         groups.append(LayerGroup(layers, window, bool(chunks), None if block == common else block, recurrent))
-    numbers = tuple(_number_of(name) for name in names)
     states = tuple(
         RecurrentLayer(name, number, tuple(map(tuple, specs[name].shapes)), tuple(specs[name].dtypes))
         for number, specs in enumerate(by_group)
@@ -143,7 +140,7 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
         if name not in order
     )
     states = tuple(sorted(states, key=lambda layer: (_number_of(layer.name), layer.name)))
-    return CachedLayers(names, numbers, tuple(by_name[name] for name in names), tuple(groups), states, common)
+    return CachedLayers(names, tuple(by_name[name] for name in names), tuple(groups), states, common)
 
 
 def block_tokens(specs: Sequence[Any]) -> int:

@@ -270,19 +270,6 @@ def test_one_rank_stores_what_all_hold(make_engine: MakeEngine, make_bench: Call
     assert load(second) == set(ELSEWHERE[CHUNK // BLOCK :])
 
 
-@pytest.mark.serves(model="latents (MLA) with a sparse indexer", parallel="pipeline parallelism", where="classes")
-def test_a_stage_of_a_pipeline_stores_its_layers(make_engine: MakeEngine, make_bench: Callable[..., Bench]) -> None:
-    engine = make_engine(first=1)
-    made = engine.setup()
-    assert made.stages == 2 and made.layout_of_pages(1).num_layers == 2 * (LAYERS - 1)
-    bench = make_bench(engine, rank=1)
-    assert made.codec(1).profile.layout == bench.codec.profile.layout
-    save(bench)
-    assert not load(bench)
-    for name in engine.pages:
-        assert torch.equal(engine.held(name, ELSEWHERE[0]), engine.held(name, TABLE[0]))
-
-
 def test_other_pages_have_other_names(make_engine: MakeEngine) -> None:
     """The scheduler is told one layer's description for all, and names what the worker stores nevertheless."""
     engines = [

@@ -248,8 +248,6 @@ def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
     assert several.holders == (0,) and several.holder(1) == 0, "one of them stores it"
     heads = Setup.of_engine(*_engine(specs=[_spec(num_kv_heads=1)], parallel__tensor_parallel_size=2))
     assert heads.holders == (0, 1) and heads.holder(1) == 1
-    stages = replace(several, stages=2)
-    assert stages.holders == (0, 2) and [stages.holder(rank) for rank in range(4)] == [0, 0, 2, 2]
     beside = {**latents, "specs": [*latents["specs"], _spec()]}
     assert not all_latent(_engine(**beside)[1]), "a drafter's heads, which are each rank's own"
     off: dict[str, Any] = {"scheduler__enable_chunked_prefill": False, "cache__enable_prefix_caching": False}
@@ -369,21 +367,6 @@ def test_layers_with_a_cache_that_the_scheduler_does_not_know_are_refused(shared
     Setup.of_engine(config, cache).check_registered({**own, "model.layers.2": shared}, config)
 
 
-@pytest.mark.serves(parallel="pipeline parallelism", where="classes")
-def test_stages_of_a_pipeline_have_their_layers(checkpoint: Callable[..., None]) -> None:
-    """And names of their own, other than those of ranks that share the heads."""
-    piped: dict[str, Any] = {"parallel__pipeline_parallel_size": 2}
-    engines = [_engine(names=[f"model.layers.{at}"], **piped) for at in range(2)]
-    stages = [Setup.of_engine(*engine) for engine in engines]
-    assert [made.layout for made in stages] == [LAYOUT, LAYOUT], "of the whole model"
-    assert [(made.ranks, made.alone) for made in stages] == [(2, False)] * 2
-    assert [made.layout_of_pages(at).layers for at, made in enumerate(stages)] == [LAYOUT.layers[:1], LAYOUT.layers[1:]]
-    assert stages[0].codec(0).profile.layout == stages[0].layout_of_pages(0)
-    shared = _engine([_spec(num_kv_heads=1)], parallel__tensor_parallel_size=2)
-    names = {made.identity(engine[0]) for made, engine in ((stages[0], engines[0]), (Setup.of_engine(*shared), shared))}
-    assert len(names) == 2
-
-
 @pytest.mark.parametrize(
     "rope",
     [
@@ -468,6 +451,11 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ),
         ({"parallel__decode_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
         (
+            {"parallel__pipeline_parallel_size": 2},
+            UnsupportedModelError,
+            "pipeline parallelism: set --pipeline-parallel-size to 1, and --tensor-parallel-size to",
+        ),
+        (
             {"speculative": _drafts("dflash")},
             UnsupportedModelError,
             "speculative decoding by 'dflash': set \"method\" in --speculative-config to one of ngram, ngram_gpu, ",
@@ -479,6 +467,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
 @pytest.mark.serves(cache="nvfp4", where="refused")
 @pytest.mark.serves(drafts="dflash", where="refused")
 @pytest.mark.serves(parallel="context parallelism", where="refused")
+@pytest.mark.serves(parallel="pipeline parallelism", where="refused")
 def test_what_is_refused(changes: dict[str, Any], error: type[CuveeError], message: str) -> None:
     """Besides what `test_random_options` draws."""
     with pytest.raises(error, match=message):
