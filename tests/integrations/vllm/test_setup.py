@@ -638,7 +638,7 @@ def test_the_library_names_blobs_as_a_plain_engine_does(
         fitted_to(Setup.of_engine(*_engine()).layout).save(tmp_path / "p")
         extra = {**extra, "profile": str(tmp_path / "p")}
     monkeypatch.setattr(checkpoint_module, "checkpoint_identity", lambda path: "weights")
-    monkeypatch.setattr(checkpoint_module, "tokenizer_identity", checkpoint_module.tokenizer_identity)
+    monkeypatch.setattr(checkpoint_module, "tokenizer_identity", lambda path, **_: "tokenizer")
     config, cache = _engine(extra=extra, model__skip_tokenizer_init=not tokenizer)
     made = Setup.of_engine(config, cache)
     identity = checkpoint_module.engine_identity(
