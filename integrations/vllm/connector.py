@@ -40,7 +40,6 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.engine_pages import find_pages
 from cuvee.integrations.vllm.engine_text import line_breaks
-from cuvee.integrations.vllm.exact_pages import find_exact_pages
 from cuvee.integrations.vllm.kv_events import event_maker
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
@@ -281,8 +280,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         in_order = {name: kv_caches[name] for name in self._cached_layers}
         setup, layers = self._setup, self._attention_layers()
         layout = setup.layout_of_pages(worker.rank)
-        exact = find_exact_pages(layout, in_order, setup.block_tokens) if setup.sparse else None
-        pages = exact or find_pages(layout, layers, in_order, setup.codes)
+        pages = find_pages(layout, layers, in_order, setup.codes)
         drafts = None if self._drafts is None else self._drafts.found(layers, kv_caches)
         held = {layer.name: layers[layer.name].kv_cache for layer in setup.recurrent}
         worker.attach(pages, drafts, StatePages(setup.recurrent, held, setup.layout.dtype) if held else None)

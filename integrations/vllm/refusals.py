@@ -15,7 +15,6 @@ from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, is_latent
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_PACKED = ("fp8_ds_mla", "nvfp4_ds_mla")  # of sparse attention (`exact_pages`); others' layers are refused later
 _BLENDED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers were checked against vLLM's prefill
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp")  # how tokens are drafted
 
@@ -42,17 +41,16 @@ def refuse_features(vllm_config: Any) -> None:
             speculative is not None and method not in _DRAFTS
         ),
         f"kv_cache_dtype={dtype!r}: set --kv-cache-dtype to auto, {', '.join((*TORCH_DTYPES, *_FP8))}": (
-            dtype not in ("auto", *TORCH_DTYPES, *_FP8, *_PACKED)
+            dtype not in ("auto", *TORCH_DTYPES, *_FP8)
         ),
         "external_launcher with several ranks, each with a scheduler of its own: set "
         "--distributed-executor-backend mp": (
-            parallel.distributed_executor_backend == "external_launcher"
-            and parallel.tensor_parallel_size > 1
+            parallel.distributed_executor_backend == "external_launcher" and parallel.tensor_parallel_size > 1
         ),
         "context parallelism: set --decode-context-parallel-size and --prefill-context-parallel-size to 1": (
             max(contexts) > 1
         ),
-        "pipeline parallelism: set --pipeline-parallel-size to 1, and --tensor-parallel-size to the number of devices": (
+        "pipeline parallelism: set --pipeline-parallel-size to 1 and --tensor-parallel-size to the number of GPUs": (
             parallel.pipeline_parallel_size > 1
         ),
     }

@@ -36,7 +36,6 @@ from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.coded_pages import pairs_of_codes
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.exact_pages import check_sparse, exact_layout
 from cuvee.integrations.vllm.layer_groups import (
     CachedLayers,
     LayerGroup,
@@ -144,11 +143,6 @@ class Setup:
         return () if self.layers is None else self.layers.recurrent
 
     @property
-    def sparse(self) -> bool:
-        """Whether pages are those of sparse attention, as they are (`exact_pages`)."""
-        return self.layers is not None and self.layers.sparse
-
-    @property
     def loads_in_part(self) -> bool:
         """Whether a part of a load can be restored and the rest computed."""
         return self.windows == (None,) and not self.recurrent
@@ -193,28 +187,23 @@ class Setup:
         if tokens % block:
             raise InputError(f"chunk_tokens: must be a multiple of the engine's block size {block}, got {tokens}")
         check_windows(groups, tokens, block)
-        codes = None if cached.sparse else codes_of_cache(vllm_config, specs)
-        if cached.sparse:
-            check_sparse(vllm_config, cached, options)
-            layout = exact_layout(vllm_config, kv_cache_config, cached)
-        else:
-            layout = KVLayout.from_config(
-                text_config,
-                dtype_of_cache(specs) if codes is None else vllm_config.model_config.dtype,
-                states=bool(cached.recurrent),
-            )
+        codes = codes_of_cache(vllm_config, specs)
+        layout = KVLayout.from_config(
+            text_config,
+            dtype_of_cache(specs) if codes is None else vllm_config.model_config.dtype,
+            states=bool(cached.recurrent),
+        )
         if cached.recurrent:
             check_recurrent(vllm_config)
         if options.blend is not None:
             check_blend(vllm_config, layout, codes)
         if layout.max_positions is not None and tokens > layout.max_positions:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
-        if layout.layers[0].latent or cached.sparse:
+        if layout.layers[0].latent:
             check_latents(vllm_config, layout, options)
         shards = parallel.tensor_parallel_size
-        if not cached.sparse:
-            check_layers(layout, cached)
-            check_heads(layout, cached, shards)
+        check_layers(layout, cached)
+        check_heads(layout, cached, shards)
         if options.profile is None:
             profile = Profile.unlearned(layout)
         else:

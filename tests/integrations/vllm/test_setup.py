@@ -421,12 +421,14 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ({"layers": 0}, UnsupportedModelError, "caches no keys and values"),
         (
             {
+                "specs": [_spec(MLAAttentionSpec, num_kv_heads=1, head_size=20, head_size_v=0)],
+                "model__hf_text_config": LATENTS,
                 "names": [
                     f"model.layers.{at}.self_attn.{cache}" for at in (0, 1) for cache in ("attn", "indexer.k_cache")
-                ]
+                ],
             },
             UnsupportedModelError,
-            "sparse indexers with layers other than latents",
+            "^model.layers.0.self_attn.indexer.k_cache: sparse attention .*: serve this model without CuveeConnector",
         ),
         ({"names": ["model.layers.0", "model.tail"]}, UnsupportedModelError, "model.tail: must have one number"),
         ({"specs": [_spec(), _spec(dtype=torch.float16)]}, UnsupportedModelError, "cache of bfloat16 and float16"),
@@ -453,7 +455,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         (
             {"parallel__pipeline_parallel_size": 2},
             UnsupportedModelError,
-            "pipeline parallelism: set --pipeline-parallel-size to 1, and --tensor-parallel-size to",
+            "pipeline parallelism: set --pipeline-parallel-size to 1 and --tensor-parallel-size to",
         ),
         (
             {"speculative": _drafts("dflash")},
@@ -464,6 +466,7 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
     ],
 )
 @pytest.mark.serves(model="recurrent layers, no states kept", where="refused")
+@pytest.mark.serves(model="latents (MLA) with a sparse indexer", where="refused")
 @pytest.mark.serves(cache="nvfp4", where="refused")
 @pytest.mark.serves(drafts="dflash", where="refused")
 @pytest.mark.serves(parallel="context parallelism", where="refused")
