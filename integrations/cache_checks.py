@@ -79,7 +79,7 @@ class _Run:
             ).long()
             if len(at) < LEAST:
                 return True
-            taken = tensor[self.row].index_select(1, (at + self.padding - dropped).to(tensor.device))
+            taken = tensor[self.row].detach().index_select(1, (at + self.padding - dropped).to(tensor.device))
             ids = None if self.ids is None else self.ids[(at - self.tokens.start).numpy()]
             if check(taken.transpose(0, 1).cpu(), at, ids):
                 return True
