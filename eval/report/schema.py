@@ -22,7 +22,7 @@ __all__ = [
     "Report", "Score", "SizeAtKl", "Skipped", "Source", "Task", "TextInfo", "read_entry",
 ]  # fmt: skip
 
-REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 2
+REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 3
 T = TypeVar("T")
 
 
@@ -239,10 +239,9 @@ class ProfileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The model with its own cache."""
+    """The model with its own cache: nats per token of each sequence, in order."""
 
-    nll: float
-    perplexity: float
+    per_sequence: list[float]
 
 
 @dataclass(slots=True)
