@@ -124,8 +124,8 @@ def equal_kl(report: Report) -> ReportSection:
         *(f"smaller by: {family_label(f)}" for f in families),
     ]
     note = (
-        "Sizes are read off the measured curves at the KL of the baseline. In brackets: the 95% interval of the "
-        "bootstrap over sequences."
+        "Sizes are read off the measured curves at the KL of the baseline. In brackets: the 95% interval of a "
+        "bootstrap over sequences, expanded for small samples."
     )
     blocks: list[ReportTable | ReportBlock] = [ReportTable(columns, rows, note=note)]
     if missing:

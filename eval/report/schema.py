@@ -119,13 +119,11 @@ class KindComparison:
 
 @dataclass(frozen=True, slots=True)
 class SizeAtKl:
-    """The size of a family at a round KL, with its 95% interval; None where its curve was not measured."""
+    """The size of a family at a round KL; None where its curve was not measured."""
 
     family: str
     kl: float
     bits_per_value: float | None
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,11 +146,11 @@ def made_up() -> dict[str, Any]:
             for name, again, ratio in (("orchard", False, 6.5), ("orchard", True, 5.5), ("lantern", False, 7.5))
         ],
         "sizes": [
-            {"family": "cuvee/layer", "kl": 0.005, "bits_per_value": 1.25, "low": 1.2, "high": 1.3},
-            {"family": "cuvee/layer", "kl": 0.02, "bits_per_value": 0.5, "low": 0.45, "high": 0.6},
-            {"family": "pca/all", "kl": 0.005, "bits_per_value": None, "low": None, "high": None},
-            {"family": "pca/all", "kl": 0.02, "bits_per_value": 2.0, "low": 1.9, "high": 2.1},
-            {"family": "cuvee/all", "kl": 0.02, "bits_per_value": None, "low": None, "high": None},
+            {"family": "cuvee/layer", "kl": 0.005, "bits_per_value": 1.25},
+            {"family": "cuvee/layer", "kl": 0.02, "bits_per_value": 0.5},
+            {"family": "pca/all", "kl": 0.005, "bits_per_value": None},
+            {"family": "pca/all", "kl": 0.02, "bits_per_value": 2.0},
+            {"family": "cuvee/all", "kl": 0.02, "bits_per_value": None},
         ],
         "seconds": 312.4,
     }  # fmt: skip
