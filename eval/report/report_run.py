@@ -19,7 +19,6 @@ from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -345,8 +344,7 @@ class _Run:
             )
         )  # fmt: skip
         if candidate.key == UNCOMPRESSED:
-            nll = quality.nll - quality.delta_nll
-            self.report.exact = Exact(nll, float(np.exp(nll)))
+            self.report.exact = Exact(list(self._bench.exact_per_sequence))
 
     def _make(self, candidate: Candidate) -> Method | None:
         """The method, or None if it cannot be made; then the report says why."""
