@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import fitted_to
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench, poison
 
 from cuvee.codec.chunk import KVChunk
