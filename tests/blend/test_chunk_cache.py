@@ -30,7 +30,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.fingerprint import PREFIX, model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
@@ -678,19 +678,32 @@ def test_a_codec_of_another_model_is_refused(model: Any, tiny_model: Callable[..
     with pytest.raises(ProfileMismatchError, match="heads, sizes, RoPE"):
         make(model, codec=exact(tiny_model("qwen2")))
     codec = fitted_codec(model)
-    codec.profile.model = "00"
+    codec.profile.model = f"{PREFIX}00"
     with pytest.raises(ProfileMismatchError, match="calibrated on the model's weights, got one of other weights"):
         make(model, codec=codec)
     codec.profile.model = model_fingerprint(model)
     assert make(model, codec=codec).segment(TOKENS).chunk
 
 
+def test_weights_that_changed_since_are_refused(model: Any) -> None:
+    """A step of training, or one row: what is stored would be the old model's, and what is added the new one's."""
+    store = Shelf()
+    library = make(model, store)
+    first = library.segment(TOKENS)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] += 1
+    with pytest.raises(InputError, match=r"^model: must keep its weights, .*: make another ChunkCache$"):
+        library.segment(TOKENS)
+    again = make(model, store)
+    assert again.segment(TOKENS).chunk != first.chunk and again.counters.misses == 1 and len(store) == 2
+
+
 def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
     """And are not stored."""
-    store = Shelf()
-    library = make(model, store, codec=lossy(model))
+    store, codec = Shelf(), lossy(model)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
+    library = make(model, store, codec=codec)
     with pytest.raises(CuveeError):
         blob_of(library, TOKENS)
     assert not store and library.counters == ChunkCounters()
