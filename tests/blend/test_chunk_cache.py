@@ -412,7 +412,6 @@ def entry_of(
         pytest.param(lambda model, blob: entry_of(model, start=START), id="wrong-start"),
         pytest.param(lambda model, blob: entry_of(model, dtype="bfloat16"), id="wrong-dtype"),
         pytest.param(lambda model, blob: entry_of(model, lossy(model, 0.2)), id="other-step"),
-        pytest.param(lambda model, blob: entry_of(model, exact(model)), id="other-scheme"),
         pytest.param(lambda model, blob: entry_of(model, fitted_codec(model)), id="other-profile"),
         pytest.param(
             lambda model, blob: entry_of(model, Codec(lossy(model).profile, step=0.1, key=bytes(32))), id="other-secret"
@@ -434,6 +433,16 @@ def test_a_bad_entry_is_replaced(
     assert library.counters == ChunkCounters(misses=2, stored=2, rejected=1)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert blob_of(library, TOKENS) == blob and library.counters.hits == 1
+
+
+def test_a_chunk_that_is_stored_without_loss_is_used_as_it_is(model: Any) -> None:
+    """A lossy codec stores what it cannot make smaller so."""
+    store = Shelf()
+    blob_of(make(model, store, codec=lossy(model)), TOKENS)
+    (key,) = store
+    store[key] = entry_of(model, exact(model))
+    library = make(model, store, codec=lossy(model))
+    assert blob_of(library, TOKENS) == store[key] and library.counters == ChunkCounters(hits=1)
 
 
 @pytest.mark.parametrize("place", ["tenant", "tokens", "model"])
