@@ -230,7 +230,8 @@ def _value_at(curve: Mapping[int, float | None], step_index: int) -> float | Non
         return curve[step_index]
     for (low, first), (high, last) in pairwise(_positive(curve.items())):
         if low < step_index < high:
-            return first * (last / first) ** ((step_index - low) / (high - low))
+            share = (step_index - low) / (high - low)
+            return math.exp((1 - share) * math.log(first) + share * math.log(last))
     return None
 
 
