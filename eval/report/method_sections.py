@@ -39,7 +39,13 @@ def methods(report: Report) -> ReportSection:
         for e in shown
         if (promise := _promise(e)) is not None and e.kl - (e.kl_stderr or 0.0) > promise
     ]
-    blocks: list[ReportTable | ReportBlock] = [ReportBlock("text", sentence) for sentence in missed]
+    beyond = [
+        f"The KL of {name} was measured on up to {profile.longest} tokens: its presets promise none at the "
+        f"{report.text.length} of this report."
+        for name, profile in report.profiles.items()
+        if profile.longest is not None and profile.longest < report.text.length
+    ]
+    blocks: list[ReportTable | ReportBlock] = [ReportBlock("text", sentence) for sentence in beyond + missed]
     blocks.append(_quality_table(report, shown, note))
     if report.skipped:
         blocks.append(ReportTable(["left out ", "why "], [[s.key, s.reason] for s in report.skipped], title="Left out"))

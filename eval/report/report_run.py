@@ -293,7 +293,8 @@ class _Run:
     def _profile_entry(self, profile: Profile, path: Path | None, seconds: float | None) -> ProfileEntry:
         size = path.stat().st_size if path is not None else _saved_size(profile)
         bits = 8 * size / (1e6 * self.plan.layout.values_per_token)
-        return ProfileEntry(profile.id.hex(), profile.group, profile.source, size, seconds, bits)
+        longest = max(profile.lengths, default=None)
+        return ProfileEntry(profile.id.hex(), profile.group, profile.source, size, seconds, bits, longest)
 
     @cached_property
     def _learning(self) -> torch.Tensor | dict[str, torch.Tensor]:

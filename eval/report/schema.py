@@ -225,7 +225,10 @@ class TextInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProfileEntry:
-    """A profile: its bytes as saved, and the seconds that learning took; None if it was given."""
+    """A profile: its bytes as saved, and the seconds that learning took; None if it was given.
+
+    `longest` is the length of the longest sequences that its curve was measured on; None if it does not say.
+    """
 
     id: str
     group: str
@@ -233,6 +236,7 @@ class ProfileEntry:
     bytes: int
     seconds: float | None
     bits_per_value_over_1m_tokens: float
+    longest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -564,6 +564,15 @@ def test_a_curve_that_is_too_short_says_so(report: dict[str, Any]) -> None:
     assert "No curve reaches 8x." in markdown(report, {})
 
 
+@pytest.mark.parametrize(("longest", "warns"), [(None, False), (256, False), (255, True)])
+def test_sequences_longer_than_those_of_a_profile_are_told(
+    report: dict[str, Any], longest: int | None, warns: bool
+) -> None:
+    report["profiles"]["layer"]["longest"] = longest
+    sentence = f"The KL of layer was measured on up to {longest} tokens: its presets promise none at the 256"
+    assert (sentence in markdown(report, {})) == warns
+
+
 def test_every_setting_of_a_dial_is_told_apart(report: dict[str, Any]) -> None:
     curve = next(e for e in report["quality"] if e["kind"] == "curve")
     for setting in ("0.4", "1.3"):

@@ -129,6 +129,7 @@ def test_the_profile_that_was_measured_is_in_the_folder(done: tuple[Path, dict[s
     profile = Profile.load(out / "profiles" / "layer.safetensors")
     entry = data["profiles"]["layer"]
     assert entry["id"] == profile.id.hex() and entry["source"] == "calibrated"
+    assert entry["longest"] == max(profile.lengths)
     assert entry["bytes"] == (out / "profiles" / "layer.safetensors").stat().st_size
     assert entry["bits_per_value_over_1m_tokens"] == pytest.approx(8 * entry["bytes"] / (1e6 * 1536))
 
@@ -323,7 +324,7 @@ def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Cons
     ("change", "message"),
     [
         ({"tasks": ("cuvee_kv_9",)}, r"^tasks: 'cuvee_kv_9' is not known; did you mean 'cuvee_kv_8'"),
-        ({"length": 4096}, "token_ids: must be at most 2048 long, the model's positions, got 4096"),
+        ({"length": 1024}, "token_ids: must be at most 512 long, the model's positions, got 1024"),
         ({"evaluation": ("nowhere.txt",)}, "no such text file"),
         ({"groups": ("layer", "sphere")}, "sphere"),
         ({"methods": ("kivi5",)}, r"^methods: 'kivi5' is not known, did you mean 'kivi"),
