@@ -35,7 +35,7 @@ from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
-from cuvee.codec.models.fingerprint import are_others, model_fingerprint
+from cuvee.codec.models.fingerprint import are_others, model_fingerprint, weights_state
 from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, layer_units, prefill
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.support.torch_modes import without_modes
@@ -116,7 +116,8 @@ class ChunkCache:
 
     Args:
         model: a causal language model of transformers that can be blended, in eval mode. Its weights must not change
-            afterwards: their fingerprint is computed now and is part of the key.
+            afterwards: their fingerprint is computed now and is part of the key. `segment` refuses a model whose
+            weights torch knows to have changed; an edit through a parameter's `.data` is not seen.
         codec: encodes the chunks. Its profile and quality are part of the key.
         store: keeps the blobs.
         contexts: `[N, C]` int32 or int64: N runs of text like those that will precede chunks, for example eight other
@@ -153,6 +154,7 @@ class ChunkCache:
                 "for this model"
             )
         self._model: Any = model
+        self._weights = weights_state(model)
         self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
         self._codec = codec
         self._store = store
@@ -196,8 +198,14 @@ class ChunkCache:
 
         Raises:
             InputError: there are no tokens, they are not a row of integers, they are outside the vocabulary, or (with
-                contexts) they go beyond the model's positions; a lossy quality cannot encode the values.
+                contexts) they go beyond the model's positions; a lossy quality cannot encode the values; the model's
+                weights have changed.
         """
+        if weights_state(self._model) != self._weights:
+            raise InputError(
+                "model: must keep its weights, because they name what is stored, but they have changed: make another "
+                "ChunkCache"
+            )
         ids = Segment(tokens).tokens
         self._check_vocabulary("tokens", ids)
         contexts = None if leading else self._contexts

@@ -31,6 +31,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Limits, Quality
 from cuvee.codec.setting import Settings, check_profile, check_refinements, warn_of_no_promise
 from cuvee.codec.states import States, decode_states, encode_states
+from cuvee.codec.support.devices import usable_device
 from cuvee.codec.support.torch_modes import without_modes
 
 # As long as the contexts of most models. Without a limit, a small blob may claim 2^24 tokens: gigabytes of cache.
@@ -320,13 +321,13 @@ class Codec:
             KeyMismatchError: a tag of another key, a tag and no key, or a key and no tag.
             ProfileMismatchError: a blob of another profile or model.
             InputError: a target position the model does not have, or tokens outside the chunk; more than `max_tokens`;
-                `associated_data` without a key.
+                `associated_data` without a key; a device that is not there.
             OutOfMemoryError: the tensors cannot be allocated.
         """
         opened = self._opener.opened(blob, refinements, associated_data)
         span = range(opened.tokens) if tokens is None else within("tokens", tokens, opened.tokens, "of the blob")
         check_tokens(len(span), max_tokens)
-        return self._decoder.decode(opened, span, start, torch.device(device))
+        return self._decoder.decode(opened, span, start, usable_device(device))
 
     @without_modes
     def encode_states(self, states: States, *, associated_data: bytes = b"") -> bytes:

@@ -139,6 +139,10 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         self.chunk_tokens = _at_least_one("chunk_tokens", chunk_tokens)
         if cache_dtype is not None and cache_dtype not in TORCH_DTYPES:
             raise InputError(f"cache_dtype: must be one of {', '.join(TORCH_DTYPES)}, got {cache_dtype!r}")
+        for name in ("dtype", "mixed_precision_dtype"):
+            given = kwargs.get(name)
+            if given not in (None, "auto") and str(given).removeprefix("torch.") not in TORCH_DTYPES:
+                raise InputError(f"{name}: must be one of {', '.join(TORCH_DTYPES)}, got {given!r}")
         softmax = str(softmax_dtype).removeprefix("torch.")
         if softmax not in ("float32", "float64"):  # a narrower one adds a loss of its own to that of the method
             raise InputError(f"softmax_dtype: must be float32 or float64, got {softmax}")

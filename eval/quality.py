@@ -211,7 +211,7 @@ class QualityBench:
         self.caches: list[KVChunk] = []
         # Scored tokens [B, t], log-probabilities, and the cache if it holds more than keys and values.
         self._batches: list[tuple[torch.Tensor, torch.Tensor, Filled | None]] = []
-        self._exact_nll: list[float] = []  # one number per sequence
+        self.exact_per_sequence: list[float] = []  # negative log-likelihood, nats per scored token
         self._batch_size = batch_size
         with frozen(model), torch.no_grad():
             for batch in token_ids.to(torch.int64).split(batch_size):
@@ -221,7 +221,7 @@ class QualityBench:
                 exact = score(model, caches, scored, filled)
                 self._batches.append((scored, exact, filled if exact_layout.states else None))
                 chosen = scored[:, 1:, None]
-                self._exact_nll += (-exact.gather(-1, chosen).squeeze(-1).mean(-1)).tolist()
+                self.exact_per_sequence += (-exact.gather(-1, chosen).squeeze(-1).mean(-1)).tolist()
                 self.caches += [_cast(chunk, self.layout) for chunk in caches]
         self._spread = [
             (_variance([c.keys[i] for c in self.caches]), _variance([c.values[i] for c in self.caches]))
@@ -231,7 +231,7 @@ class QualityBench:
     @property
     def exact_nll(self) -> float:
         """Negative log-likelihood after the exact caches, nats per scored token, averaged over the sequences."""
-        return float(np.mean(self._exact_nll))
+        return float(np.mean(self.exact_per_sequence))
 
     @property
     def raw_bytes(self) -> int:

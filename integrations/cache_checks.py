@@ -21,6 +21,7 @@ _Check = Callable[[torch.Tensor, torch.Tensor, I64 | None], bool]
 SOME, LEAST = 16, 4  # tokens of a chunk that are looked at, and without which nothing is said
 
 
+@torch.no_grad()
 def check_inputs(
     known: KnownLayers,
     tensors: Sequence[tuple[torch.Tensor, torch.Tensor]],
@@ -78,7 +79,7 @@ class _Run:
             ).long()
             if len(at) < LEAST:
                 return True
-            taken = tensor[self.row].index_select(1, (at + self.padding - dropped).to(tensor.device))
+            taken = tensor[self.row].detach().index_select(1, (at + self.padding - dropped).to(tensor.device))
             ids = None if self.ids is None else self.ids[(at - self.tokens.start).numpy()]
             if check(taken.transpose(0, 1).cpu(), at, ids):
                 return True

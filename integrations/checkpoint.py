@@ -31,8 +31,9 @@ from cuvee.codec.models.fingerprint import PREFIX, SAMPLED
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
 from cuvee.integrations.checkpoint_files import load_config, open_file, read_header, resolve
-from cuvee.integrations.file_digests import file_digests
+from cuvee.integrations.file_digests import file_digests, file_state
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
+from cuvee.integrations.weights_name import Make
 from cuvee.naming.identity import Identity, canonical
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Checkpoint:
             if file.suffix == ".safetensors":
                 with open_file(file) as stream:
                     read_header(file, stream)
+        self._states = [file_state(file) for file in self._files]
 
     def identity(self, stop: threading.Event | None = None) -> str:
         """Return `checkpoint_identity`. Takes as long as reading the files, unless their digests are kept.
@@ -110,7 +112,7 @@ class Checkpoint:
             stop: once it is set, this raises an InputError soon.
 
         Raises:
-            InputError: files that cannot be read, or change meanwhile.
+            InputError: files that cannot be read, or have changed since they were listed.
         """
         digest = hashlib.blake2b(digest_size=16, person=b"cuvee-weights")
         digest.update(canonical(b"2"))
@@ -119,7 +121,8 @@ class Checkpoint:
             # A single file is identified by its content alone, because the user chooses its name.
             name = file.relative_to(self._root).as_posix().encode() if self._root.is_dir() else b""
             digest.update(canonical(b"weights", name, content))
-        if _weights(self._root, self._format) != self._files:
+        files = _weights(self._root, self._format)
+        if files != self._files or [file_state(file) for file in files] != self._states:
             raise InputError(f"model: must not change while it is read, got {self._root}: start again")
         return digest.hexdigest()
 
@@ -227,6 +230,34 @@ def name_of_weights(weights: str, dtype: torch.dtype, options: Mapping[str, Any]
         options: the engine's, as JSON values (`engine_config`).
     """
     return json.dumps({"weights": weights, "dtype": str(dtype), "options": options or {}}, sort_keys=True)
+
+
+def naming_of_weights(
+    path: str | Path,
+    dtype: torch.dtype,
+    options: Mapping[str, Any] | None = None,
+    *,
+    model_id: str | None = None,
+    revision: str | None = None,
+    load_format: str = "auto",
+) -> Make:
+    """Return what makes `name_of_weights`, which may take as long as reading the checkpoint's files.
+
+    Args:
+        path: of the checkpoint, as in `checkpoint_identity`.
+        dtype: as in `name_of_weights`.
+        options: as in `name_of_weights`.
+        model_id: the user's name for the weights, if there is one; then no file is read.
+        revision: of a hub id.
+        load_format: by which the engine reads the checkpoint.
+
+    Raises:
+        InputError: as `Checkpoint`.
+    """
+    if model_id is not None:
+        return lambda stop: name_of_weights(model_id, dtype, options)
+    checkpoint = Checkpoint(path, revision=revision, load_format=load_format)
+    return lambda stop: name_of_weights(checkpoint.identity(stop), dtype, options)
 
 
 def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = None, tokenizer: bool = True) -> Identity:

@@ -65,7 +65,7 @@ def file_digests(files: Sequence[Path], stop: threading.Event | None = None) -> 
     """
     work = _Work(stop or threading.Event())
     try:
-        before = [_state(file) for file in files]
+        before = [file_state(file) for file in files]
         if not files:
             return []
         pool = ThreadPoolExecutor(min(len(files), _THREADS), "cuvee-digest", initializer=_give_way)
@@ -75,7 +75,7 @@ def file_digests(files: Sequence[Path], stop: threading.Event | None = None) -> 
             work.stop_all()
             pool.shutdown()
         for file, state in zip(files, before, strict=True):
-            if _state(file) != state:
+            if file_state(file) != state:
                 raise _changed(file)
     except OSError as error:
         raise InputError(f"model: must name files that can be read, got {error.filename} ({error.strerror})") from error
@@ -86,8 +86,13 @@ def file_digests(files: Sequence[Path], stop: threading.Event | None = None) -> 
 State = tuple[str, int, int, int, int, int]
 
 
-def _state(file: Path) -> State:
-    """Return a file's real path, device, inode, size, and times of its content and its entry in nanoseconds."""
+def file_state(file: Path) -> State:
+    """Return a file's real path, device, inode, size, and times of its content and its entry in nanoseconds.
+
+    Raises:
+        OSError: there is no such file.
+        InputError: it is no regular file.
+    """
     real = os.path.realpath(file, strict=True)
     info = os.stat(real)
     if not stat.S_ISREG(info.st_mode):
@@ -123,7 +128,7 @@ class _Work:
     def _hash(self, state: State) -> str:
         sha, buffer = hashlib.sha256(), memoryview(bytearray(min(_BUFFER, state[3] + 1)))
         with open(state[0], "rb", buffering=0) as stream:
-            if _state(Path(state[0])) != state or os.fstat(stream.fileno()).st_ino != state[2]:
+            if file_state(Path(state[0])) != state or os.fstat(stream.fileno()).st_ino != state[2]:
                 raise _changed(Path(state[0]))
             while count := stream.readinto(buffer):
                 sha.update(buffer[:count])
@@ -195,13 +200,13 @@ def remembered(kind: str, files: Sequence[Path], make: Callable[[], list[str]]) 
     Raises:
         OSError: there is no such file.
     """
-    states, began = [_state(file) for file in files], time.time_ns()
+    states, began = [file_state(file) for file in files], time.time_ns()
     name = f"{kind} {[state[0] for state in states]}"
     kept = _read_kept(name)
     if kept is not None and kept[0] == states and kept[1]:
         return kept[1]
     made = make()
-    if _settled(states, began) and [_state(file) for file in files] == states:
+    if _settled(states, began) and [file_state(file) for file in files] == states:
         _keep(name, states, made)
     return made
 

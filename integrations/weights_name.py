@@ -53,7 +53,6 @@ class WeightsName:
 
     Attributes:
         current: the present name; None: it is not known.
-        withdrawn: how often a name was withdrawn.
 
     Example:
         >>> weights = WeightsName(lambda stop: "a7f3")
@@ -81,7 +80,6 @@ class WeightsName:
 
     def _open(self) -> None:
         self.current: Named | None = None
-        self.withdrawn = 0
         self._changed = threading.Condition()
         self._numbers = 0
         self._stop = threading.Event()  # of the thread that makes a name now, or of the last one
@@ -117,7 +115,6 @@ class WeightsName:
         with self._changed:
             had = self.current
             self._end()
-            self.withdrawn += 1
         logger.warning(
             "cuvee: nothing is stored or loaded until the weights have a new name, because %s%s", reason,
             "" if had is None else f" (they were {had.text})",
@@ -165,8 +162,9 @@ class WeightsName:
         with self._changed:
             if stop.is_set():
                 return
+            logger.error(
+                "cuvee: nothing is stored or loaded, because the weights cannot be named (%s: %s): set option "
+                "'model_id' to a name of your own that changes with the weights, and restart",
+                type(error).__name__, error,
+            )  # fmt: skip
             self._end()
-        logger.error(
-            "cuvee: nothing is stored or loaded, because the weights cannot be named (%s: %s): set option 'model_id' "
-            "to a name of your own that changes with the weights, and restart", type(error).__name__, error,
-        )  # fmt: skip

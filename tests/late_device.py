@@ -493,6 +493,7 @@ def late_device(patch: pytest.MonkeyPatch, hasty: set[int] | None = None) -> Ite
         "current_stream": lambda _=None: device.stream,
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: device.stream.capturing,
+        "mem_get_info": lambda _=None: (1 << 36, 1 << 38),
     }.items():
         patch.setattr(cuda, name, value)
     for user, name, work in list(launchers()):

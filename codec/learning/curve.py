@@ -178,8 +178,12 @@ def measure(
                 filled, rest = fill(model, tokens[:, :cached], layout), tokens[:, cached:]
                 chunks = filled.chunks(tokens[:, :cached])
                 exact = score(model, chunks, rest, filled)
-            coded = round_trip(codecs[way], chunks)
-            other = score(model, coded.chunks, rest, filled)
+                # Rows that go on differently from the same tokens are coded once.
+                cut = [row.tobytes() for row in batch[:, :cached].cpu().numpy()]
+                first = {key: cut.index(key) for key in cut}
+            coded = round_trip(codecs[way], [chunks[row] for row in first.values()])
+            back = dict(zip(first, coded.chunks, strict=True))
+            other = score(model, [back[key] for key in cut], rest, filled)
             for name in dict.fromkeys((None, kind)):
                 tallies[name][way].add(coded, exact, other, rest[:, 1:])
     points = (tally.point(*way, kind) for kind, by_way in tallies.items() for way, tally in by_way.items())

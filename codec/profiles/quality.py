@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from statistics import fmean
@@ -224,6 +224,17 @@ def _positive(points: Iterable[tuple[int, float | None]]) -> list[tuple[int, flo
     return [(step_index, value) for step_index, value in points if value is not None and value > 0]
 
 
+def _value_at(curve: Mapping[int, float | None], step_index: int) -> float | None:
+    """Return a curve's value at a step: measured, or with a linear logarithm between the measured ones beside it."""
+    if step_index in curve:
+        return curve[step_index]
+    for (low, first), (high, last) in pairwise(_positive(curve.items())):
+        if low < step_index < high:
+            share = (step_index - low) / (high - low)
+            return math.exp((1 - share) * math.log(first) + share * math.log(last))
+    return None
+
+
 class Curve:
     """The measured points of a profile: of all kinds of text, with and without token ids.
 
@@ -304,13 +315,14 @@ class Curve:
         coefficients and tokens do not predict it: with each kind left out in turn, R² is at most 0.1. A step chosen
         chunk by chunk would therefore be no better.
         """
-        curves = list(self.kinds.values()) or [self.overall]
-        known: dict[int, list[float]] = {point.step_index: [] for curve in curves for point in curve}
-        for point in (point for curve in curves for point in curve):
-            if point.kl is not None:
-                known[point.step_index].append(KL_MARGIN * point.kl)
+        curves = [{p.step_index: p.kl for p in points} for points in self.kinds.values() or [self.overall]]
         combine = max if worst else fmean
-        return sorted((step_index, combine(kls) if kls else None) for step_index, kls in known.items())
+        expected: list[tuple[int, float | None]] = []
+        for step_index in sorted({step_index for curve in curves for step_index in curve}):
+            values = [_value_at(curve, step_index) for curve in curves]
+            known = [KL_MARGIN * value for value in values if value is not None]
+            expected.append((step_index, combine(known) if known else None))
+        return expected
 
     def _index_of_bits(self, bits: float) -> int:
         """Return the finest step at which blobs of the curve's texts take at most `bits` bits per value."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,7 @@ class SectionBasis:
     @lazy
     def inverse_maps(self) -> InverseMaps:
         """`inverse`, and what stages have made of it."""
-        return InverseMaps(lambda: self.inverse)
+        return InverseMaps(self.maps)
 
     @property
     def block_ranks(self) -> tuple[int, ...]:
@@ -126,18 +126,34 @@ class SectionBasis:
         return LeadingComponents(len(wanted), tuple(parts))
 
 
+class HasInverse(Protocol):
+    """A block's map."""
+
+    @property
+    def inverse(self) -> torch.Tensor:
+        """float32 `[n, r]`."""
+
+
 class InverseMaps:
     """The inverse maps of a section, and the forms in which stages multiply by them.
 
     A step needs the leading rows of a form, so each form is made once for all steps, with and without token ids.
 
     Args:
-        matrices: makes the maps, float32 `[n, r]` per block.
+        maps: of the blocks.
     """
 
-    def __init__(self, matrices: Callable[[], Sequence[torch.Tensor]]) -> None:
-        self.matrices = matrices
+    def __init__(self, maps: Sequence[HasInverse]) -> None:
+        self._maps = maps
         self._forms: dict[object, Any] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is made anew."""
+        return {"_maps": self._maps, "_forms": {}}
+
+    def matrices(self) -> list[torch.Tensor]:
+        """Return the maps, float32 `[n, r]` per block, made anew."""
+        return [each.inverse for each in self._maps]
 
     def form(self, name: object, make: Callable[[Sequence[torch.Tensor]], Form]) -> Form:
         """Return the form of this name, made of the maps if there is none yet; two threads may both make it."""

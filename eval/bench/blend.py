@@ -2,10 +2,12 @@
 
     documents of 512 tokens, each computed once behind another one --> the store
     prompts of them in new orders --> computed, and blended at several costs, in turns --> seconds to the first token
+                                                      the same in float32, other prompts --> KL of the first token
 
-Ratios are taken within a turn. In every timed run the engine must count as cached exactly the tokens up to the end of
-the last document, or none. The distance of the first token's distribution from that of the prompt computed is recorded;
-at cost 1 it is what the engine makes of another batch size.
+Ratios are taken within a turn. In every run the engine must count as cached exactly the tokens up to the end of the
+last document, or none. The KL is from the distribution after the prompt computed, over the whole vocabulary. It is
+measured in an engine of its own, in float32: 16-bit arithmetic rounds differently with the number of tokens computed
+together, which alone makes a KL of thousandths, and writing a vocabulary of logprobs would count in a timed run.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +26,7 @@ from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.quality import LOSSLESS
-from cuvee.eval.bench.engine_process import Engine, EngineAnswer, EngineVariant, conditions
+from cuvee.eval.bench.engine_process import DTYPE, Engine, EngineAnswer, EngineVariant, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.bench.timing import paired, spread
 from cuvee.eval.documents import ReportTable
@@ -42,13 +44,15 @@ class BlendScope:
     Attributes:
         lengths: tokens of documents in a prompt; multiples of `document`.
         costs: of blends.
-        rounds: measured turns, after one that warms up.
+        rounds: timed turns, after one that warms up.
+        prompts: of each length, over which the KL is averaged.
         document: tokens of each document.
     """
 
     lengths: tuple[int, ...] = (1024, 2048, 4096)
     costs: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3, 1.0)
     rounds: int = 5
+    prompts: int = 16
     document: int = 512
 
 
@@ -70,82 +74,110 @@ def run_blend_bench(scope: BlendScope, model: Path) -> dict[str, Any]:
     need_vllm()
     if bad := [length for length in scope.lengths if length < scope.document or length % scope.document]:
         raise InputError(f"length: must be a multiple of {scope.document} tokens, got {bad[0]}")
-    longest = max(scope.lengths) + _HEAD + _QUESTION
-    tokens = _tokens(model, max(scope.lengths))
-    documents = [tokens[at : at + scope.document] for at in range(0, max(scope.lengths), scope.document)]
-    head, question = tokens[-_HEAD - _QUESTION : -_QUESTION], tokens[-_QUESTION:]
-    options = {
-        "max_model_len": longest + 1 + BLOCK,
-        "max_num_batched_tokens": longest + BLOCK,
-        "block_size": BLOCK,
-    }
-    variant = EngineVariant("blend", LOSSLESS, "memory://?max_gb=8")
-    with tempfile.TemporaryDirectory() as folder, Engine(Path(folder) / "engine.log") as engine:
-        say("starting an engine")
-        engine.start(model, options, variant, more={"blend": {}})
-        say(f"computing {len(documents)} documents")
-        for number, document in enumerate(documents):
-            before = [*head, *documents[number - 1][:BLOCK]]
-            span = [len(before), len(before) + scope.document]
-            engine.ask(
-                [[*before, *document, *question]], expect_cached=[0], forget=True,
-                params={"cuvee": {"segments": [span]}},
-            )  # fmt: skip
-        engine.idle()
-        measured = [_length(scope, engine, length, documents, head, question) for length in scope.lengths]
+    texts = _Texts.of(scope, model)
+    timed = [_timed(turns) for turns in _answers(scope, model, texts, DTYPE)]
+    losses = [_losses(turns) for turns in _answers(scope, model, texts, "float32")]
     return {
         **conditions(model, LOSSLESS, None),
         "document_tokens": scope.document,
         "rounds": scope.rounds,
-        "lengths": measured,
-    }
-
-
-def _length(
-    scope: BlendScope,
-    engine: Engine,
-    length: int,
-    documents: Sequence[Sequence[int]],
-    head: Sequence[int],
-    question: Sequence[int],
-) -> dict[str, Any]:
-    """Make prompts with this many tokens of documents."""
-    rng = random.Random(length)
-    turns: list[tuple[EngineAnswer, dict[float, EngineAnswer]]] = []  # computed, and blended by cost
-    spans = [[len(head) + at, len(head) + at + scope.document] for at in range(0, length, scope.document)]
-    for turn in range(scope.rounds + 1):
-        say(f"{length} tokens, turn {turn} of {scope.rounds}")
-        chosen = rng.sample(documents, length // scope.document)
-        # A text of its own in front, or the store would have the prompt from its first token on.
-        front = rng.sample(list(head), len(head))
-        prompt = [*front, *(token for document in chosen for token in document), *question]
-        answers: dict[float, EngineAnswer] = {}
-        for cost in rng.sample(scope.costs, len(scope.costs)):
-            answers[cost] = engine.ask(
-                [prompt], expect_cached=[len(front) + length], forget=True, logprobs=20,
-                params={"cuvee": {"segments": spans, "cost": cost}},
-            )  # fmt: skip
-        # Computed last: it is stored, and whatever came after it would find it.
-        exact = engine.ask(
-            [prompt], expect_cached=[0], forget=True, logprobs=20,
-            params={"cuvee": {"segments": spans, "blend": False}},
-        )  # fmt: skip
-        engine.idle()
-        if turn:  # what runs for the first time is compiled, or touches memory for the first time
-            turns.append((exact, answers))
-    full = [exact.seconds for exact, _ in turns]
-    return {
-        "tokens": length,
-        "computed_seconds": spread(full),
-        "blends": [
+        "prompts": scope.prompts,
+        "lengths": [
             {
-                "cost": cost,
-                "over_computed": paired([[answers[cost].seconds] for _, answers in turns], full),
-                "kl": fmean(answers[cost].first_token_kl(exact) for exact, answers in turns),
+                "tokens": length,
+                "computed_seconds": computed,
+                "blends": [{"cost": cost, "over_computed": ratios[cost], "kl": kls[cost]} for cost in scope.costs],
             }
-            for cost in scope.costs
+            for length, (computed, ratios), kls in zip(scope.lengths, timed, losses, strict=True)
         ],
     }
+
+
+_Turn = tuple[EngineAnswer, dict[float, EngineAnswer]]  # computed, and blended by cost
+
+
+def _answers(scope: BlendScope, model: Path, texts: _Texts, dtype: str) -> Iterator[list[_Turn]]:
+    """Yield the turns of each length: those to time, or in float32 those with the logprobs of the whole vocabulary."""
+    longest = _HEAD + max(*scope.lengths, BLOCK + scope.document) + _QUESTION
+    options: dict[str, Any] = {
+        "max_model_len": longest + 1,
+        "max_num_batched_tokens": longest + BLOCK,
+        "block_size": BLOCK,
+        "dtype": dtype,
+        "max_logprobs": -1,
+    }
+    variant = EngineVariant("blend", LOSSLESS, "memory://?max_gb=8")
+    with tempfile.TemporaryDirectory() as folder, Engine(Path(folder) / "engine.log") as engine:
+        say(f"starting an engine: {dtype}")
+        engine.start(model, options, variant, more={"blend": {}})
+        say(f"computing {len(texts.documents)} documents")
+        for number, document in enumerate(texts.documents):
+            before = [*texts.head, *texts.documents[number - 1][:BLOCK]]
+            span = [len(before), len(before) + scope.document]
+            engine.ask(
+                [[*before, *document, *texts.question]], expect_cached=[0], forget=True,
+                params={"cuvee": {"segments": [span]}},
+            )  # fmt: skip
+        engine.idle()
+        for length in scope.lengths:
+            rng = random.Random(f"{length} {dtype}")
+            if dtype == DTYPE:  # what runs for the first time is compiled, or touches memory for the first time
+                yield [_turn(scope, engine, length, texts, rng, None) for _ in range(scope.rounds + 1)][1:]
+            else:
+                yield [_turn(scope, engine, length, texts, rng, -1) for _ in range(scope.prompts)]
+
+
+def _turn(
+    scope: BlendScope, engine: Engine, length: int, texts: _Texts, rng: random.Random, logprobs: int | None
+) -> _Turn:
+    """Ask one new prompt with this many tokens of documents, blended at every cost and computed."""
+    head = texts.head
+    spans = [[len(head) + at, len(head) + at + scope.document] for at in range(0, length, scope.document)]
+    chosen = rng.sample(texts.documents, length // scope.document)
+    # A text of its own in front, or the store would have the prompt from its first token on.
+    front = rng.sample(head, len(head))
+    prompt = [*front, *(token for document in chosen for token in document), *texts.question]
+    answers: dict[float, EngineAnswer] = {}
+    for cost in rng.sample(scope.costs, len(scope.costs)):
+        answers[cost] = engine.ask(
+            [prompt], expect_cached=[len(front) + length], forget=True, logprobs=logprobs,
+            params={"cuvee": {"segments": spans, "cost": cost}},
+        )  # fmt: skip
+    # Computed last: it is stored, and whatever came after it would find it.
+    exact = engine.ask(
+        [prompt], expect_cached=[0], forget=True, logprobs=logprobs,
+        params={"cuvee": {"segments": spans, "blend": False}},
+    )  # fmt: skip
+    engine.idle()
+    return exact, answers
+
+
+def _timed(turns: Sequence[_Turn]) -> tuple[dict[str, Any], dict[float, dict[str, Any]]]:
+    """The seconds of computing, and the ratios of blends to it by cost."""
+    full = [exact.seconds for exact, _ in turns]
+    costs = turns[0][1]
+    return spread(full), {cost: paired([[answers[cost].seconds] for _, answers in turns], full) for cost in costs}
+
+
+def _losses(turns: Sequence[_Turn]) -> dict[float, float]:
+    """The mean KL by cost."""
+    return {cost: fmean(answers[cost].first_token_kl(exact) for exact, answers in turns) for cost in turns[0][1]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What prompts are made of: token ids of the documents, and of what stands before and after them."""
+
+    documents: list[list[int]]
+    head: list[int]
+    question: list[int]
+
+    @classmethod
+    def of(cls, scope: BlendScope, model: Path) -> _Texts:
+        longest = max(scope.lengths)
+        tokens = _tokens(model, longest)
+        documents = [tokens[at : at + scope.document] for at in range(0, longest, scope.document)]
+        return cls(documents, tokens[-_HEAD - _QUESTION : -_QUESTION], tokens[-_QUESTION:])
 
 
 def _tokens(model: Path, length: int) -> list[int]:
@@ -163,11 +195,11 @@ def show_blends(report: Mapping[str, Any]) -> Shown:
     rows = [["computed, s", *(f"{entry['computed_seconds']['median']:.3g}" for entry in lengths)]]
     for index, blend in enumerate(lengths[0]["blends"]):
         found = [entry["blends"][index] for entry in lengths]
-        cells = (f"{one['over_computed']['median']:.2f} (KL {one['kl']:.3g})" for one in found)
+        cells = (f"{one['over_computed']['median']:.2f} (KL {one['kl']:.2g})" for one in found)
         rows.append([f"blended at cost {blend['cost']:g}, ratio", *cells])
     title = (
         f"Time to first token: {report['model']}, lossless documents of {report['document_tokens']} tokens; ratio to "
-        "computing the prompt (median)"
+        f"computing the prompt (median), and the KL of {report['prompts']} prompts in float32"
     )
     table = ReportTable(["tokens ", *(str(entry["tokens"]) for entry in lengths)], rows, title)
     return Shown("Blended prompts in vLLM", machine_and_vllm(report), [table])

@@ -7,9 +7,9 @@
     this process --commands--> engine A: no connector
                  --commands--> engine B: lossless, file store …    each in a process of its own, one works at a time
 
-Machines are noisy, so engines take turns with the same prompt, and ratios are taken within a turn. Two processes of one
-engine differ by up to a tenth, more than storing may cost: so each engine with the connector also computes prompts that
-are not to be stored (`"store": false`), and what storing costs is the ratio within the engine.
+Machines are noisy, so engines take turns, and ratios are taken within a turn. Two processes of one engine differ by up
+to a tenth, more than storing may cost: so each engine with the connector also computes prompts that are not to be
+stored (`"store": false`), and all ratios are to what the same process computes.
 
 Before anything is timed, a lossless engine must say after a load what the engine says after a hit in its own prefix
 cache. In every timed run the engine must count as cached exactly the tokens that it should have found. All prompts are
@@ -165,17 +165,24 @@ def measure_first_token(
         say(f"first token: proof at {length} tokens")
         proofs[length] = _prove(_random_prompt(draw, model, length), length, engines, chosen)
     names = [NO_CONNECTOR, *(variant.name for variant in chosen)]
-    # Of an engine without the connector, a miss is what is computed, and a hit is one in its own cache. By turn.
-    misses: dict[tuple[str, int], list[float]] = {(name, length): [] for name in names for length in scope.lengths}
-    hits: dict[tuple[str, int], list[list[float]]] = {key: [] for key in misses}
+    # Of an engine without the connector, a hit is one in its own cache. By turn.
+    computed: dict[tuple[str, int], list[float]] = {(name, length): [] for name in names for length in scope.lengths}
+    misses: dict[tuple[str, int], list[float]] = {key: [] for key in computed if key[0] != NO_CONNECTOR}
+    hits: dict[tuple[str, int], list[list[float]]] = {key: [] for key in computed}
     for turn in range(scope.rounds):
         say(f"first token: round {turn + 1}")
         for length in scope.lengths:
-            prompt = _random_prompt(draw, model, length)
+            prompt, unstored = (_random_prompt(draw, model, length) for _ in range(2))
             for name in draw.sample(names, len(names)):
-                misses[name, length].append(engines[name].ask([prompt], forget=True, expect_cached=[0]).seconds)
-                if name != NO_CONNECTOR:
-                    engines[name].idle(length // CHUNK)
+                own = name == NO_CONNECTOR
+                for stores in (False,) if own else draw.sample((True, False), 2):
+                    asked = engines[name].ask(
+                        [prompt if stores or own else unstored], forget=True, expect_cached=[0],
+                        params=None if stores or own else {"cuvee": {"store": False}},
+                    )  # fmt: skip
+                    (misses if stores else computed)[name, length].append(asked.seconds)
+                    if stores:
+                        engines[name].idle(length // CHUNK)
             found = {}
             for name in draw.sample(names, len(names)):
                 own = name == NO_CONNECTOR
@@ -190,16 +197,16 @@ def measure_first_token(
                     raise CuveeError(f"{variant.name}: a load of {length} tokens changed the next token")
     lengths = []
     for length in scope.lengths:
-        computed = misses[NO_CONNECTOR, length]
         variants = {
             name: {
-                "hit_over_recompute": paired(hits[name, length], computed),
-                "miss_over_recompute": paired([[seconds] for seconds in misses[name, length]], computed),
+                "hit_over_recompute": paired(hits[name, length], computed[name, length]),
+                "miss_over_recompute": paired([[seconds] for seconds in misses[name, length]], computed[name, length]),
             }
             for name in names[1:]
         }
-        own_cache = paired(hits[NO_CONNECTOR, length], computed)
-        entry = {"tokens": length, "recompute_seconds": spread(computed), "own_cache_over_recompute": own_cache}
+        alone = computed[NO_CONNECTOR, length]
+        own_cache = paired(hits[NO_CONNECTOR, length], alone)
+        entry = {"tokens": length, "recompute_seconds": spread(alone), "own_cache_over_recompute": own_cache}
         lengths.append({**entry, "variants": variants})
     return {"question_tokens": QUESTION, "proof_logprob_difference": proofs, "lengths": lengths}
 
@@ -304,7 +311,8 @@ def show_engine(report: Mapping[str, Any]) -> Shown:
     first_token = ReportTable(
         ["prefix tokens ", *(str(entry["tokens"]) for entry in lengths)],
         rows,
-        f"Time to first token, and its ratio to computing (median, 20th to 80th percentile). {model['name']}: "
+        f"Time to first token, and its ratio to computing in the same process (median, 20th to 80th percentile). "
+        f"{model['name']}: "
         f"{model['layers']} layers, hidden {model['hidden']}, {model['kv_heads']} KV heads of {model['head_dim']}, "
         f"{model['raw_bytes_per_token'] / 1e6:.4f} MB of KV per token",
     )

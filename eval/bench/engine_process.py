@@ -20,7 +20,7 @@ __all__ = ["CHUNK", "DTYPE", "QUESTION", "Engine", "EngineAnswer", "EngineVarian
 CHUNK = 256
 QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits are as long as the engine's own
 DTYPE = "bfloat16"
-_REST = 1e-9  # least probability of the tokens that are not named
+_WHOLE = 1e-3  # by how much probabilities of the whole vocabulary may miss one, for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,6 @@ class EngineAnswer:
         tokens: ids generated for each.
         logprobs: for every position of each, token -> logprob; empty if not asked for.
         cached: how many prompt tokens of each the engine did not compute.
-        loaded_at: how many tokens were loaded from no, one and two parts meanwhile (the metric of this name).
     """
 
     seconds: float
@@ -56,15 +55,21 @@ class EngineAnswer:
     tokens: list[list[int]]
     logprobs: list[list[dict[str, float]]]
     cached: list[int]
-    loaded_at: Sequence[float] = (0.0, 0.0, 0.0)
 
     def first_token_kl(self, exact: EngineAnswer) -> float:
-        """Return the KL of the first token from another answer's, in nats, over what that names and a rest."""
+        """Return KL(exact || this) of the first token in nats, over the whole vocabulary.
+
+        Raises:
+            CuveeError: the logprobs are of a part of the vocabulary: it must be asked for with `logprobs=-1`.
+        """
         ours, theirs = self.logprobs[0][0], exact.logprobs[0][0]
-        floor = min(ours.values())  # what is not among ours is less likely than all of them
-        pairs = [(logprob, ours.get(token, floor)) for token, logprob in theirs.items()]
-        rest = [max(1 - sum(math.exp(pair[side]) for pair in pairs), _REST) for side in (0, 1)]
-        return max(sum(math.exp(p) * (p - q) for p, q in pairs) + rest[0] * math.log(rest[0] / rest[1]), 0.0)
+        named = math.fsum(math.exp(logprob) for logprob in theirs.values())
+        if ours.keys() != theirs.keys() or abs(named - 1) > _WHOLE:
+            raise CuveeError(
+                f"logprobs: must be of the whole vocabulary, got {len(ours)} and {len(theirs)} tokens with {named:.6f} "
+                "of the probability: ask with logprobs=-1"
+            )
+        return max(math.fsum(math.exp(p) * (p - ours[token]) for token, p in theirs.items()), 0.0)
 
 
 class Engine:
@@ -155,7 +160,7 @@ class Engine:
             expect_cached: how many tokens of each prompt must come from a cache; None: any number.
             max_tokens: tokens to generate for each.
             forget: empty the engine's own prefix cache first.
-            logprobs: for how many tokens to return logprobs at every position.
+            logprobs: for how many tokens to return logprobs at every position; -1: for all.
             params: `kv_transfer_params` of all of them.
 
         Raises:

@@ -58,7 +58,7 @@ class _Served:
         )  # fmt: skip
         if forget and not self._llm.reset_prefix_cache():
             raise CuveeError("the engine did not empty its prefix cache")
-        loaded, engine, waiting = _loaded_at(), self._llm.llm_engine, set[str]()
+        engine, waiting = self._llm.llm_engine, set[str]()
         done: dict[str, Any] = {}
         began = time.perf_counter()
         for prompt in prompts:
@@ -85,7 +85,6 @@ class _Served:
                 for output in outputs
             ],
             "cached": [output.num_cached_tokens for output in outputs],
-            "loaded_at": [now - then for now, then in zip(_loaded_at(), loaded, strict=True)],
         }
 
     def idle(self, chunks: float) -> None:
@@ -99,12 +98,6 @@ class _Served:
                 raise CuveeError(
                     f"the engine has stored {stored:.0f} of {chunks:.0f} chunks after {IDLE_SECONDS:.0f} s"
                 )
-
-
-def _loaded_at() -> list[float]:
-    """Return how many tokens the connector has loaded from no, one and two parts of their chunks."""
-    samples = _samples("loaded_at_total")
-    return [float(sum(each.value for each in samples if each.labels["parts"] == parts)) for parts in "012"]
 
 
 def _samples(figure: str) -> list[Any]:

@@ -39,7 +39,7 @@ def compare(report: Report, seed: int) -> None:
         for kind in kinds
         if len(kinds) > 1 and len(kind.rows) >= LEAST_OF_KIND
     ]  # fmt: skip
-    report.sizes = [read_entry(SizeAtKl, size, "sizes") for size in sizes_at_kl(quality, USUAL_KLS, seed)]
+    report.sizes = [read_entry(SizeAtKl, size, "sizes") for size in sizes_at_kl(quality, USUAL_KLS)]
 
 
 def _anchors(found: Sequence[Mapping[str, Any]]) -> list[Anchor]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from statistics import fmean
 
+from cuvee.codec.learning.divergence import stderr
 from cuvee.eval.documents import ReportBlock, ReportSection, ReportTable
 from cuvee.eval.formatting import format_bits, format_interval, format_number, format_ratio, with_error
 from cuvee.eval.methods import family_label
-from cuvee.eval.report.families import beyond_error, family_rank, is_learned, name_of
+from cuvee.eval.report.families import beyond_error, family_rank, is_learned, name_of, rows_of
 from cuvee.eval.report.report_plots import PLOTS
 from cuvee.eval.report.schema import MethodEntry, Report
 
@@ -28,39 +30,39 @@ def headline(report: Report) -> ReportSection:
             finest = max(e.bits_per_value for e in entries)
             bits = min(16 / ratio, finest)
             label = family_label(family)
-            kl, loss, same = (_at(entries, bits, field) for field in ("kl", "delta_nll", "top1"))
-            if kl is None or loss is None or same is None:
+            kl, same = (_at(entries, bits, field) for field in ("kl", "top1"))
+            if kl is None or same is None:
                 smallest = format_ratio(16 / min(e.bits_per_value for e in entries))
-                rows.append([f"{ratio}x", "", label, f"not measured beyond {smallest}", "", "", ""])
+                rows.append([f"{ratio}x", "", label, f"not measured beyond {smallest}", "", "", "", ""])
                 continue
-            # To first order, a small change of the loss is the same relative change of the perplexity.
-            growth = loss[1] and math.exp(loss[0]) * loss[1]
             costs = [
                 with_error(*kl),
                 with_error(*same, percent=True),
-                with_error(math.expm1(loss[0]), growth, signed=True, percent=True),
+                *(_perplexity_change(entries, bits, rows_of(report, reread)) for reread in (False, True)),
             ]
             rows.append([f"{ratio}x", format_bits(bits), label, *costs, _task_changes(report, family, bits)])
             if ratio == 8 and not sentence:
+                changes = [
+                    f"{cost} on {kind} text" for kind, cost in zip(("new", "copied"), costs[2:], strict=True) if cost
+                ]
                 sentence = (
                     f"At {format_ratio(16 / bits)} ({label}), the KL to the exact cache is {costs[0]} nats per token, "
                     f"{costs[1]} of the most likely next tokens stay the same, and the perplexity changes by "
-                    f"{costs[2]}."
+                    f"{' and '.join(changes)}."
                 )
     if not rows:
         return ReportSection("lose", "Quality by size", [])
     sentence = sentence or "No curve reaches 8x."
     for entry in report.quality:
         if entry.family == "destroyed":
-            change = with_error(math.expm1(entry.delta_nll), None, signed=True, percent=True)
-            sentence += (
-                f" For scale: with a destroyed cache the KL is {format_number(entry.kl)} and the perplexity changes "
-                f"by {change}."
-            )
-    columns = ["size", "bits per value", "codec ", "KL", "top-1 kept", "perplexity", "tasks "]
+            sentence += f" For scale: with a destroyed cache the KL is {format_number(entry.kl)}."
+    columns = [
+        "size", "bits per value", "codec ", "KL", "top-1 kept", "perplexity, new text", "perplexity, copied text",
+        "tasks ",
+    ]  # fmt: skip
     note = (
-        "Interpolated between measured settings, ± one standard error. Where the finest setting measured is already "
-        "smaller than the size asked for, the row is of that setting."
+        "Interpolated between measured settings, ± one standard error. Copied text repeats a part of the cache. Where "
+        "the finest setting measured is already smaller than the size asked for, the row is of that setting."
     )
     if report.scores:
         note += (
@@ -122,8 +124,8 @@ def equal_kl(report: Report) -> ReportSection:
         *(f"smaller by: {family_label(f)}" for f in families),
     ]
     note = (
-        "Sizes are read off the measured curves at the KL of the baseline. In brackets: the 95% interval of the "
-        "bootstrap over sequences."
+        "Sizes are read off the measured curves at the KL of the baseline. In brackets: the 95% interval of a "
+        "bootstrap over sequences, expanded for small samples."
     )
     blocks: list[ReportTable | ReportBlock] = [ReportTable(columns, rows, note=note)]
     if missing:
@@ -213,19 +215,45 @@ def _learned_families(report: Report) -> list[str]:
     return sorted(found, key=lambda family: family_rank(report, family))
 
 
-def _at(entries: Sequence[MethodEntry], bits: float, field: str) -> tuple[float, float | None] | None:
-    """A figure of a family at a given size, and its standard error; None beyond what was measured.
+def _perplexity_change(entries: Sequence[MethodEntry], bits: float, rows: Sequence[int]) -> str:
+    """Write the change of the perplexity on some of the sequences; nothing if there are none of this kind."""
 
-    It is linear between settings over the logarithm of the size. The logarithm of the KL is taken, too.
+    def loss(entry: MethodEntry) -> tuple[float, float | None]:
+        found = [entry.per_sequence.delta_nll[row] for row in rows]
+        return fmean(found), stderr(found)
+
+    change = _interpolated(entries, bits, loss) if rows else None
+    if change is None:
+        return ""
+    # To first order, a small change of the loss is the same relative change of the perplexity.
+    growth = change[1] and math.exp(change[0]) * change[1]
+    return with_error(math.expm1(change[0]), growth, signed=True, percent=True)
+
+
+def _at(entries: Sequence[MethodEntry], bits: float, field: str) -> tuple[float, float | None] | None:
+    """A field of a family at a given size, and its standard error. Of the KL, the logarithm is interpolated."""
+    return _interpolated(
+        entries, bits, lambda e: (float(getattr(e, field)), getattr(e, f"{field}_stderr")), logarithm=field == "kl"
+    )
+
+
+def _interpolated(
+    entries: Sequence[MethodEntry],
+    bits: float,
+    of: Callable[[MethodEntry], tuple[float, float | None]],
+    logarithm: bool = False,
+) -> tuple[float, float | None] | None:
+    """A figure at a given size, and its standard error; None beyond what was measured.
+
+    It, or its logarithm, is linear between settings over the logarithm of the size.
     """
     order = sorted(entries, key=lambda e: float(e.bits_per_value))
     for low, high in pairwise([order[0], *order]):  # with a single setting the curve has no length
         x0, x1 = low.bits_per_value, high.bits_per_value
         if x0 <= bits <= x1:
             share = math.log(bits / x0) / math.log(x1 / x0) if x0 < x1 else 1.0
-            y0, y1 = float(getattr(low, field)), float(getattr(high, field))
-            e0, e1 = getattr(low, f"{field}_stderr"), getattr(high, f"{field}_stderr")
+            (y0, e0), (y1, e1) = of(low), of(high)
             error = None if e0 is None or e1 is None else float(e0 + share * (e1 - e0))
             straight = y0 + share * (y1 - y0)
-            return (y0 * (y1 / y0) ** share if field == "kl" and y0 > 0 and y1 > 0 else straight), error
+            return (y0 * (y1 / y0) ** share if logarithm and y0 > 0 and y1 > 0 else straight), error
     return None

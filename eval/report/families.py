@@ -9,6 +9,7 @@ from cuvee.eval.report.scoring import ABSENT
 
 __all__ = [
     "beyond_error", "family_rank", "is_learned", "is_preset", "label_and_setting", "layer_entries", "name_of",
+    "rows_of",
 ]  # fmt: skip
 
 _USUAL = ("cuvee/layer", "cuvee/all")
@@ -52,6 +53,11 @@ def name_of(report: Report, key: str) -> str:
         return "the question alone"
     labels = [str(e.label) for e in report.quality if e.key == key]
     return labels[0] if labels else family_label(key)
+
+
+def rows_of(report: Report, reread: bool) -> list[int]:
+    """Return the places of the sequences whose scored tokens repeat a part of their cache, or of those that do not."""
+    return [row for kind in report.text.kinds if kind.reread == reread for row in kind.rows]
 
 
 def is_preset(entry: MethodEntry) -> bool:

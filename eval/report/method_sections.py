@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.documents import ReportBlock, ReportSection, ReportTable
 from cuvee.eval.formatting import format_bits, format_number, format_percent, format_ratio, with_error
-from cuvee.eval.report.families import beyond_error, family_rank, is_preset, label_and_setting, layer_entries, name_of
+from cuvee.eval.report.families import (
+    beyond_error,
+    family_rank,
+    is_preset,
+    label_and_setting,
+    layer_entries,
+    name_of,
+    rows_of,
+)
 from cuvee.eval.report.schema import BlendEntry, MethodEntry, Report, Score
 from cuvee.eval.report.scoring import shows_something
 
@@ -22,15 +31,21 @@ def methods(report: Report) -> ReportSection:
         return ReportSection("methods", "Every method", [])
     note = (
         "± one standard error over sequences. ΔNLL: the increase of the negative log-likelihood of the real next "
-        "tokens, paired, in nats per token. Top-1: tokens whose most likely successor stays the same. GB/s of 16-bit "
-        "cache; none where bits are counted but not written. Promised: the KL that a preset stands for."
+        "tokens, paired, in nats per token. Top-1: tokens whose most likely successor stays the same. Promised: the "
+        "KL that a preset stands for. Copied text repeats a part of the cache, new text does not."
     )
     missed = [
         f"{label_and_setting(e)} misses its promise: KL {with_error(e.kl, e.kl_stderr)} against {promise:g}."
         for e in shown
         if (promise := _promise(e)) is not None and e.kl - (e.kl_stderr or 0.0) > promise
     ]
-    blocks: list[ReportTable | ReportBlock] = [ReportBlock("text", sentence) for sentence in missed]
+    beyond = [
+        f"The KL of {name} was measured on up to {profile.longest} tokens: its presets promise none at the "
+        f"{report.text.length} of this report."
+        for name, profile in report.profiles.items()
+        if profile.longest is not None and profile.longest < report.text.length
+    ]
+    blocks: list[ReportTable | ReportBlock] = [ReportBlock("text", sentence) for sentence in beyond + missed]
     blocks.append(_quality_table(report, shown, note))
     if report.skipped:
         blocks.append(ReportTable(["left out ", "why "], [[s.key, s.reason] for s in report.skipped], title="Left out"))
@@ -51,8 +66,8 @@ def _promise(entry: MethodEntry) -> float | None:
 
 def _quality_table(report: Report, entries: Sequence[MethodEntry], note: str) -> ReportTable:
     columns = [
-        "method ", "bits per value", "ratio", "KL", "promised", "ΔNLL", "perplexity", "top-1 kept", "encode GB/s",
-        "decode GB/s", "what its bits count ",
+        "method ", "bits per value", "ratio", "KL", "promised", "ΔNLL", "perplexity, new text",
+        "perplexity, copied text", "top-1 kept", "what its bits count ",
     ]  # fmt: skip
     rows: list[list[str]] = []
     strong: set[int] = set()
@@ -67,14 +82,20 @@ def _quality_table(report: Report, entries: Sequence[MethodEntry], note: str) ->
                 with_error(e.kl, e.kl_stderr),
                 "" if (promise := _promise(e)) is None else format_number(promise),
                 with_error(e.delta_nll, e.delta_nll_stderr, signed=True),
-                format_number(math.exp(e.nll), 4),
+                *(_perplexity(report, e, rows_of(report, reread)) for reread in (False, True)),
                 with_error(e.top1, e.top1_stderr, percent=True),
-                format_number(e.encode_gb_per_s),
-                format_number(e.decode_gb_per_s),
                 e.counts,
             ]
         )
     return ReportTable(columns, rows, note=note, strong=frozenset(strong))
+
+
+def _perplexity(report: Report, entry: MethodEntry, rows: Sequence[int]) -> str:
+    """Write the perplexity on some of the sequences; nothing if there are none of this kind."""
+    if report.exact is None or not rows:
+        return ""
+    exact, loss = report.exact.per_sequence, entry.per_sequence.delta_nll
+    return format_number(math.exp(fmean(exact[row] + loss[row] for row in rows)), 4)
 
 
 def tasks(report: Report) -> ReportSection:

@@ -19,7 +19,6 @@ from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -294,7 +293,8 @@ class _Run:
     def _profile_entry(self, profile: Profile, path: Path | None, seconds: float | None) -> ProfileEntry:
         size = path.stat().st_size if path is not None else _saved_size(profile)
         bits = 8 * size / (1e6 * self.plan.layout.values_per_token)
-        return ProfileEntry(profile.id.hex(), profile.group, profile.source, size, seconds, bits)
+        longest = max(profile.lengths, default=None)
+        return ProfileEntry(profile.id.hex(), profile.group, profile.source, size, seconds, bits, longest)
 
     @cached_property
     def _learning(self) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -345,8 +345,7 @@ class _Run:
             )
         )  # fmt: skip
         if candidate.key == UNCOMPRESSED:
-            nll = quality.nll - quality.delta_nll
-            self.report.exact = Exact(nll, float(np.exp(nll)))
+            self.report.exact = Exact(list(self._bench.exact_per_sequence))
 
     def _make(self, candidate: Candidate) -> Method | None:
         """The method, or None if it cannot be made; then the report says why."""

@@ -22,7 +22,7 @@ __all__ = [
     "Report", "Score", "SizeAtKl", "Skipped", "Source", "Task", "TextInfo", "read_entry",
 ]  # fmt: skip
 
-REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 2
+REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 3
 T = TypeVar("T")
 
 
@@ -119,13 +119,11 @@ class KindComparison:
 
 @dataclass(frozen=True, slots=True)
 class SizeAtKl:
-    """The size of a family at a round KL, with its 95% interval; None where its curve was not measured."""
+    """The size of a family at a round KL; None where its curve was not measured."""
 
     family: str
     kl: float
     bits_per_value: float | None
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +225,10 @@ class TextInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProfileEntry:
-    """A profile: its bytes as saved, and the seconds that learning took; None if it was given."""
+    """A profile: its bytes as saved, and the seconds that learning took; None if it was given.
+
+    `longest` is the length of the longest sequences that its curve was measured on; None if it does not say.
+    """
 
     id: str
     group: str
@@ -235,14 +236,14 @@ class ProfileEntry:
     bytes: int
     seconds: float | None
     bits_per_value_over_1m_tokens: float
+    longest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The model with its own cache."""
+    """The model with its own cache: nats per token of each sequence, in order."""
 
-    nll: float
-    perplexity: float
+    per_sequence: list[float]
 
 
 @dataclass(slots=True)

@@ -6,12 +6,14 @@ said in words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from cuvee.eval.documents import SMALL_MODEL, ReportBlock, ReportSection, ReportTable
 from cuvee.eval.formatting import format_number, with_error
 from cuvee.eval.report.curve_sections import by_kind, equal_kl, headline, sizes
-from cuvee.eval.report.families import name_of
+from cuvee.eval.report.families import name_of, rows_of
 from cuvee.eval.report.method_sections import blends, curves, layers, methods, tasks
 from cuvee.eval.report.report_plots import machine_name
 from cuvee.eval.report.schema import Report
@@ -103,7 +105,8 @@ def _provenance(report: Report) -> ReportSection:
         "tokens coded together": configuration.get("chunk_tokens"),
         "sequences to calibrate on": text.calibration_sequences,
         "SHA-256 of the tokens": text.tokens_sha256,
-        "perplexity, exact cache": report.exact and format_number(report.exact.perplexity, 4),
+        "perplexity of new text, exact cache": _exact_perplexity(report, rows_of(report, reread=False)),
+        "perplexity of copied text, exact cache": _exact_perplexity(report, rows_of(report, reread=True)),
         "documents per task, at most": configuration.get("limit"),
         "seed": configuration.get("seed"),
         "time taken": f"{report.seconds:.0f} s",
@@ -125,6 +128,12 @@ def _provenance(report: Report) -> ReportSection:
     environment = _named(report.environment)
     blocks.append(ReportTable(["what ", "version or kind "], environment, title="Software and hardware"))
     return ReportSection("protocol", "How it was measured", blocks)
+
+
+def _exact_perplexity(report: Report, rows: Sequence[int]) -> str | None:
+    if report.exact is None or not rows:
+        return None
+    return format_number(math.exp(fmean(report.exact.per_sequence[row] for row in rows)), 4)
 
 
 def _named(values: Mapping[str, object]) -> list[list[str]]:
@@ -155,8 +164,6 @@ def _limits(report: Report) -> ReportSection:
             "Documents of a task share text and templates, so they are not independent trials. "
             "With this many comparisons some differ by more than one standard error by chance alone."
         )
-    if any(e.encode_gb_per_s is not None for e in report.quality):
-        says.append("Speeds are of one pass on this machine. For a benchmark, run make bench in a checkout.")
     return ReportSection("limits", "Limits", [ReportBlock("list", items=tuple(says))])
 
 

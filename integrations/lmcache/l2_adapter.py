@@ -35,7 +35,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
 from cuvee.codec.models.dtypes import TORCH_DTYPES
-from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
+from cuvee.integrations.checkpoint import naming_of_weights, read_config, read_layout
 from cuvee.integrations.guard import Guard, Once, Recorder
 from cuvee.integrations.lmcache.l2_accounts import Accounts
 from cuvee.integrations.lmcache.l2_options import LMCacheOptions
@@ -111,8 +111,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._counts = Counts()
         self._guard = Guard(self._counts)
         self._pages = PageStores(
-            options, layout,
-            lambda: name_of_weights(options.model_id or checkpoint_identity(path), layout.torch_dtype),
+            options, layout, naming_of_weights(path, layout.torch_dtype, model_id=options.model_id),
             checkpoint=(path, None), engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
             positions=False,
         )  # fmt: skip

@@ -5,9 +5,8 @@ options.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
-from threading import Lock
+from threading import Event, Lock
 from uuid import uuid4
 
 from cuvee.codec.codec import Codec
@@ -22,7 +21,7 @@ from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.weights_name import WeightsName
+from cuvee.integrations.weights_name import START_SECONDS, Make, Named, WeightsName
 from cuvee.naming.identity import Identity, PageNames, Scope
 
 logger = logging.getLogger(__name__)
@@ -36,8 +35,8 @@ class PageStores:
     Args:
         options: of the adapter; `PageStore` has its timeouts.
         layout: of the whole model; its dtype is that of the engine's cache.
-        weights: names the weights as the engine uses them (`name_of_weights`). Called once everything else is accepted,
-            because it reads files.
+        weights: names the weights as the engine uses them (`naming_of_weights`), in the background, once all else is
+            accepted. Until then no page is found, loaded or stored.
         checkpoint: the served model's folder or hub id, and its revision. A profile must have been calibrated on its
             weights, unless `options.check_model` is false.
         engine: names the engine and its way of naming pages; entries of other engines are never found.
@@ -46,6 +45,9 @@ class PageStores:
         positions: whether the engine tells the positions of pages.
         rank: one of the ranks, whose codec shows at once whether the options can be met.
         ranks: its tensor-parallel size.
+
+    Attributes:
+        withdrawn: whether the weights have no name since `withdraw`.
 
     Raises:
         InputError: an option out of range, a store or a secret that cannot be used; a lossy quality where positions are
@@ -59,7 +61,7 @@ class PageStores:
         self,
         options: CodingOptions,
         layout: KVLayout,
-        weights: Callable[[], str],
+        weights: Make,
         *,
         checkpoint: tuple[str, str | None],
         engine: str,
@@ -89,21 +91,27 @@ class PageStores:
                 "which this engine does not tell. A learned profile of a model with RoPE recognizes them: give one in "
                 "option 'profile'"
             )
-        self._base, self._weights = (text := weights()), WeightsName.known(text)
         logger.info("cuvee: pages of %d tokens are coded at quality %s", page_tokens, codec.quality_name)
         if page_tokens < _FEW_TOKENS:
             logger.warning(
                 "cuvee: each page of %d tokens has an entry of its own; pages of %d or more take less space and time",
                 page_tokens, _FEW_TOKENS,
             )  # fmt: skip
-        self._any = PageStore(
-            codec, open_store(options.store), self._names(codec, ranks, options.tenant), counts=counts,
+        self._any = PageStore(  # of no name: `of` makes others beside it
+            codec, open_store(options.store), self._names(codec, ranks, options.tenant, None), counts=counts,
             layout=layout.shard(rank, ranks), shard=rank, threads=options.threads,
-            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout, valid=self._valid(),
+            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout, valid=lambda: False,
         )  # fmt: skip
+        self.withdrawn = False
+        self._make, self._base = weights, ""
+        self._weights = WeightsName(self._name)
+        if self._weights.wait(START_SECONDS) is None:
+            logger.info("cuvee: the checkpoint is being read to name it; until then no pages are stored or loaded")
 
     def of(self, rank: int, ranks: int, tenant: str, counts: Recorder | None = None) -> PageStore:
-        """Return the page store of a tensor-parallel rank and a tenant.
+        """Return the page store of a tensor-parallel rank and a tenant, under the present name of the weights.
+
+        It costs little, and serves nothing once the weights have another name: ask for one for every call.
 
         Args:
             rank: tensor-parallel rank.
@@ -115,36 +123,41 @@ class PageStores:
             InputError: a rank outside of the group, or heads that cannot be divided among the ranks.
             ProfileError: a profile that cannot be cut for these ranks.
         """
-        codec = self._codec(rank, ranks)
-        names, layout = self._names(codec, ranks, tenant), self._layout.shard(rank, ranks)
-        return self._any.beside(codec, names, layout, shard=rank, counts=counts, valid=self._valid())
-
-    @property
-    def named(self) -> bool:
-        """Whether the engine's weights have a name."""
-        return self._weights.current is not None
+        codec, named = self._codec(rank, ranks), self._weights.current
+        names, layout = self._names(codec, ranks, tenant, named), self._layout.shard(rank, ranks)
+        return self._any.beside(
+            codec, names, layout, shard=rank, counts=counts, valid=partial(self._weights.holds, named)
+        )
 
     def withdraw(self, reason: str) -> None:
         """Have no page found, loaded or stored until `rename`, because the engine's weights may be others."""
+        self.withdrawn = True
         self._weights.withdraw(reason)
         self._any.count("weights_changed")
 
     def rename(self, version: str | None = None) -> None:
-        """Name the engine's weights anew. Page stores of before stay without names: ask `of` for others.
+        """Name the engine's weights anew.
 
         Args:
             version: of the weights, which engines with equal weights have in common; None: unknown, so that nobody else
                 finds what is stored from now on, and neither does this engine after a restart.
         """
-        self._weights.use(f"{self._base} {'live ' + uuid4().hex if version is None else 'version ' + version}")
+        self.withdrawn = False
+        suffix = f" live {uuid4().hex}" if version is None else f" version {version}"
+        if self._base or version is None:
+            self._weights.use(self._base + suffix)
+        else:  # the weights changed before their files were read
+            self._weights.make(partial(self._name, suffix=suffix))
 
     def close(self) -> None:
         """Close all of them, as `PageStore.close` does."""
+        self._weights.close()
         self._any.close()
 
-    def _valid(self) -> Callable[[], bool]:
-        """Return what says whether the present name of the weights still holds; without one, it never does."""
-        return partial(self._weights.holds, self._weights.current)
+    def _name(self, stop: Event, suffix: str = "") -> str:
+        """Return the name of the weights, whose files are read once."""
+        self._base = self._base or self._make(stop)
+        return self._base + suffix
 
     def _codec(self, rank: int, ranks: int) -> Codec:
         with self._lock:
@@ -155,9 +168,9 @@ class PageStores:
                 )  # fmt: skip
             return self._codecs[rank, ranks]
 
-    def _names(self, codec: Codec, ranks: int, tenant: str) -> PageNames:
+    def _names(self, codec: Codec, ranks: int, tenant: str, named: Named | None) -> PageNames:
         identity = Identity(
-            model="" if (named := self._weights.current) is None else named.text,
+            model="unnamed" if named is None else named.text,
             tokenizer="",  # the engine's names of pages are made of token ids
             layout=self._layout.fingerprint,
             profile=b"" if codec.lossless else self._profile.id,

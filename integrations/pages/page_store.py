@@ -226,7 +226,8 @@ class PageStore:
         """Delete pages; return whether each is known to be gone."""
         pages = [self._names.page(name) for name in names]
         with self._engine_calls as admitted:
-            return [admitted and self._entries.delete(page, self._load_timeout) for page in pages]
+            known = admitted and self._valid()
+            return [known and self._entries.delete(page, self._load_timeout) for page in pages]
 
     def delete_all(self) -> int:
         """Delete all entries of this store's tenant; return how many there were.

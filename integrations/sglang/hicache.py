@@ -59,7 +59,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         _refuse_features(storage_config)
         self._counts = Counts()
         self._guard = Guard(self._counts)
-        self._attached: tuple[PageStore, PagedCache] | None = None  # once SGLang has registered its pool
+        self._attached: tuple[PageStores, PagedCache] | None = None  # once SGLang has registered its pool
         self._lock = Lock()
         self._moved = _moved()
 
@@ -87,10 +87,10 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
             rank, ranks, adjacent_pairs = 0, 1, model.adjacent_pairs()
         cache = pool_cache(pool, layout.shard(rank, ranks), adjacent_pairs=adjacent_pairs)
         stores = PageStores(
-            options, layout, lambda: model.weights(options.model_id, layout), checkpoint=(model.path, model.revision),
+            options, layout, model.naming(options.model_id, layout), checkpoint=(model.path, model.revision),
             engine=_ENGINE, page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
         )  # fmt: skip
-        self._attached = stores.of(rank, ranks, options.tenant), cache
+        self._attached = stores, cache
         self._stores, self._rank = stores, (rank, ranks)
         watch_updates(self)
 
@@ -124,8 +124,6 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
                 )
                 return
             self._stores.rename(version)
-            _, cache = self._there
-            self._attached = self._stores.of(*self._rank, self._options.tenant), cache
 
     def clear(self) -> None:
         """Delete what this backend's tenant has in the store, on all ranks and for all models."""
@@ -232,7 +230,8 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         attached = self._attached
         if attached is None:
             raise RuntimeError("no host pool is registered, or the backend was closed")
-        return attached
+        stores, cache = attached
+        return stores.of(*self._rank, self._options.tenant), cache
 
 
 def _moved() -> dict[str, deque[tuple[int, float]]]:

@@ -11,8 +11,9 @@ from sglang.srt.runtime_context import get_server_args
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_config, read_layout
+from cuvee.integrations.checkpoint import naming_of_weights, read_config, read_layout
 from cuvee.integrations.engine_config import sglang_options
+from cuvee.integrations.weights_name import Make
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +71,18 @@ class ServedModel:
         config = read_config(self.path, revision=self.revision, overrides=self.overrides)
         return bool(getattr(config, "rope_interleave", True))  # SGLang's own default
 
-    def weights(self, model_id: str | None, layout: KVLayout) -> str:
-        """Name the weights as this engine uses them.
+    def naming(self, model_id: str | None, layout: KVLayout) -> Make:
+        """Return what names the weights as this engine uses them.
 
         Args:
             model_id: the user's name for the weights; None: computed from the checkpoint's files.
             layout: of the cache.
 
         Raises:
-            InputError: as `checkpoint_identity` and `set_options`.
+            InputError: as `naming_of_weights` and `set_options`.
         """
         options = None if self.server_args is None else sglang_options(self.server_args, named=model_id is not None)
         load_format = "auto" if self.server_args is None else str(self.server_args.load_format)
-        weights = model_id or checkpoint_identity(self.path, revision=self.revision, load_format=load_format)
-        return name_of_weights(weights, layout.torch_dtype, options)
+        return naming_of_weights(
+            self.path, layout.torch_dtype, options, model_id=model_id, revision=self.revision, load_format=load_format
+        )

@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -40,7 +40,6 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.engine_pages import find_pages
 from cuvee.integrations.vllm.engine_text import line_breaks
-from cuvee.integrations.vllm.exact_pages import find_exact_pages
 from cuvee.integrations.vllm.kv_events import event_maker
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
@@ -250,9 +249,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _rank(self) -> int:
         """Return the number of this worker among all that store a part of a token."""
-        stage: int = get_pp_group().rank_in_group
         rank: int = get_tensor_model_parallel_rank()
-        return stage * self._setup.shards + rank
+        return rank
 
     def _attention_layers(self) -> dict[str, Any]:
         """Return the engine's attention layers by name."""
@@ -282,8 +280,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         in_order = {name: kv_caches[name] for name in self._cached_layers}
         setup, layers = self._setup, self._attention_layers()
         layout = setup.layout_of_pages(worker.rank)
-        exact = find_exact_pages(layout, in_order, setup.block_tokens) if setup.sparse else None
-        pages = exact or find_pages(layout, layers, in_order, setup.codes)
+        pages = find_pages(layout, layers, in_order, setup.codes)
         drafts = None if self._drafts is None else self._drafts.found(layers, kv_caches)
         held = {layer.name: layers[layer.name].kv_cache for layer in setup.recurrent}
         worker.attach(pages, drafts, StatePages(setup.recurrent, held, setup.layout.dtype) if held else None)

@@ -30,7 +30,6 @@ from cuvee.integrations.checkpoint import Checkpoint
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.coded_pages import CodedPages, pairs_of_codes
 from cuvee.integrations.vllm.engine_pages import find_pages
-from cuvee.integrations.vllm.exact_pages import exact_layout, find_exact_pages
 from cuvee.integrations.vllm.layer_groups import CachedLayers, is_latent, read_layers
 from cuvee.integrations.vllm.refusals import codes_of_cache, dtype_of_cache
 from cuvee.integrations.vllm.setup import Setup
@@ -70,7 +69,7 @@ class Drafts:
         try:
             most = vllm_config.model_config.hf_text_config.num_hidden_layers
             layers = read_layers(kv_cache_config, most, drafts=True)
-            return cls._of_layers(layers, vllm_config, kv_cache_config, setup) if layers.names else None
+            return cls._of_layers(layers, vllm_config, setup) if layers.names else None
         except CuveeError as error:
             logger.warning(_UNSTORED, error)
             return None
@@ -81,23 +80,18 @@ class Drafts:
         """Return them with their pages (`find_pages`); None: the layout of these is not known, which is logged."""
         try:
             own = {name: kv_caches[name] for name in self.layers.names}
-            if self.layers.sparse:
-                return self, find_exact_pages(self.pages, own, self.layers.block)
             return self, find_pages(self.pages, layers, own, self.codes)
         except UnsupportedModelError as error:
             logger.warning(_UNSTORED, error)
             return None
 
     @classmethod
-    def _of_layers(cls, layers: CachedLayers, vllm_config: Any, kv_cache_config: Any, setup: Setup) -> Drafts:
-        codes = None if layers.sparse else codes_of_cache(vllm_config, layers.specs)
+    def _of_layers(cls, layers: CachedLayers, vllm_config: Any, setup: Setup) -> Drafts:
+        codes = codes_of_cache(vllm_config, layers.specs)
         drafter = vllm_config.speculative_config.draft_model_config
-        if layers.sparse:
-            pages = exact_layout(vllm_config, kv_cache_config, layers)
-        else:
-            dtype = dtype_of_cache(layers.specs) if codes is None else setup.layout_of_pages(0).dtype
-            shapes = tuple(_shape(spec, setup.layout_of_pages(0).layers[-1]) for spec in layers.specs)
-            pages = KVLayout("drafter", shapes, dtype, None)
+        dtype = dtype_of_cache(layers.specs) if codes is None else setup.layout_of_pages(0).dtype
+        shapes = tuple(_shape(spec, setup.layout_of_pages(0).layers[-1]) for spec in layers.specs)
+        pages = KVLayout("drafter", shapes, dtype, None)
         layout = pages if codes is None else pairs_of_codes(pages, codes)
         # The weights of heads in the model's own checkpoint are named by the entries' digests.
         own = drafter.model == vllm_config.model_config.model

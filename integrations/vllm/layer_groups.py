@@ -2,7 +2,6 @@
 
     full attention    one table, which names a block for every token
     latents (MLA)     the same: a token's page holds its latent and the rotated part of its keys
-    sparse indexers   the same, with keys of their own, by which attention chooses latents: see `exact_pages`
     sliding window    a table in which blocks before the window are `NULL_BLOCK`, once no token attends to them
     chunked           the same, with a window that begins anew at each multiple of its length
     recurrent         a table in which block i is the state after (i + 1) blocks of tokens, or `NULL_BLOCK` where the
@@ -31,7 +30,7 @@ NULL_BLOCK = 0  # stands in the table of a group with a window for a block that 
 _FULL, _WINDOW, _LATENT = "FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"
 _CHUNKED, _RECURRENT = "ChunkedLocalAttentionSpec", "MambaSpec"
 _SUPPORTED = (_FULL, _WINDOW, _CHUNKED, _LATENT)
-_INDEXER = ".indexer."
+_INDEXER = ".indexer."  # in names of the keys by which sparse attention chooses latents (DeepSeek V3.2, GLM-5)
 _DRAFT = "draft_model."  # vLLM's prefix of the layers of a draft model that numbers its layers from 0
 
 
@@ -81,7 +80,6 @@ class CachedLayers:
 
     Attributes:
         names: in the model's order.
-        numbers: of these layers in the model, from their names.
         specs: vLLM's description of each layer's pages.
         groups: all of vLLM's, in its order; one that holds draft layers alone has no layers.
         recurrent: layers that keep states, in the model's order.
@@ -89,16 +87,10 @@ class CachedLayers:
     """
 
     names: tuple[str, ...]
-    numbers: tuple[int, ...]
     specs: tuple[Any, ...]
     groups: tuple[LayerGroup, ...]
     recurrent: tuple[RecurrentLayer, ...]
     block: int
-
-    @property
-    def sparse(self) -> bool:
-        """Whether attention chooses its tokens by an indexer."""
-        return any(map(is_indexer, self.names))
 
 
 def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: bool = False) -> CachedLayers:
@@ -117,8 +109,8 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
         for group in kv_cache_config.kv_cache_groups
     ]
     every = {name: spec for specs in by_group for name, spec in specs.items()}
-    for spec in every.values():
-        _check_kind(spec)
+    for name, spec in every.items():
+        _check_kind(name, spec)
     by_name = {name: spec for name, spec in every.items() if _kind(spec) != _RECURRENT}
     if not by_name and not drafts:
         raise UnsupportedModelError("the model caches no keys and values: serve it without CuveeConnector")
@@ -135,7 +127,6 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
         window = min(windows + chunks, default=None)
         block = block_tokens(list(kept.values())) if kept else common
         groups.append(LayerGroup(layers, window, bool(chunks), None if block == common else block, recurrent))
-    numbers = tuple(_number_of(name) for name in names)
     states = tuple(
         RecurrentLayer(name, number, tuple(map(tuple, specs[name].shapes)), tuple(specs[name].dtypes))
         for number, specs in enumerate(by_group)
@@ -143,17 +134,12 @@ def read_layers(kv_cache_config: Any, model_layers: int | None = None, drafts: b
         if name not in order
     )
     states = tuple(sorted(states, key=lambda layer: (_number_of(layer.name), layer.name)))
-    return CachedLayers(names, numbers, tuple(by_name[name] for name in names), tuple(groups), states, common)
+    return CachedLayers(names, tuple(by_name[name] for name in names), tuple(groups), states, common)
 
 
 def block_tokens(specs: Sequence[Any]) -> int:
     """Return the fewest tokens that are whole blocks of every layer: larger heads have shorter blocks."""
     return math.lcm(*(int(spec.block_size) for spec in specs))
-
-
-def is_indexer(name: str) -> bool:
-    """Return whether a layer is a sparse indexer, by its name in vLLM."""
-    return _INDEXER in name
 
 
 def is_latent(spec: Any) -> bool:
@@ -181,8 +167,12 @@ def is_draft(name: str, model_layers: int | None) -> bool:
     return model_layers is not None and (name.startswith(_DRAFT) or _number_of(name) >= model_layers)
 
 
-def _check_kind(spec: Any) -> None:
+def _check_kind(name: str, spec: Any) -> None:
     kind = _kind(spec)
+    if _INDEXER in name:
+        raise UnsupportedModelError(
+            f"{name}: sparse attention with an indexer is not supported: serve this model without CuveeConnector"
+        )
     if kind == _RECURRENT:
         mode = getattr(spec, "mamba_cache_mode", "none")
         if mode != "align":

@@ -15,7 +15,6 @@ from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, is_latent
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_PACKED = ("fp8_ds_mla", "nvfp4_ds_mla")  # of sparse attention (`exact_pages`); others' layers are refused later
 _BLENDED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers were checked against vLLM's prefill
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp")  # how tokens are drafted
 
@@ -42,15 +41,17 @@ def refuse_features(vllm_config: Any) -> None:
             speculative is not None and method not in _DRAFTS
         ),
         f"kv_cache_dtype={dtype!r}: set --kv-cache-dtype to auto, {', '.join((*TORCH_DTYPES, *_FP8))}": (
-            dtype not in ("auto", *TORCH_DTYPES, *_FP8, *_PACKED)
+            dtype not in ("auto", *TORCH_DTYPES, *_FP8)
         ),
         "external_launcher with several ranks, each with a scheduler of its own: set "
         "--distributed-executor-backend mp": (
-            parallel.distributed_executor_backend == "external_launcher"
-            and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
+            parallel.distributed_executor_backend == "external_launcher" and parallel.tensor_parallel_size > 1
         ),
         "context parallelism: set --decode-context-parallel-size and --prefill-context-parallel-size to 1": (
             max(contexts) > 1
+        ),
+        "pipeline parallelism: set --pipeline-parallel-size to 1 and --tensor-parallel-size to the number of GPUs": (
+            parallel.pipeline_parallel_size > 1
         ),
     }
     refuse(refused)
@@ -104,27 +105,19 @@ def dtype_of_cache(specs: Sequence[Any]) -> str:
     return names[0]
 
 
-def check_layers(layout: KVLayout, config: Any, cached: CachedLayers, stages: int) -> None:
-    """Refuse layers other than the model's: all of them or, of a pipeline, those of a stage."""
+def check_layers(layout: KVLayout, cached: CachedLayers) -> None:
+    """Refuse layers other than the model's."""
     count = len(cached.names)
-    if stages == 1 and count != layout.num_layers:
+    if count != layout.num_layers:
         raise UnsupportedModelError(
             f"the engine caches {count} layers, the model has {layout.num_layers} that cache: layers of an unknown "
             "drafter are not supported; serve this model without CuveeConnector"
-        )
-    if stages > 1 and (layout.num_layers != config.num_hidden_layers or max(cached.numbers) >= layout.num_layers):
-        raise UnsupportedModelError(
-            f"pipeline parallelism is supported only where each layer has a cache: the model has "
-            f"{config.num_hidden_layers} layers and {layout.num_layers} caches; set --pipeline-parallel-size 1"
         )
 
 
 def check_heads(layout: KVLayout, cached: CachedLayers, shards: int) -> None:
     """Refuse pages whose heads differ from the model's configuration."""
-    layers = layout.shard(0, shards).layers
-    at = cached.numbers if len(cached.names) < len(layers) else range(len(layers))
-    for index, spec in zip(at, cached.specs, strict=True):
-        layer = layers[index]
+    for index, (layer, spec) in enumerate(zip(layout.shard(0, shards).layers, cached.specs, strict=True)):
         value_dim = getattr(spec, "head_size_v", None) or spec.head_size
         found = [spec.num_kv_heads, spec.head_size, value_dim]
         expected = [layer.kv_heads, layer.head_dim, layer.value_dim]
@@ -181,6 +174,5 @@ def check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None) -
         "models with sliding windows": any(layer.sliding_window is not None for layer in layout.layers),
         "fp8 caches": codes is not None,
         "prompts of engines with speculative decoding": vllm_config.speculative_config is not None,
-        "prompts of engines with pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
     refuse(refused, "blend: {} cannot be blended; remove the option")

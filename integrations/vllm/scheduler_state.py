@@ -171,7 +171,7 @@ class SchedulerState:
         self.encodes = setup.encodes
         self.parts = 1 + setup.options.refinements
         self.predicts = setup.predicts
-        self.shards, self.holders = setup.ranks, setup.holders
+        self.shards, self.holders = setup.shards, setup.holders
         self.keys = EntryKeys(setup.options.key_ids())
         self.store = store
         self.lookup_threads = ThreadPool(_THREADS, "cuvee-lookup", setup.options.lookup_timeout)

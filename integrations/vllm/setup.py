@@ -36,7 +36,6 @@ from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.vllm.coded_pages import pairs_of_codes
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.exact_pages import check_sparse, exact_layout
 from cuvee.integrations.vllm.layer_groups import (
     CachedLayers,
     LayerGroup,
@@ -86,12 +85,11 @@ class Setup:
         alone: whether no other rank computes with this one: neither a tensor-parallel one, nor one of a data-parallel
             engine, which may have experts for this one.
         encodes: whether the engine encodes images itself. What it takes from another engine it knows by name alone.
-        layers: those that this process caches; the scheduler's side is told of those of the first pipeline stage.
+        layers: the model's that cache.
         codes: dtype of an fp8 cache; None: the pages hold values.
         pages: KV layout of the pages of an fp8 cache; None: that of what is coded.
-        stages: pipeline stages.
         beside: whether other connectors see the engine's requests (vLLM's MultiConnector).
-        replicated: whether all tensor-parallel ranks of a stage hold the same pages, as of latents (MLA).
+        replicated: whether all tensor-parallel ranks hold the same pages, as of latents (MLA).
         left: share of a device's memory that the engine leaves free.
         unnamed: whether the store is the default one, which nobody expects to outlive its engines.
     """
@@ -113,27 +111,21 @@ class Setup:
     layers: CachedLayers | None = None
     codes: torch.dtype | None = None
     pages: KVLayout | None = None
-    stages: int = 1
     beside: bool = False
     replicated: bool = False
     left: float = 1.0
     unnamed: bool = False
 
     @property
-    def ranks(self) -> int:
-        """Processes that each store and load a part of every token."""
-        return self.shards * self.stages
-
-    @property
     def holders(self) -> tuple[int, ...]:
-        """The ranks that store entries, each under its number. Where pages are replicated, it is the first of a stage,
-        and all others load what that one has stored.
+        """The ranks that store entries, each under its number. Where pages are replicated, it is the first, and all
+        others load what that one has stored.
         """
-        return tuple(range(0, self.ranks, self.shards if self.replicated else 1))
+        return (0,) if self.replicated else tuple(range(self.shards))
 
     def holder(self, rank: int) -> int:
         """Return the rank that stores what a rank holds."""
-        return rank - rank % self.shards if self.replicated else rank
+        return 0 if self.replicated else rank
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -149,11 +141,6 @@ class Setup:
     def recurrent(self) -> tuple[RecurrentLayer, ...]:
         """Layers of this process that keep states in place of tokens."""
         return () if self.layers is None else self.layers.recurrent
-
-    @property
-    def sparse(self) -> bool:
-        """Whether pages are those of sparse attention, as they are (`exact_pages`)."""
-        return self.layers is not None and self.layers.sparse
 
     @property
     def loads_in_part(self) -> bool:
@@ -200,37 +187,27 @@ class Setup:
         if tokens % block:
             raise InputError(f"chunk_tokens: must be a multiple of the engine's block size {block}, got {tokens}")
         check_windows(groups, tokens, block)
-        codes = None if cached.sparse else codes_of_cache(vllm_config, specs)
-        if cached.sparse:
-            check_sparse(vllm_config, cached, options)
-            layout = exact_layout(vllm_config, kv_cache_config, cached)
-        else:
-            layout = KVLayout.from_config(
-                text_config,
-                dtype_of_cache(specs) if codes is None else vllm_config.model_config.dtype,
-                states=bool(cached.recurrent),
-            )
+        codes = codes_of_cache(vllm_config, specs)
+        layout = KVLayout.from_config(
+            text_config,
+            dtype_of_cache(specs) if codes is None else vllm_config.model_config.dtype,
+            states=bool(cached.recurrent),
+        )
         if cached.recurrent:
             check_recurrent(vllm_config)
         if options.blend is not None:
             check_blend(vllm_config, layout, codes)
         if layout.max_positions is not None and tokens > layout.max_positions:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
-        if layout.layers[0].latent or cached.sparse:
+        if layout.layers[0].latent:
             check_latents(vllm_config, layout, options)
-        shards, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        if not cached.sparse:
-            check_layers(layout, text_config, cached, stages)
-            check_heads(layout, cached, shards)
+        shards = parallel.tensor_parallel_size
+        check_layers(layout, cached)
+        check_heads(layout, cached, shards)
         if options.profile is None:
             profile = Profile.unlearned(layout)
         else:
             profile = _find_profile(vllm_config.instance_id, options.profile, layout)
-            if stages > 1:
-                raise UnsupportedModelError(
-                    "profile: cannot be cut by the stages of pipeline parallelism; remove it to store losslessly, or "
-                    "set --pipeline-parallel-size 1"
-                )
         profile.check_layout(layout)
         asked, pages = _asked(options, codes), None if codes is None else layout
         codec = Codec(profile, **asked, dtype=layout.dtype, refinements=options.refinements)
@@ -244,9 +221,9 @@ class Setup:
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(cache.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups, bool(getattr(events, "enable_kv_cache_events", False)),
-            alone=shards == stages == parallel.data_parallel_size == 1,
+            alone=shards == parallel.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
-            layers=cached, codes=codes, pages=pages, stages=stages, replicated=all_latent(kv_cache_config),
+            layers=cached, codes=codes, pages=pages, replicated=all_latent(kv_cache_config),
             left=1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization, unnamed=unnamed,
         )  # fmt: skip
         if options.deadline_ms is not None and not setup.loads_in_part:
@@ -295,7 +272,7 @@ class Setup:
             layout=self.layout.fingerprint,
             profile=b"" if self.quality == LOSSLESS else self.profile.id,
             quality=self.quality,
-            shards=self.ranks,
+            shards=self.shards,
         )
         return identity, make
 
@@ -332,9 +309,7 @@ class Setup:
         """Return the codec of one rank, which is this process. It starts no threads, because the worker codes several
         chunks at a time.
         """
-        profile = self.profile.shard(rank % self.shards, self.shards)
-        if self.stages > 1:
-            profile = Profile.unlearned(self._of_stage(profile.layout))
+        profile = self.profile.shard(rank, self.shards)
         asked, secrets = _asked(self.options, self.codes), self.options.secrets() or None
         codec = Codec(
             profile, **asked, dtype=self.layout.dtype, threads=1, refinements=self.options.refinements, key=secrets
@@ -367,15 +342,7 @@ class Setup:
 
     def layout_of_pages(self, rank: int) -> KVLayout:
         """Return the KV layout of a rank's pages."""
-        layout = (self.pages or self.layout).shard(rank % self.shards, self.shards)
-        return self._of_stage(layout) if self.stages > 1 else layout
-
-    def _of_stage(self, layout: KVLayout) -> KVLayout:
-        """Return the layout of those layers of the model that this process caches."""
-        if self.sparse:
-            return layout
-        numbers = () if self.layers is None else self.layers.numbers
-        return replace(layout, layers=tuple(layout.layers[number] for number in numbers))
+        return (self.pages or self.layout).shard(rank, self.shards)
 
 
 def default_store(executor: str | None, engine: str) -> tuple[str, ...]:

@@ -38,10 +38,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from cuvee.integrations.checkpoint import checkpoint_identity, name_of_weights, read_layout
+from cuvee.integrations.checkpoint import naming_of_weights, read_layout
 from cuvee.integrations.engine_config import vllm_options
 from cuvee.integrations.guard import Guard
-from cuvee.integrations.pages import Counts, PageStores
+from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.pages.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.weight_calls import watch_calls
@@ -115,16 +115,15 @@ class CuveeTier(SecondaryTierManager):
         self._tokens = shape.tokens
         self._counts = Counts()
         self._guard = Guard(self._counts)
-        stores = PageStores(
+        self._stores = PageStores(
             given, layout,
-            lambda: name_of_weights(
-                given.model_id or checkpoint_identity(path, load_format=_load_format(engine)),
-                layout.torch_dtype if engine is None else engine.model_config.dtype,
+            naming_of_weights(
+                path, layout.torch_dtype if engine is None else engine.model_config.dtype,
                 None if engine is None else vllm_options(engine, named=given.model_id is not None),
+                model_id=given.model_id, load_format=_load_format(engine),
             ),
             checkpoint=(path, None), engine=_ENGINE, page_tokens=shape.tokens, counts=self._counts, positions=False,
         )  # fmt: skip
-        self._stores, self._pages = stores, stores.of(0, 1, given.tenant)
         watch_calls(EngineCore, self._withdraw)
         # Released at the end, because vLLM cannot release its memory while others refer to it.
         self._rows: ChunkRows | None = ChunkRows(row_memory(primary_kv_view, layout), layout, shape)
@@ -201,9 +200,13 @@ class CuveeTier(SecondaryTierManager):
         """Give up what waits, and wait for what has begun. `get_finished_jobs` has the results."""
         with self._guard("drain_jobs"):
             self._give_up(None)
-            if not self._stores.named:  # now vLLM empties its primary tier, which may be of the weights before
+            if self._stores.withdrawn:  # now vLLM empties its primary tier, which may be of the weights before
                 self._stores.rename()
-                self._pages = self._stores.of(0, 1, self._options.tenant)
+
+    @property
+    def _pages(self) -> PageStore:
+        """The pages of the weights as they are now."""
+        return self._stores.of(0, 1, self._options.tenant)
 
     def _withdraw(self) -> None:
         """Store and find nothing until vLLM resets its cache: a user's call may have changed its weights.
@@ -350,7 +353,7 @@ class CuveeTier(SecondaryTierManager):
         for pool in (self._storing, self._loading):
             with self._guard("shutdown"):
                 pool.dismiss(max(until - time.monotonic(), 0))
-        for close in (self._lookups.shutdown, self._pages.close):
+        for close in (self._lookups.shutdown, self._stores.close):
             with self._guard("shutdown"):
                 close()
         self._rows = None  # vLLM cannot release its memory while a view is left

@@ -30,7 +30,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.fingerprint import PREFIX, model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
@@ -412,7 +412,6 @@ def entry_of(
         pytest.param(lambda model, blob: entry_of(model, start=START), id="wrong-start"),
         pytest.param(lambda model, blob: entry_of(model, dtype="bfloat16"), id="wrong-dtype"),
         pytest.param(lambda model, blob: entry_of(model, lossy(model, 0.2)), id="other-step"),
-        pytest.param(lambda model, blob: entry_of(model, exact(model)), id="other-scheme"),
         pytest.param(lambda model, blob: entry_of(model, fitted_codec(model)), id="other-profile"),
         pytest.param(
             lambda model, blob: entry_of(model, Codec(lossy(model).profile, step=0.1, key=bytes(32))), id="other-secret"
@@ -434,6 +433,16 @@ def test_a_bad_entry_is_replaced(
     assert library.counters == ChunkCounters(misses=2, stored=2, rejected=1)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert blob_of(library, TOKENS) == blob and library.counters.hits == 1
+
+
+def test_a_chunk_that_is_stored_without_loss_is_used_as_it_is(model: Any) -> None:
+    """A lossy codec stores what it cannot make smaller so."""
+    store = Shelf()
+    blob_of(make(model, store, codec=lossy(model)), TOKENS)
+    (key,) = store
+    store[key] = entry_of(model, exact(model))
+    library = make(model, store, codec=lossy(model))
+    assert blob_of(library, TOKENS) == store[key] and library.counters == ChunkCounters(hits=1)
 
 
 @pytest.mark.parametrize("place", ["tenant", "tokens", "model"])
@@ -678,19 +687,32 @@ def test_a_codec_of_another_model_is_refused(model: Any, tiny_model: Callable[..
     with pytest.raises(ProfileMismatchError, match="heads, sizes, RoPE"):
         make(model, codec=exact(tiny_model("qwen2")))
     codec = fitted_codec(model)
-    codec.profile.model = "00"
+    codec.profile.model = f"{PREFIX}00"
     with pytest.raises(ProfileMismatchError, match="calibrated on the model's weights, got one of other weights"):
         make(model, codec=codec)
     codec.profile.model = model_fingerprint(model)
     assert make(model, codec=codec).segment(TOKENS).chunk
 
 
+def test_weights_that_changed_since_are_refused(model: Any) -> None:
+    """A step of training, or one row: what is stored would be the old model's, and what is added the new one's."""
+    store = Shelf()
+    library = make(model, store)
+    first = library.segment(TOKENS)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] += 1
+    with pytest.raises(InputError, match=r"^model: must keep its weights, .*: make another ChunkCache$"):
+        library.segment(TOKENS)
+    again = make(model, store)
+    assert again.segment(TOKENS).chunk != first.chunk and again.counters.misses == 1 and len(store) == 2
+
+
 def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
     """And are not stored."""
-    store = Shelf()
-    library = make(model, store, codec=lossy(model))
+    store, codec = Shelf(), lossy(model)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
+    library = make(model, store, codec=codec)
     with pytest.raises(CuveeError):
         blob_of(library, TOKENS)
     assert not store and library.counters == ChunkCounters()

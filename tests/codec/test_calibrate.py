@@ -23,7 +23,7 @@ from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning import calibrate
 from cuvee.codec.learning.calibrate import choose_group, fit
-from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
+from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure, round_trip
 from cuvee.codec.learning.divergence import compare
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_cache, held_out_count, normalized
@@ -315,7 +315,8 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
     assert list(profile.curves) == ["short", "long", "reread"] and profile.lengths == (32, 64)
     steps = [point.step_index for point in profile.curve]
     assert steps == list(CURVE_STEP_INDICES)
-    assert all([point.step_index for point in points] == steps for points in profile.curves.values())
+    of_kinds = {kind: [point.step_index for point in points] for kind, points in profile.curves.items()}
+    assert of_kinds == {"short": steps, "long": steps, "reread": steps[::4]}
     # With a curve by hand, as a model of random weights hardly reads its cache: `code` costs four times as much.
     easy = [CurvePoint(64 * k, 4.0 - k, 1e-2, 1e-3 * 4.0**k, kind="prose") for k in (-3, -2, -1, 0, 1)]
     hard = [replace(point, kl=4 * (point.kl or 0), kind="code") for point in easy]
@@ -332,6 +333,9 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
     assert curve.expected_kl()[0][1] == pytest.approx(2.5 * KL_MARGIN * 1e-3 / 64)
     assert curve.expected_kl(worst=True)[0][1] == pytest.approx(4 * KL_MARGIN * 1e-3 / 64)
     assert Codec(profile, kl=KL_MARGIN * 4e-3, worst=True).step_index == 0
+    # A kind that was measured at few steps counts at all between them.
+    few = profile.with_curve([*easy, *hard[::4], *both])
+    assert few.resolve(kl=KL_MARGIN * 4e-3, worst=True) == 0 and few.resolve("balanced") == profile.resolve("balanced")
     # A kind whose step nobody measured elsewhere still counts there.
     lone = profile.with_curve([*easy, *both, CurvePoint(32, 3.5, 1e-2, 1.0, kind="code")])
     assert lone.resolve(kl=KL_MARGIN * 2e-3) < 32
@@ -407,18 +411,37 @@ def test_a_curve_without_a_kind_that_rereads_gets_one(tiny_model: Callable[..., 
 
     def noted(profile: Profile, model: object, kinds: dict[str, torch.Tensor], **_: Any) -> Profile:
         measured.append(kinds)
-        return profile
+        return profile.with_curve([CurvePoint(0, 1.0, 1e-2, 1e-3, kind=kind) for kind in kinds], [40])
 
     monkeypatch.setattr(calibrate, "measure", noted)
     rows, own = tokens_of(9, 40), tokens_of(9, 40, 1)
-    for given in (rows, {"reread": own, "mine": rows}):
-        calibrated(tiny_model("llama"), given)
-    assert list(measured[0]) == ["text", "reread"] and torch.equal(measured[1]["reread"], own[-2:])
-    for row, made in zip(rows[-2:].repeat(3, 1), measured[0]["reread"], strict=True):
+    first = calibrated(tiny_model("llama"), rows)
+    assert list(first.curves) == ["text", "reread"] and first.lengths == (40,)
+    calibrated(tiny_model("llama"), {"reread": own, "mine": rows})
+    assert [list(kinds) for kinds in measured] == [["text"], ["reread"], ["reread", "mine"]]
+    assert torch.equal(measured[2]["reread"], own[-2:])
+    for row, made in zip(rows[-2:].repeat(3, 1), measured[1]["reread"], strict=True):
         assert torch.equal(row[:30], made[:30])
         assert any(torch.equal(made[30:], made[start : start + 10]) for start in range(19))
     calibrated(tiny_model("llama"), rows, prefix=20)
-    assert list(measured[2]) == ["text"], "no room to repeat a tail of 20 of 20 cached tokens"
+    assert [list(kinds) for kinds in measured[3:]] == [["text"]], "no room to repeat a tail of 20 of 20 cached tokens"
+
+
+def test_rows_that_begin_with_the_same_tokens_are_coded_once(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
+    tiny, rows = tiny_model("llama"), tokens_of(9, 40)
+    profile = calibrated(tiny, rows)
+    again = torch.cat([rows[:2], rows[:2]])
+    again[2:, 30:] = rows[3:5, 30:]
+    counts: list[int] = []
+
+    def noted(codec: Codec, chunks: list[KVChunk]) -> Any:
+        counts.append(len(chunks))
+        return round_trip(codec, chunks)
+
+    apart = [measure(profile, tiny, row[None], step_indices=(-64,), progress=False).curve[0] for row in again]
+    monkeypatch.setattr("cuvee.codec.learning.curve.round_trip", noted)
+    (point,) = measure(profile, tiny, again, step_indices=(-64,), progress=False).curve
+    assert set(counts) == {2} and point.kl == pytest.approx(sum(one.kl or 0 for one in apart) / 4, rel=1e-3)
 
 
 def test_logits_of_a_bfloat16_model_are_those_of_a_float32_head(tiny_model: Callable[..., Any]) -> None:
@@ -530,7 +553,7 @@ def test_the_curve_leaves_out_steps_that_are_too_fine(tiny_model: Callable[..., 
 
 @pytest.mark.parametrize("worst", [False, True])
 def test_a_kl_below_the_curve_is_lossless(worst: bool, books: Books, caplog: pytest.LogCaptureFixture) -> None:
-    profile = books.profile
+    profile = books.profile.with_curve(books.profile.curve)
     if worst:
         profile = profile.with_curve([*profile.curve, *(replace(p, kind="prose") for p in profile.curve)])
     least = min(kl for _, kl in Curve(profile.points).expected_kl(worst) if kl)

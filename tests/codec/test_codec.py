@@ -253,6 +253,14 @@ def test_layers_are_decoded_without_the_others(layouts: Layouts, make_chunk: Mak
         codec.decode(bytes(blob))
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:x"])
+def test_devices_that_do_not_exist(device: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    codec = make_codec("mha", "lossless")
+    blob = codec.encode(make_chunk(layouts["mha"], 5))
+    with pytest.raises(InputError, match=f"^device: must be a device that torch can use here, got '{device}'"):
+        codec.decode(blob, device=device)
+
+
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
 def test_positions_that_do_not_exist(
     scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -47,8 +47,15 @@ def shares(matrices: Sequence[torch.Tensor], of_slabs: Sequence[float] = ()) -> 
     return [np.zeros(matrix.shape[1], np.float32) for matrix in matrices]
 
 
+@dataclass
+class Block:
+    """A block's map, as it is."""
+
+    inverse: torch.Tensor
+
+
 def kept(matrices: Sequence[torch.Tensor]) -> InverseMaps:
-    return InverseMaps(lambda: matrices)
+    return InverseMaps([Block(matrix) for matrix in matrices])
 
 
 def kind_of(y: torch.Tensor) -> Products:

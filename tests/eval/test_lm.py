@@ -495,6 +495,8 @@ def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) ->
         ({"method": Uncompressed(), "batch_size": "0"}, "batch_size: .* got '0'"),
         ({"method": Uncompressed(), "batch_size": "auto:4"}, "batch_size: 'auto' is not supported"),
         ({"method": Uncompressed(), "cache_dtype": "float8"}, "cache_dtype: must be one of bfloat16, .* got 'float8'"),
+        ({"method": Uncompressed(), "dtype": "float17"}, "^dtype: must be one of bfloat16, .* got 'float17'"),
+        ({"method": Uncompressed(), "mixed_precision_dtype": "half17"}, "^mixed_precision_dtype: .* got 'half17'"),
         ({"method": Uncompressed(), "softmax_dtype": "bfloat16"}, "softmax_dtype: must be float32 or float64, got bfl"),
         ({"method": Uncompressed(), "device": "gpu"}, "device: must be a device that torch can use here, got 'gpu'"),
         ({"method": Uncompressed(), "backend": "seq2seq"}, "backend: seq2seq models are not supported"),

@@ -309,6 +309,7 @@ def test_no_folder(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def lm() -> CuveeLM:
     model, tokenizer = load_bundled_model()
+    model.config.max_position_embeddings = 2048  # the tasks are longer than what it was trained on
     return CuveeLM(pretrained=model, tokenizer=tokenizer, method=Uncompressed(), batch_size=4)
 
 

@@ -23,6 +23,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations import file_digests
 from cuvee.integrations import weight_fingerprints as weight_fingerprints_module
 from cuvee.integrations.checkpoint import (
+    Checkpoint,
     check_profile,
     checkpoint_identity,
     read_layout,
@@ -315,6 +316,24 @@ def test_a_damaged_file_is_named(folder: Path, damage: Callable[[bytes], bytes])
             InputError, match=r"^model: must hold complete safetensors files, got .*model\.safetensors .*again"
         ):
             call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: os.utime(folder / "model.safetensors", (0, 0)),  # as if it was written
+        lambda folder: shutil.copy(folder / "model.safetensors", folder / "more.safetensors"),
+        lambda folder: (folder / "model.safetensors").unlink(),
+    ],
+)
+def test_files_that_change_before_they_are_read_are_not_those_of_the_engine(
+    change: Callable[[Path], object], folder: Path
+) -> None:
+    """They are listed when an engine starts, and may be read much later."""
+    listed = Checkpoint(folder)
+    change(folder)
+    with pytest.raises(InputError, match=r"^model: must (not change|name files)"):
+        listed.identity()
 
 
 @pytest.mark.parametrize("content", [b'{"a": ', b'{"a":' * 1000 + b"1" + b"}" * 1000, b'{"a":' * 100_000, b"1" * 5000])

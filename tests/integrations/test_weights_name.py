@@ -51,7 +51,7 @@ def test_the_same_text_again_is_another_name() -> None:
     first = weights.current
     assert first is not None and first.number == 1
     weights.withdraw("of a test")
-    assert weights.current is None and not weights.holds(first) and weights.withdrawn == 1
+    assert weights.current is None and not weights.holds(first)
     again = weights.use("a")
     assert weights.holds(again) and not weights.holds(first) and again != first and again.number == 2
     weights.make(lambda stop: "b")

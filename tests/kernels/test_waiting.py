@@ -21,6 +21,7 @@ from tests.late_device import CUDA, DeviceTensor, LateDevice, late_device
 from tests.predicting import VOCABULARY
 from tests.predicting import predicting as with_token_table
 
+from cuvee.codec import encoding
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError
@@ -38,6 +39,8 @@ SIZES = [9, 30, 1, 17, 40, 8]
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
+    # Chunks as small as these take a large share of their raw bytes, and would be coded a second time.
+    monkeypatch.setattr(encoding, "SUSPICIOUS_SHARE", 10)
     with late_device(monkeypatch) as device:
         yield device
 

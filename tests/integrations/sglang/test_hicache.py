@@ -29,6 +29,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import calibrate
+from cuvee.codec.models.fingerprint import PREFIX
 from cuvee.codec.models.rope import rotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.profile_collection.collection import ProfileCollection
@@ -442,7 +443,7 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
         rank(missing)
     weights = weight_fingerprints(bundled_model_path()).found[0]
     ids = []
-    for name in (weights, "0" * 32):
+    for name in (weights, f"{PREFIX}{0:032}"):
         fitted = fitted_to(layout())
         profile = Profile(fitted.layout, fitted.group, fitted.source, fitted.family, fitted.learned, model=name)
         ids.append(profile.id.hex())

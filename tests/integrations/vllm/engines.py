@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import urllib.error
@@ -230,7 +231,7 @@ class Step:
         forget: empty the engine's own prefix cache before each submission.
         sleeps: let the engine sleep and wake up first; "changed": and change its weights in place meanwhile.
         weights: change them first, and tell the connector nothing: "changed" in place, by training for instance, or
-            "reloaded" from the checkpoint's files.
+            "reloaded" from the checkpoint's files. "named": have the checkpoint read, and wait for its name.
         heard: wait a second first, so that whoever listens to the engine's events has joined.
         until: repeat a request of one token until a counter has reached a value: (name, value).
         settles: repeat one until nothing waits to be stored.
@@ -245,7 +246,7 @@ class Step:
     params: Sequence[Mapping[str, Any] | None] = ()
     forget: bool = False
     sleeps: bool | Literal["changed"] = False
-    weights: Literal["changed", "reloaded"] | None = None
+    weights: Literal["changed", "reloaded", "named"] | None = None
     heard: bool = False
     until: tuple[str, float] | None = None
     settles: bool = False
@@ -253,12 +254,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine and what it is to do; `options` are arguments of `vllm.LLM`."""
+    """One engine and what it is to do; `options` are arguments of `vllm.LLM`.
+
+    `unread`: none of the checkpoint is read to name it before a step says so.
+    """
 
     name: str
     model: Path
     steps: Sequence[Step]
     options: Mapping[str, Any] = field(default_factory=dict)
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -750,6 +755,23 @@ def _take_a_step(llm: Any) -> None:
     llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
 
 
+_digests_held: list[threading.Event] = []
+
+
+def _hold_digests() -> None:
+    """Read no checkpoint of this process until a step says so."""
+    from cuvee.integrations import checkpoint
+
+    go, read = threading.Event(), checkpoint.file_digests
+
+    def held(files: Sequence[Path], stop: threading.Event | None = None) -> list[bytes]:
+        go.wait()
+        return read(files, stop)
+
+    checkpoint.file_digests = held
+    _digests_held[:] = [go]
+
+
 def _run(engine: Engine) -> Ran:
     import torch
 
@@ -766,6 +788,8 @@ def _run(engine: Engine) -> Ran:
         "disable_log_stats": False,
         "seed": 0,
     }
+    if engine.unread:
+        _hold_digests()
     llm = start_engine(engine.model, **{**defaults, **engine.options})
     config = llm.llm_engine.vllm_config
     ahead = config.scheduler_config.async_scheduling
@@ -800,6 +824,11 @@ def run_steps(llm: Any, steps: Sequence[Step]) -> Ran:
         elif step.weights == "reloaded":
             llm.collective_rpc("reload_weights")
             _forget(llm)
+        elif step.weights == "named":
+            _digests_held[0].set()
+            for thread in threading.enumerate():
+                if thread.name == "cuvee-weights":
+                    thread.join(60)
         done.steps.append(_answer(llm, prompts, step))
         if step.until:
             metric, least = step.until

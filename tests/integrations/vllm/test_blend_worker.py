@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import fitted_to
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench, poison
 
 from cuvee.codec.chunk import KVChunk
@@ -366,7 +365,7 @@ def test_a_blend_whose_ranks_cannot_agree_ends_its_step(
     assert [entry for entry, _ in contained] == ["blend"]
 
 
-@pytest.mark.parametrize("harm", ["gone", "damaged", "shorter", "of another quality", "empty"])
+@pytest.mark.parametrize("harm", ["gone", "damaged", "shorter", "empty"])
 @pytest.mark.parametrize("start", [0, BLOCK])
 def test_a_piece_that_cannot_be_placed_leaves_the_exact_prefix(
     bench: Callable[..., Bench], harm: str, start: int
@@ -380,7 +379,6 @@ def test_a_piece_that_cannot_be_placed_leaves_the_exact_prefix(
         b.store.entries[key] = {
             "damaged": blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:],
             "shorter": b.codec.encode(b.sequence.slice(31, 39)),
-            "of another quality": type(b.codec)(fitted_to(LAYOUT), "high").encode(b.sequence.slice(31, 40)),
             "empty": b"",
         }[harm]
     pieces = [b.piece(5, 20, 20), b.piece(31, 9, 41)]

@@ -31,8 +31,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Ran]:
         Step(weights="reloaded"), found(2), once(FIRST, SECOND),
     ]  # fmt: skip
     restarted = [once(FIRST, SECOND)]
+    unnamed = [once(FIRST), once(FIRST), Step(weights="named"), once(FIRST), once(FIRST)]
+    other = transfer(folder, "others", chunk_tokens=CHUNK)
     engines = [
-        Engine("updated", folder / "model", steps, given), Engine("restarted", folder / "model", restarted, given)
+        Engine("updated", folder / "model", steps, given), Engine("restarted", folder / "model", restarted, given),
+        Engine("unnamed", folder / "model", unnamed, other, unread=True),
     ]  # fmt: skip
     return run_engines(folder / "runs", engines, timeout=600.0)
 
@@ -60,3 +63,12 @@ def test_an_engine_with_the_files_weights_finds_nothing_of_others(ran: Mapping[s
     assert cached(ran["restarted"], 0) == [WHOLE, WHOLE]
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in ran["updated"].steps[8]]
     ran["restarted"].assert_sound()
+
+
+def test_an_engine_serves_while_its_checkpoint_is_read_and_caches_afterwards(ran: Mapping[str, Ran]) -> None:
+    unnamed = ran["unnamed"]
+    assert [cached(unnamed, step) for step in (0, 1, 3, 4)] == [[0], [0], [0], [WHOLE]]
+    assert len({tuple(unnamed.steps[step][0].tokens) for step in (0, 1, 3, 4)}) == 1
+    assert unnamed.metric("vllm:cuvee_uncached{reason=unnamed}", after=1) >= 2
+    assert "the checkpoint is being read to name it" in unnamed.log
+    unnamed.assert_sound()

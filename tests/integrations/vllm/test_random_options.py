@@ -69,10 +69,10 @@ def drawn(rng: random.Random) -> tuple[dict[str, Any], bool]:
     targets = option == "deadline_ms" and not hybrid
     served &= option is None or option == "blend" or (targets and kind not in WINDOWS)
     fp8 = held is torch.uint8
-    served &= option != "blend" or not (model != "llama" or fp8 or method or pipeline > 1)
-    served &= not hybrid or pipeline == 1
-    layers = 2 if hybrid else pick(2, (1, 3, 0)) if pipeline == 1 else 1
-    served &= layers == (1 if pipeline > 1 and not hybrid else 2) or (layers == 3 and method is not None)
+    served &= option != "blend" or not (model != "llama" or fp8 or method)
+    served &= pipeline == 1
+    layers = 2 if hybrid else pick(2, (1, 3, 0))
+    served &= layers == 2 or (layers == 3 and method is not None)
     chunked, prefix = pick(True, (False,)), pick(True, (False,))
     served &= model != "deepseek" or chunked or prefix
     decode, prefill = pick(1, (2,), 0.05), pick(1, (2,), 0.05)

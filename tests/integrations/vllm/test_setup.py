@@ -248,8 +248,6 @@ def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
     assert several.holders == (0,) and several.holder(1) == 0, "one of them stores it"
     heads = Setup.of_engine(*_engine(specs=[_spec(num_kv_heads=1)], parallel__tensor_parallel_size=2))
     assert heads.holders == (0, 1) and heads.holder(1) == 1
-    stages = replace(several, stages=2)
-    assert stages.holders == (0, 2) and [stages.holder(rank) for rank in range(4)] == [0, 0, 2, 2]
     beside = {**latents, "specs": [*latents["specs"], _spec()]}
     assert not all_latent(_engine(**beside)[1]), "a drafter's heads, which are each rank's own"
     off: dict[str, Any] = {"scheduler__enable_chunked_prefill": False, "cache__enable_prefix_caching": False}
@@ -369,21 +367,6 @@ def test_layers_with_a_cache_that_the_scheduler_does_not_know_are_refused(shared
     Setup.of_engine(config, cache).check_registered({**own, "model.layers.2": shared}, config)
 
 
-@pytest.mark.serves(parallel="pipeline parallelism", where="classes")
-def test_stages_of_a_pipeline_have_their_layers(checkpoint: Callable[..., None]) -> None:
-    """And names of their own, other than those of ranks that share the heads."""
-    piped: dict[str, Any] = {"parallel__pipeline_parallel_size": 2}
-    engines = [_engine(names=[f"model.layers.{at}"], **piped) for at in range(2)]
-    stages = [Setup.of_engine(*engine) for engine in engines]
-    assert [made.layout for made in stages] == [LAYOUT, LAYOUT], "of the whole model"
-    assert [(made.ranks, made.alone) for made in stages] == [(2, False)] * 2
-    assert [made.layout_of_pages(at).layers for at, made in enumerate(stages)] == [LAYOUT.layers[:1], LAYOUT.layers[1:]]
-    assert stages[0].codec(0).profile.layout == stages[0].layout_of_pages(0)
-    shared = _engine([_spec(num_kv_heads=1)], parallel__tensor_parallel_size=2)
-    names = {made.identity(engine[0]) for made, engine in ((stages[0], engines[0]), (Setup.of_engine(*shared), shared))}
-    assert len(names) == 2
-
-
 @pytest.mark.parametrize(
     "rope",
     [
@@ -438,12 +421,14 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ({"layers": 0}, UnsupportedModelError, "caches no keys and values"),
         (
             {
+                "specs": [_spec(MLAAttentionSpec, num_kv_heads=1, head_size=20, head_size_v=0)],
+                "model__hf_text_config": LATENTS,
                 "names": [
                     f"model.layers.{at}.self_attn.{cache}" for at in (0, 1) for cache in ("attn", "indexer.k_cache")
-                ]
+                ],
             },
             UnsupportedModelError,
-            "sparse indexers with layers other than latents",
+            "^model.layers.0.self_attn.indexer.k_cache: sparse attention .*: serve this model without CuveeConnector",
         ),
         ({"names": ["model.layers.0", "model.tail"]}, UnsupportedModelError, "model.tail: must have one number"),
         ({"specs": [_spec(), _spec(dtype=torch.float16)]}, UnsupportedModelError, "cache of bfloat16 and float16"),
@@ -468,6 +453,11 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
         ),
         ({"parallel__decode_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
         (
+            {"parallel__pipeline_parallel_size": 2},
+            UnsupportedModelError,
+            "pipeline parallelism: set --pipeline-parallel-size to 1 and --tensor-parallel-size to",
+        ),
+        (
             {"speculative": _drafts("dflash")},
             UnsupportedModelError,
             "speculative decoding by 'dflash': set \"method\" in --speculative-config to one of ngram, ngram_gpu, ",
@@ -476,9 +466,11 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
     ],
 )
 @pytest.mark.serves(model="recurrent layers, no states kept", where="refused")
+@pytest.mark.serves(model="latents (MLA) with a sparse indexer", where="refused")
 @pytest.mark.serves(cache="nvfp4", where="refused")
 @pytest.mark.serves(drafts="dflash", where="refused")
 @pytest.mark.serves(parallel="context parallelism", where="refused")
+@pytest.mark.serves(parallel="pipeline parallelism", where="refused")
 def test_what_is_refused(changes: dict[str, Any], error: type[CuveeError], message: str) -> None:
     """Besides what `test_random_options` draws."""
     with pytest.raises(error, match=message):
@@ -649,7 +641,7 @@ def test_the_library_names_blobs_as_a_plain_engine_does(
         fitted_to(Setup.of_engine(*_engine()).layout).save(tmp_path / "p")
         extra = {**extra, "profile": str(tmp_path / "p")}
     monkeypatch.setattr(checkpoint_module, "checkpoint_identity", lambda path: "weights")
-    monkeypatch.setattr(checkpoint_module, "tokenizer_identity", checkpoint_module.tokenizer_identity)
+    monkeypatch.setattr(checkpoint_module, "tokenizer_identity", lambda path, **_: "tokenizer")
     config, cache = _engine(extra=extra, model__skip_tokenizer_init=not tokenizer)
     made = Setup.of_engine(config, cache)
     identity = checkpoint_module.engine_identity(

@@ -23,7 +23,7 @@ LAYERS = (
     RecurrentLayer("model.layers.0.mixer", 0, ((3, 8), (2, 4, 4)), (torch.bfloat16, torch.float32)),  # as of Mamba 2
     RecurrentLayer("model.layers.2.mixer", 2, ((6,), (6,), (6,), (2, 3, 3)), (torch.float32,) * 4),  # as of Kimi Linear
 )
-CACHED = CachedLayers(("a", "b", "c"), (1, 3, 5), (), GROUPS, LAYERS, BLOCK)
+CACHED = CachedLayers(("a", "b", "c"), (), GROUPS, LAYERS, BLOCK)
 SETUP = {"layers": CACHED}
 END = 3 * CHUNK
 HELD = [[NULL_BLOCK] * 5 + [7], [1, 2, 3, 4, 5, 6], [NULL_BLOCK] * 5 + [9]]  # after a step that ends there

@@ -29,6 +29,7 @@ from tests.integrations.vllm_tier.real_tiers import (
 
 from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.integrations.file_digests import file_digests
 from cuvee.integrations.pages import PageStore
 from cuvee.integrations.vllm_tier import chunk_rows
 
@@ -172,6 +173,28 @@ def test_draining_ends_all_jobs_and_reports_each(engine: Callable[..., Engine], 
     e.view.fill_(-1)
     found = [number for number in range(15) if e.load([number])]
     assert len(found) == e.counters["saved_pages"] - 1 < 15
+
+
+def test_a_reset_before_the_weights_have_a_name_changes_no_name(
+    engine: Callable[..., Engine], store: DictStore
+) -> None:
+    go = threading.Event()
+
+    def digests(files: list[Path], stop: threading.Event | None = None) -> list[bytes]:
+        assert go.wait(60)
+        return file_digests(files, stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cuvee.integrations.checkpoint.file_digests", digests)
+        patch.setattr("cuvee.integrations.pages.opening.START_SECONDS", 0.0)
+        e = engine()
+    e.reset()
+    named = [each for each in threading.enumerate() if each.name == "cuvee-weights"]
+    go.set()
+    for each in named:
+        each.join(60)
+    e.save([1])
+    assert engine().lookup([1]) == 1
 
 
 def test_after_new_weights_nothing_of_the_old_is_found_and_nothing_is_stored_under_their_name(
