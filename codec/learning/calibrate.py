@@ -165,9 +165,9 @@ def calibrate(
         return profile
     # At few steps, since how much more it loses than other text changes slowly with the step.
     steps = default_step_indices(profile)
-    few, kinds = {steps[0], *steps[::-4]}, {_REREAD: again}
+    few = {steps[0], *steps[::-4]}
     reread_points = measure(
-        profile, model, kinds, prefix=prefix, step_indices=few, batch_size=MEASURE_BATCH, progress=progress
+        profile, model, {_REREAD: again}, prefix=prefix, step_indices=few, batch_size=MEASURE_BATCH, progress=progress
     ).points
     return profile.with_curve([*profile.points, *(p for p in reread_points if p.kind)], profile.lengths)
 

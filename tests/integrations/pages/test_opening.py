@@ -117,8 +117,8 @@ def test_weights_that_change_before_they_have_a_name(monkeypatch: pytest.MonkeyP
     quick = opened()
     quick.rename("2")
     assert quick.of(0, 1, "")._names.page(b"name") == pages._names.page(b"name") != before._names.page(b"name")
-    for each in (stores, early, quick):
-        each.close()
+    for opened_stores in (stores, early, quick):
+        opened_stores.close()
 
 
 def test_a_profile_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

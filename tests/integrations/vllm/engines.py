@@ -761,14 +761,15 @@ _digests_held: list[threading.Event] = []
 def _hold_digests() -> None:
     """Read no checkpoint of this process until a step says so."""
     from cuvee.integrations import checkpoint
+    from cuvee.integrations.file_digests import file_digests
 
-    go, read = threading.Event(), checkpoint.file_digests
+    go = threading.Event()
 
     def held(files: Sequence[Path], stop: threading.Event | None = None) -> list[bytes]:
         go.wait()
-        return read(files, stop)
+        return file_digests(files, stop)
 
-    checkpoint.file_digests = held
+    vars(checkpoint)["file_digests"] = held
     _digests_held[:] = [go]
 
 
