@@ -46,7 +46,7 @@ class AdapterFiles:
 
 
 class AdapterFolders:
-    """Reads the folders of adapters, each once as long as its files stay the same."""
+    """Reads the folders of adapters, each once as long as its files stay the same. Threads may use it at once."""
 
     def __init__(self) -> None:
         self._read: dict[str, tuple[Signature, AdapterFiles]] = {}
@@ -60,10 +60,10 @@ class AdapterFolders:
         signature = _signature(path)
         known = self._read.get(path)
         if known is None or known[0] != signature:
-            known = self._read[path] = signature, AdapterFiles(path, checkpoint_identity(path))
+            known = signature, AdapterFiles(path, checkpoint_identity(path))
             if _signature(path) != signature:
-                self._read.pop(path, None)  # another thread may have
                 raise InputError(f"adapter: must not change while it is read, got {path}")
+            self._read[path] = known  # only now: other threads take it as it is
         return known
 
     def holds(self, files: AdapterFiles) -> bool:
@@ -75,15 +75,21 @@ class AdapterFolders:
 
 
 class Adapters:
-    """The adapters of one engine, by the numbers that it gives them."""
+    """The adapters of one engine, by the numbers that it gives them.
+
+    Attributes:
+        changes: how often the engine has loaded or dropped weights, as far as it tells.
+    """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._folders = AdapterFolders()
         self._known: dict[int, tuple[str, Signature] | None] = {}  # where its weights are from; None: unknown
         self._once = Once(logger)
 
     def find(self, number: int, name: str, path: str) -> AdapterFiles | None:
         """Return the files that the engine has an adapter's weights from; None: that is not known, and it is logged.
+        The answer holds until `changes` changes. One thread uses this, beside the engine's.
 
         Args:
             number: of the adapter in the engine, which has one set of weights by each.
@@ -91,15 +97,21 @@ class Adapters:
             path: its folder, or a hub id in the local cache.
         """
         try:
+            # Noted before the files are read, which takes long: the engine may read them meanwhile.
+            noted = self._known.setdefault(number, (path, _signature(path)))
             signature, files = self._folders.read(path)
         except (InputError, OSError) as error:  # tried again at the next request
             self._warn(name, path, str(error))
             return None
-        if self._known.setdefault(number, (path, signature)) == (path, signature):
+        if noted == (path, signature):
             return files
         self._known[number] = None
         self._warn(name, path, "its files have changed since the engine may have read them; load it anew or restart")
         return None
+
+    def overdue(self, number: int) -> None:
+        """Note that the engine begins with an adapter's request, and may read its weights, before `find` has ended."""
+        self._known.setdefault(number, None)
 
     @contextmanager
     def loading(self, number: int, path: str, again: bool) -> Iterator[None]:
@@ -110,13 +122,15 @@ class Adapters:
             path: its folder, or a hub id in the local cache.
             again: the engine reads them even if it has an adapter by this number.
         """
-        before = self._signature(path)
+        before, reads = self._signature(path), again or number not in self._known
         yield
-        if again or number not in self._known:
+        if reads:
+            self.changes += 1
             self._known[number] = None if before is None or before != self._signature(path) else (path, before)
 
     def unloaded(self, number: int) -> None:
         """Forget an adapter whose weights the engine has dropped."""
+        self.changes += 1
         self._known.pop(number, None)
 
     def _signature(self, path: str) -> Signature | None:

@@ -57,16 +57,15 @@ class Requests:
         self._media_names = MediaNames()
         # One thread hashes images and reads the files of adapters: megabytes, from disks that may hang.
         self._thread = ThreadPool(1, "cuvee-names", state.options.lookup_timeout)
-        self._naming: dict[str, tuple[float, Future[_Names]]] = {}
+        self._naming: dict[str, tuple[float, int, Future[_Names]]] = {}  # since when, and `Adapters.changes` then
         self._once = Once(logger)
 
     def end(self, request_id: str) -> None:
         """Forget a request."""
         self.tracked.pop(request_id, None)
         self.uncached.discard(request_id)
-        _, naming = self._naming.pop(request_id, (0.0, None))
-        if naming is not None:
-            naming.cancel()
+        if request_id in self._naming:
+            self._naming.pop(request_id)[-1].cancel()
 
     def close(self) -> None:
         """Name no more requests. Waits for nothing."""
@@ -84,8 +83,9 @@ class Requests:
         ):
             return True
         if request_id not in self._naming:
-            self._naming[request_id] = self._state.clock(), self._thread.submit(self._names, request)
-        begun, naming = self._naming[request_id]
+            changes, naming = self._adapters.changes, self._thread.submit(self._names, request)
+            self._naming[request_id] = self._state.clock(), changes, naming
+        begun, _, naming = self._naming[request_id]
         return naming.done() or self._state.clock() - begun > self._state.options.lookup_timeout
 
     def was_naming(self, request: Any) -> bool:
@@ -100,13 +100,20 @@ class Requests:
         return media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path)
 
     def _take_names(self, request: Any) -> _Names:
-        """Return and forget what `_names` has returned; no names if it has not ended in time."""
-        _, naming = self._naming.pop(request.request_id, (0.0, None))
-        if naming is not None and naming.done():
-            return naming.result()
-        if naming is not None:
-            naming.cancel()
-        return [None] * len(request.mm_features), None
+        """Return and forget what `_names` has returned; no names if it has not ended in time, and none of an adapter
+        if the engine has loaded one meanwhile.
+        """
+        none: _Names = [None] * len(request.mm_features), None
+        if request.request_id not in self._naming:
+            return none
+        _, changes, naming = self._naming.pop(request.request_id)
+        if naming.done():
+            media, adapter = naming.result()
+            return media, adapter if changes == self._adapters.changes else None
+        naming.cancel()
+        if request.lora_request is not None:
+            self._adapters.overdue(request.lora_request.lora_int_id)
+        return none
 
     def name(self, model: str) -> None:
         """Take the name of the weights that the engine has read, unless it has changed them since."""

@@ -221,4 +221,36 @@ def test_files_that_change_while_they_are_identified(folder: Path, monkeypatch: 
         return checkpoint_identity(path)
 
     monkeypatch.setattr(module, "checkpoint_identity", changing)
-    assert find(Adapters(), folder) is None
+    adapters = Adapters()
+    assert find(adapters, folder) is None
+    monkeypatch.undo()
+    assert find(adapters, folder) is None, "the engine may have read them before they changed"
+
+
+def test_no_thread_sees_what_another_has_not_verified(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reads files that change meanwhile, and are the old ones again when the other looks."""
+    folders, signature, seen = AdapterFolders(), module._signature(str(folder)), list[AdapterFiles]()
+    mixed, after = AdapterFiles(str(folder), "mixed"), iter([signature, None])
+
+    def signature_of(path: str) -> Any:
+        found = next(after, signature)
+        if found is None:  # the first thread verifies; the second comes now
+            monkeypatch.setattr(module, "checkpoint_identity", checkpoint_identity)
+            seen.append(folders.read(path)[1])
+        return found
+
+    monkeypatch.setattr(module, "_signature", signature_of)
+    monkeypatch.setattr(module, "checkpoint_identity", lambda path: mixed.content)
+    assert folders.holds(mixed) is False
+    assert [files.content for files in seen] == [checkpoint_identity(str(folder))]
+
+
+def test_files_that_change_after_an_overdue_naming(folder: Path, other: Path) -> None:
+    """The engine has read the old ones for the request that was not named in time."""
+    adapters = Adapters()
+    adapters.overdue(1)
+    deploy(other, folder)
+    assert find(adapters, folder) is None
+    assert find(adapters, folder, 2) is not None
+    adapters.overdue(2)
+    assert find(adapters, folder, 2) is not None, "its files were noted in time"

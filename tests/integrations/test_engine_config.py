@@ -311,6 +311,7 @@ _VARIABLES = [  # name, value, and whether it counts
     ("VLLM_LOGGING_LEVEL", "DEBUG", False), ("VLLM_API_KEY", _SECRET, False), ("VLLM_PORT", "4000", False),
     ("VLLM_CPU_KVCACHE_SPACE", "1", False), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0", False),
     ("VLLM_USE_V2_MODEL_RUNNER", "1", False), ("HF_TOKEN", _SECRET, False),
+    ("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "60", False),
 ]  # fmt: skip
 
 

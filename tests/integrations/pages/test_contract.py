@@ -267,7 +267,7 @@ def test_a_store_that_fails_is_a_miss_that_is_counted(make: Make, store: DictSto
     assert a.counters["unsaved_pages"] == 2
 
 
-@pytest.mark.parametrize("method", ["stored", "in_order", "save"])
+@pytest.mark.parametrize("method", ["_held", "in_order", "save"])
 def test_an_error_of_ours_is_a_miss(
     make: Make, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,7 +280,7 @@ def test_an_error_of_ours_is_a_miss(
     monkeypatch.setattr(Entries, method, fail)
     a.save(2, sequence=1)
     loaded = a.load(2), a.load(2, sequence=1)
-    assert loaded in {"stored": [(0, 0), (2, 0)], "in_order": [(0, 0)], "save": [(2, 0)]}[method]
+    assert loaded in {"_held": [(0, 0), (2, 0)], "in_order": [(0, 0)], "save": [(2, 0)]}[method]
     assert any(name.startswith("contained") for name in a.counters) and "planted" in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,35 @@ def test_an_adapter_that_changes_before_its_first_step_is_not_stored(
     e.submit("t", IDS, lora_request=adapter(tmp_path / "a", 2))
     e.run()
     assert e.recorder.totals()["uncached", "adapter"] == 1, "nobody knows which weights the engine has"
+
+
+def test_an_adapter_that_is_loaded_anew_while_its_request_is_named(
+    engine: Callable[..., SmallEngine], tmp_path: Path
+) -> None:
+    e, folder = engine(), tmp_path / "a"
+    request = e.submit("r", IDS, lora_request=adapter(folder, 1))
+    wait_until(lambda: e.side._requests.is_named(request), "the request is named")
+    with e.side._requests._adapters.loading(1, str(folder), again=True):
+        pass
+    e.run()
+    assert e.recorder.totals()["uncached", "adapter"] == 1 and not e.store.entries
+
+
+def test_an_adapter_that_is_not_named_in_time(engine: Callable[..., SmallEngine], tmp_path: Path) -> None:
+    """The engine has its old weights when the next request finds other files."""
+    e, read = engine(), threading.Event()
+    requests = e.side._requests
+    blocked = requests._thread.submit(read.wait)  # what a disk that hangs does
+    request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
+    begun, changes, naming = requests._naming["r"]
+    requests._naming["r"] = begun - 2 * requests._state.options.lookup_timeout, changes, naming
+    assert requests.is_named(request)
+    e.run()
+    read.set()
+    blocked.result()
+    e.submit("s", IDS, lora_request=adapter(tmp_path / "a", 2))
+    e.run()
+    assert e.recorder.totals()["uncached", "adapter"] == 2 and not e.store.entries
 
 
 def test_an_adapter_that_stays_the_same_is_cached(engine: Callable[..., SmallEngine], tmp_path: Path) -> None:
