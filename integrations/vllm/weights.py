@@ -247,7 +247,8 @@ def _columns(part: torch.nn.Module, dtype: torch.dtype, most: int) -> Iterator[t
     Raises:
         LookupError: the layer does not tell its size.
     """
-    size = next((got for name in ("input_size_per_partition", "embedding_dim") if (got := getattr(part, name, 0))), 0)
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
+    size = next((got for name in names if (got := getattr(part, name, 0))), 0)
     if not size:
         raise LookupError(f"a {type(part).__name__} is packed")
     linear, weight = vars(part)["cpu_linear"], getattr(part, "weight", None)
