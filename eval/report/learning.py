@@ -93,5 +93,8 @@ def cached_tokens(config: ReportConfig, corpora: Sequence[Corpus], prefix: int) 
 
 
 def all_sequences(sequences: torch.Tensor | Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The sequences of all kinds, `[N, length]`."""
-    return sequences if isinstance(sequences, torch.Tensor) else torch.cat(list(sequences.values()))
+    """The sequences of all kinds, `[N, length]`, but for the mixture's few longer ones."""
+    if isinstance(sequences, torch.Tensor):
+        return sequences
+    length = min(rows.shape[1] for rows in sequences.values())
+    return torch.cat([rows for rows in sequences.values() if rows.shape[1] == length])

@@ -26,7 +26,7 @@ from tests.package.cli.running import run
 
 import cuvee
 from cuvee.calibration.bundled import bundled_model_path
-from cuvee.calibration.kinds import KINDS, more_text
+from cuvee.calibration.kinds import KINDS, LONG, more_text
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.models.fingerprint import model_fingerprint
@@ -296,7 +296,7 @@ def test_a_profile_of_another_model_is_refused(
     assert profile.model == model_fingerprint(books.model)
     Profile(
         profile.layout, profile.group, profile.source, profile.family, profile.learned,
-        min_step_index=profile.min_step_index, model="0" * 32, curve=profile.curve,
+        min_step_index=profile.min_step_index, model=f"w2-{0:032x}", curve=profile.curve,
     ).save(tmp_path / "other")  # fmt: skip
     with pytest.raises(ProfileMismatchError, match="was calibrated on other weights"):
         run_report(config, tmp_path / "run", console)
@@ -570,7 +570,7 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     calibrated = cuvee.calibrate
     monkeypatch.setattr(cuvee, "calibrate", calibrate)
     data = run_report(config, tmp_path / "run", console)
-    assert learned["group"] == "layers:2" and list(learned["tokens"]) == list(KINDS)
+    assert learned["group"] == "layers:2" and set(learned["tokens"]) == {*KINDS, LONG}
     assert data["configuration"]["groups"] == ["layers:2"]
     assert keys_of(data) == ["bf16", "kivi4", "cuvee/layers:2@balanced"]
     assert [t["name"] for t in data["text"]["calibration"]] == ["mixture"]

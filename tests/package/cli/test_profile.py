@@ -14,12 +14,14 @@ from transformers import MambaConfig
 import cuvee
 from cuvee.calibration import kinds
 from cuvee.calibration.bundled import bundled_model_path
-from cuvee.calibration.kinds import KINDS
+from cuvee.calibration.kinds import KINDS, LONG
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores import open_store
 from cuvee.naming.identity import store_key
+
+ALL_KINDS = (*KINDS[:7], LONG, *KINDS[7:])  # of a mixture
 
 
 def test_profile_show(files: Files) -> None:
@@ -101,7 +103,7 @@ def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.Mo
     learned = run(*learn, *options).stdout
     profile = Profile.load(out)
     assert profile.group == "unit" and profile.source == "calibrated" and profile.id.hex() in learned
-    assert tuple(profile.curves) == (*KINDS, "own.txt", "a.jsonl")
+    assert tuple(profile.curves) == (*ALL_KINDS, "own.txt", "a.jsonl")
     data = json.loads(run("profile", "show", out, "--json").stdout)
     assert data["id"] == profile.id.hex() and tuple(data["curves"]) == tuple(profile.curves)
     assert [p["kl"] for p in data["curves"]["code"]] == [p.kl for p in profile.curves["code"]]
@@ -168,7 +170,7 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
 
     # The default is the mixture; an added kind replaces one of the same name.
     tokens, group, arguments = learned("--sequences", "40", "--text", tmp_path / "prose", "--text", tmp_path / "a=b")
-    assert list(tokens) == [*KINDS, "a=b"] and group == "auto"
+    assert list(tokens) == [*ALL_KINDS, "a=b"] and group == "auto"
     defaults = {"batch_size": 4, "seed": 0, "tensor_parallel": False}
     more = arguments.pop("more_text")
     assert more.shape[1] == 64 and len(more) > 10 * 40, "all bundled texts, to predict from tokens"
