@@ -294,6 +294,8 @@ def fitted_profile(name: str, group: str) -> Profile:
 def fitted_to(layout: KVLayout, group: str = "layer") -> Profile:
     """A profile of a layout, learned from synthetic chunks, without a curve."""
     tokens = max(200, 4 * layout.values_per_token // 7 + 8)  # enough for any group
+    if layout.max_positions is not None:
+        tokens = min(tokens, layout.max_positions - 100)  # too few for a group of all layers, in a short model
     last = 10_000 if layout.max_positions is None else layout.max_positions - tokens
     return fit(layout, [synthetic_chunk(layout, tokens, seed, min(10 * seed, last)) for seed in range(100, 107)], group)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from enum import Enum
 
 import llvmlite.binding as llvm
-import numba
 import torch
 
 from cuvee.codec.layout import KVLayout
@@ -42,7 +42,7 @@ FAST_BFLOAT16 = _is_bfloat16_fast()
 
 def _numba_has_avx2() -> bool:
     """Return whether Numba compiles for a CPU with AVX2: `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` may name another."""
-    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
     if "+avx2" in (features or ""):
         return True
     if name not in (None, "host"):

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import llvmlite.binding as llvm
-import numba
 import pytest
 import torch
 from tests.conftest import Books
@@ -122,6 +121,9 @@ def test_the_cpu_that_numba_compiles_for_decides_on_integers(
     name: str | None, features: str | None, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LLVM ends the process where it is asked for an instruction that the named CPU lacks."""
-    monkeypatch.setattr(numba.config, "CPU_NAME", name)
-    monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
+    for variable, value in (("NUMBA_CPU_NAME", name), ("NUMBA_CPU_FEATURES", features)):
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value)
     assert products._numba_has_avx2() is there

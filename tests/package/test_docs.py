@@ -75,7 +75,7 @@ def run(page: str, folder: Path) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the folder that the pages run in, and run the page that makes their profile."""
     made = tmp_path_factory.mktemp("docs")
-    assert run(FIRST, made)["moved"].start == 1000
+    assert run(FIRST, made)["moved"].start == 200
     return made
 
 

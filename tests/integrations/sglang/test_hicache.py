@@ -182,13 +182,13 @@ def test_pages_are_found_whatever_the_arrangement(
 
 def test_what_the_controller_sends_in_batches_is_one_sequence(rank: Callable[..., Rank], tmp_path: Path) -> None:
     """More than 128 pages, stored node by node of the tree, and loaded from the middle."""
-    first = rank({"quality": "balanced", "profile": fitted_path(tmp_path)}, page_tokens=8, pages=200)
-    at, tokens = first.alloc(200), TOKENS[:1600]
+    first = rank({"quality": "balanced", "profile": fitted_path(tmp_path)}, page_tokens=2, pages=200)
+    at, tokens = first.alloc(200), TOKENS[:400]
     hashes = first.hashes(tokens)
     keys, values = in_order(first.pool, at).transpose(1, 2)
     chunk = KVChunk(keys, values, layout())
     for begin, end in ((0, 3), (3, 150), (150, 200)):
-        assert first.back_up(tokens[: end * 8], at[: end * 8], hashes[:begin]) == (end - begin) * 8
+        assert first.back_up(tokens[: end * 2], at[: end * 2], hashes[:begin]) == (end - begin) * 2
     into = first.alloc(197)
     keys = hashes[3:]
     extra = real("sglang.srt.mem_cache.hicache_storage").HiCacheStorageExtraInfo(prefix_keys=hashes[:3])
@@ -197,11 +197,11 @@ def test_what_the_controller_sends_in_batches_is_one_sequence(rank: Callable[...
     assert first.backend.batch_get_v1(keys, into, extra) == [True] * 197
     codec = Codec(fitted_to(layout()), "balanced")
     for page in (3, 130, 199):
-        back = codec.decode(codec.encode(chunk.slice(page * 8, page * 8 + 8)))
-        held = in_order(first.pool, into[(page - 3) * 8 :][:8])
+        back = codec.decode(codec.encode(chunk.slice(page * 2, page * 2 + 2)))
+        held = in_order(first.pool, into[(page - 3) * 2 :][:2])
         assert torch.equal(held[0].transpose(0, 1), torch.stack(back.keys)), page
     assert first.backend.counters()["saved_pages"] == 200
-    whole, again = rank(None, page_tokens=8), first.alloc(1)
+    whole, again = rank(None, page_tokens=2), first.alloc(1)
     assert whole.backend.batch_exists(hashes) == 0, "lossless never reads lossy pages"
     assert first.backend.batch_get_v1(hashes[:1], again) == [True], "its position need not be known to load it"
 
