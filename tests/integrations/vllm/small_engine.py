@@ -7,6 +7,7 @@ must.
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from cuvee.integrations.vllm.scheduler import SchedulerSide
 STEP = 24  # tokens of a request per step
 BLENDING = {"segment_tokens": 12, "min_context": 0}  # segments of 4 tokens and more, of which 16 are reused
 _KINDS = 1009
+_PATIENCE = 3000  # steps of 10 ms at least, after as many as any request takes
 _NOISE = torch.randn(2, 3, _KINDS, 2, 16, generator=torch.Generator().manual_seed(5)).bfloat16()
 
 
@@ -133,12 +135,14 @@ class SmallEngine:
 
     def run(self, steps: int = 3000) -> None:
         """Step until all requests have ended, and all is stored."""
-        for _ in range(steps):
+        for number in range(steps + _PATIENCE):
             if not (self.waiting or self.loading or self.running or self.gone):
                 self.step()  # what the last ones left behind
                 self.bench.drain()
                 return
             self.step()
+            if number >= steps:
+                time.sleep(0.01)  # threads that name requests may wait for a processor
         left = {name: [r.request_id for r in getattr(self, name)] for name in ("waiting", "loading", "running")}
         raise Wrong(f"never ended: {left}, {list(self.gone)}, {len(self.worker.saves._sizes)} chunks")
 
