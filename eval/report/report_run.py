@@ -282,7 +282,8 @@ class _Run:
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.save(path)
         self.report.profiles[group] = self._profile_entry(profile, path, seconds)
-        self.report.text.calibration_sequences = len(all_sequences(self._learning))
+        kinds = [self._learning] if isinstance(self._learning, torch.Tensor) else self._learning.values()
+        self.report.text.calibration_sequences = sum(map(len, kinds))
         self.save()
         return profile
 
