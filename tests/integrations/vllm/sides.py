@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +37,19 @@ from cuvee.naming.identity import Identity, PrefixChain, Scope, content_digest, 
 BLOCK, CHUNK, BLOCKS = 8, 16, 24
 LAYOUT = KVLayout("synthetic", (LayerLayout(2, 16, 16, Rope((1.0,) * 8)),) * 3, "bfloat16", 4096)
 TENANT = "somebody"
+_PATIENCE = 60.0  # seconds
 IDENTITY = Identity("model", "tokenizer", b"l" * 16, b"", "lossless")
+
+
+def patience() -> Iterator[None]:
+    """Attempts for as long as threads may take that get no processor; the first ones follow at once."""
+    until = time.monotonic() + _PATIENCE
+    for number in itertools.count():
+        yield
+        if time.monotonic() > until:
+            return
+        if number >= 100:
+            time.sleep(0.002)
 
 
 def image(name: Any = "cat", start: Any = 0, tokens: Any = 4, content: str | None = None) -> SimpleNamespace:
@@ -202,7 +213,7 @@ class Desk:
 
     def matched(self, request: SimpleNamespace, computed: int = 0) -> tuple[int, bool]:
         """Ask as the engine does until there is an answer."""
-        for _ in range(5000):
+        for _ in patience():
             tokens, later = self.side.matched_tokens(request, computed)
             if tokens is not None:
                 return tokens, later
@@ -437,12 +448,10 @@ class Bench:
     def wait(self, *requests: str) -> None:
         """Poll as the engine does until the loads have arrived."""
         missing = set(requests or ("r",))
-        pause = threading.Event()
-        for _ in range(3000):
+        for _ in patience():
             missing -= self.worker.loads.take_arrived()
             if not missing:
                 return
-            pause.wait(0.01)
         raise AssertionError(f"{missing} never arrived")
 
     def held(self, blocks: list[int], start: int, end: int, first: int = 0) -> bool:

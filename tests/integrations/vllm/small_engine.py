@@ -7,7 +7,6 @@ must.
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,17 @@ from typing import Any
 import torch
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.vllm.injection import kept
-from tests.integrations.vllm.sides import BLOCK, BLOCKS, IDENTITY, LAYOUT, Bench, generate, make_request, scheduled
+from tests.integrations.vllm.sides import (
+    BLOCK,
+    BLOCKS,
+    IDENTITY,
+    LAYOUT,
+    Bench,
+    generate,
+    make_request,
+    patience,
+    scheduled,
+)
 
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.adapters import Adapters
@@ -26,7 +35,6 @@ from cuvee.integrations.vllm.scheduler import SchedulerSide
 STEP = 24  # tokens of a request per step
 BLENDING = {"segment_tokens": 12, "min_context": 0}  # segments of 4 tokens and more, of which 16 are reused
 _KINDS = 1009
-_PATIENCE = 3000  # steps of 10 ms at least, after as many as any request takes
 _NOISE = torch.randn(2, 3, _KINDS, 2, 16, generator=torch.Generator().manual_seed(5)).bfloat16()
 
 
@@ -133,16 +141,14 @@ class SmallEngine:
                 request.num_computed_tokens = 0
                 self.waiting.insert(0, request)
 
-    def run(self, steps: int = 3000) -> None:
+    def run(self) -> None:
         """Step until all requests have ended, and all is stored."""
-        for number in range(steps + _PATIENCE):
+        for _ in patience():
             if not (self.waiting or self.loading or self.running or self.gone):
                 self.step()  # what the last ones left behind
                 self.bench.drain()
                 return
             self.step()
-            if number >= steps:
-                time.sleep(0.01)  # threads that name requests may wait for a processor
         left = {name: [r.request_id for r in getattr(self, name)] for name in ("waiting", "loading", "running")}
         raise Wrong(f"never ended: {left}, {list(self.gone)}, {len(self.worker.saves._sizes)} chunks")
 

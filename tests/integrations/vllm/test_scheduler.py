@@ -22,6 +22,7 @@ from tests.integrations.vllm.sides import (
     generate,
     image,
     make_request,
+    patience,
 )  # fmt: skip
 
 from cuvee.codec.format.keys import make_keys
@@ -328,7 +329,7 @@ def test_a_request_that_waits_costs_a_step_nothing_that_grows_with_its_prompt(
     _load(d, first)
     waiting = [make_request(f"w{number}", tokens=3000) for number in range(5)]
     for request in waiting:
-        for _ in range(500):
+        for _ in patience():
             assert d.side.matched_tokens(request, 0)[0] is None
             d.plan()
             lookup = d.side._requests.tracked[request.request_id].lookup
@@ -397,7 +398,7 @@ def test_who_has_waited_as_long_as_computing_takes_is_computed(desk: Callable[..
     request, other = _more_than_ranks_load(d)[:2]
     for _ in range(8):
         d.side._pays.prefill.observe(100, 0.0, 4.0)
-    for _ in range(500):
+    for _ in patience():
         assert d.side.matched_tokens(request, 0) == (None, False)
         if d.side._requests.tracked[request.request_id].queued is not None:
             break
@@ -664,7 +665,7 @@ class Ranks:
                 getattr(self, event)()
 
     def found(self, request: SimpleNamespace) -> int:
-        for _ in range(500):
+        for _ in patience():
             tokens, _ = self.d.side.matched_tokens(request, 0)
             if tokens is not None:
                 return tokens
