@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.tables import SYMBOLS
+from cuvee.codec.entropy.tables import PROB_BITS, SYMBOLS, TOTAL
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.compiled import byte_plane_parts as parts
 from cuvee.codec.stages.compiled import coded_part as part
@@ -24,7 +24,7 @@ from cuvee.codec.stages.compiled.memory import array_at
 from cuvee.codec.stages.compiled.rans import decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.transform import adjacent
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane
+from cuvee.codec.stages.reference.byte_planes import BytePlane
 from cuvee.codec.stages.rows import Rows, dense_rows
 from cuvee.codec.support.arena import Arena
 
@@ -193,7 +193,7 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
                 if planes[i, plane, parts.CODED]:
                     parts.read_table(
                         data, planes[i, plane, parts.AT] + channels[i, plane], planes[i, plane, parts.END],
-                        slots[coded * parts.SLOTS : (coded + 1) * parts.SLOTS],
+                        slots[coded * TOTAL : (coded + 1) * TOTAL],
                     )  # fmt: skip
                     for _ in range(channels[i, plane]):
                         tables[step] = coded << PROB_BITS
@@ -201,7 +201,7 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
                     coded += 1
         if not decode_streams(
             data, found[first:end], words_at, start, stop, fields[first:end], one_class, depth[first:end], tables,
-            slots, np.int64(PROB_BITS), scratch, problem,
+            slots, scratch, problem,
         ):  # fmt: skip
             problem[part.SECTION] += first
             return False
@@ -280,7 +280,7 @@ def decode_layers(
     scratch_at = before[:-1] - before[np.searchsorted(run_of, run_of)]
     scratch = _arena.array("planes", int((scratch_at + np.diff(before)).max()) + WIDTH, np.uint8)
     # Tables are made when they are needed, so that they are in the first cache.
-    slots = _arena.array("slots", int(np.bincount(run_of).max()) * index.channels.shape[1] * parts.SLOTS, np.uint32)
+    slots = _arena.array("slots", int(np.bincount(run_of).max()) * index.channels.shape[1] * TOTAL, np.uint32)
     problem = np.zeros(part.PROBLEM_FIELDS, np.int64)
     if not _decode_and_write(
         index.data, index.words_at, at.start, at.stop, index.channels[which], index.tokens, found, slots,
