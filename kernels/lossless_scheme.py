@@ -16,12 +16,12 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.codec.stages.compiled import byte_plane_parts as parts
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_tables, write_model
+from cuvee.codec.stages.reference.byte_planes import choose_tables, write_model
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join, of_layers, raise_status, touched
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, ChunkField, PlanField, job_table
-from cuvee.kernels.ops.arguments import ChunkBatch, DecodingTables, TileTable
+from cuvee.kernels.ops.arguments import ChunkBatch, TileTable
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.rans import WIDTH, coding_table, rans_decode
@@ -97,7 +97,7 @@ class LosslessDevice:
         source = geometry.rotations(*turning, use_source=True, inverse=True)
         decoding_tables(sent["freq"], decoding)
         coding = stream_jobs(jobs, sent["jobs"], sent["plans"], sent["tables"])
-        rans_decode(data, coding, DecodingTables(decoding, PROB_BITS), sent["classes"], planes, status)
+        rans_decode(data, coding, decoding, sent["classes"], planes, status)
         merge_planes(
             data, planes, sent["table"], TileTable(sent["tiles"], geometry.tiles.pairs), batch,
             incoming.cache_view(sent, tiles), source, target, dtype=self._dtype, moved=moved,
@@ -193,13 +193,13 @@ class LosslessDevice:
         stored_at = kept_at[:, None] + np.cumsum(kept, 1) - kept
         table[:, BytePlaneField.PLANE] = np.where(coded, coded_at.ravel(), stored_at.ravel())
         table[~coded, BytePlaneField.REFERENCE] = STORED
-        tables = EntropyTables(np.stack(freq), PROB_BITS) if freq else None
+        tables = EntropyTables(np.stack(freq)) if freq else None
         of_jobs = np.split(used, np.cumsum(planes)[:-1])
         bits = [0.0 if tables is None else float(tables.entropy[own].sum()) for own in of_jobs]
         per_stream = np.array([tokens_per_stream(len(own), each) for own, each in zip(of_jobs, bits, strict=True)])
         fields = {"tokens": tokens, "planes": places, **stream_fields(tokens, per_stream, planes, planes)}
         jobs = job_table(len(tokens), **fields, **_one_class(len(tokens)))
-        entries = coding_table(tables or raw_bit_tables(PROB_BITS))  # some table, even where no plane is coded
+        entries = coding_table(tables or raw_bit_tables())  # some table, even where no plane is coded
         part |= send_arrays(
             {
                 "plans": _plans(planes), "tables": used, "entries": entries, "table": table, "jobs": jobs,

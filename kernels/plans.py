@@ -14,7 +14,8 @@ import torch
 
 from cuvee.codec.entropy.family import Family, coding_plan
 from cuvee.codec.entropy.residuals import FINER
-from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES
+from cuvee.codec.entropy.tables import TOTAL
+from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.profiles.profile import Profile
@@ -24,7 +25,7 @@ from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import TokenCenters
 from cuvee.kernels.jobs import I64
-from cuvee.kernels.ops.arguments import DecodingTables, DevicePlans, RotationTables
+from cuvee.kernels.ops.arguments import DevicePlans, RotationTables
 from cuvee.kernels.ops.rans import coding_table, decoding_table
 from cuvee.kernels.ops.symbols import level_limit
 from cuvee.kernels.ops.transform import rotation_tables
@@ -32,7 +33,7 @@ from cuvee.kernels.tiles import TileLayout, lay_out_tiles
 
 Numbers = TypeVar("Numbers", int, I64)
 
-USUAL_FREQUENCY = (1 << CLASS_BITS) // 100  # classes of at least this frequency are not rare
+USUAL_FREQUENCY = TOTAL // 100  # classes of at least this frequency are not rare
 ANGLE_ALIGNMENT = 4  # columns of a rotation table: the widest load of a thread
 _UNSERVED = coding_plan(np.empty(0, np.int32))
 
@@ -41,10 +42,11 @@ _UNSERVED = coding_plan(np.empty(0, np.int32))
 class FamilyTables:
     """The entropy tables of a family on the device.
 
-    `entries` are uint32 `[K, 256, 2]`, for encoding (`rans.coding_table`); `reach` is int32 `[K, 2]`, for quantizing.
+    `decoding` is uint32 `[K, WIDTH]` of `rans.decoding_table`; `entries` are uint32 `[K, 256, 2]`, for encoding
+    (`rans.coding_table`); `reach` is int32 `[K, 2]`, for quantizing.
     """
 
-    decoding: DecodingTables
+    decoding: torch.Tensor
     entries: torch.Tensor
     reach: torch.Tensor
 
@@ -54,7 +56,7 @@ class FamilyTables:
         tables = family.tables
         arrays = decoding_table(tables), coding_table(tables), tables.reach
         decoding, entries, reach = (torch.from_numpy(array).to(device) for array in arrays)
-        return cls(DecodingTables(decoding, tables.prob_bits), entries, reach)
+        return cls(decoding, entries, reach)
 
 
 def pack_plans(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT, CodingPlan, Quantizer
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
+from cuvee.codec.entropy.tables import PROB_BITS, SYMBOLS, TOTAL, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import FormatError, ProfileError
 from cuvee.codec.support.arrays import F32, I16, U8, U16
 from cuvee.codec.support.steps import OCTAVE, step_value
@@ -26,7 +26,6 @@ from cuvee.codec.support.steps import OCTAVE, step_value
 TABLES_PER_OCTAVE = 4
 LOWEST = -2 * OCTAVE  # scale of table 0, relative to the step
 TABLES = 25  # up to 2**4 steps of deviation
-PROB_BITS = 12
 _TABLE = OCTAVE // TABLES_PER_OCTAVE
 DIGITS = 30  # of decimal numbers
 
@@ -100,7 +99,7 @@ def coding_plan(codes: npt.NDArray[np.int32]) -> CodingPlan:
 
 
 def _with_raw_bits(freq: npt.NDArray[np.generic]) -> EntropyTables:
-    return EntropyTables(freq, PROB_BITS).extended(raw_bit_tables(PROB_BITS))
+    return EntropyTables(freq).extended(raw_bit_tables())
 
 
 def make_family(freq: npt.NDArray[np.generic], quantizer: Quantizer) -> Family:
@@ -153,13 +152,13 @@ def _frequencies(weight: npt.NDArray[np.float64]) -> U16:
     """Turn weights of the levels 0 … 127 (of each sign) into a table, symmetric up to rounding, with escaped tails."""
     weight = weight / (weight[0] + 2 * weight[1:].sum())
     # Below half the table's resolution, a level is cheaper as an escape than as a table entry.
-    reach = int(np.flatnonzero(weight >= 0.5 / (1 << PROB_BITS))[-1]) if weight[0] < 1 else 0
+    reach = int(np.flatnonzero(weight >= 0.5 / TOTAL)[-1]) if weight[0] < 1 else 0
     reach = max(reach, 1)
     counts = np.zeros(SYMBOLS)
     counts[: reach + 1] = np.maximum(weight[: reach + 1], 1e-9)
     counts[SYMBOLS - reach :] = counts[reach:0:-1]
     counts[ESCAPE] = 1e-9
-    return normalize_counts(counts, PROB_BITS)
+    return normalize_counts(counts)
 
 
 def _thresholds(tables: EntropyTables, shrink: F32) -> tuple[F32, F32]:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import too_fine_error
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
+from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables, normalize_counts
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
 from cuvee.codec.support.lazy import lazy
@@ -35,8 +35,6 @@ from cuvee.codec.support.steps import step_value
 CLASSES = 16
 NEUTRAL = 11  # the class that uses the blob's own step: 5.5 octaves for attention sinks, 2 for what no token reads
 CLASS_UNITS = 32  # step units (1/64 octave) between neighboring classes
-
-CLASS_BITS = 12  # probability bits of a class table
 
 
 def class_step_index(step_index: int, token_class: int) -> int:
@@ -48,13 +46,13 @@ def class_frequencies(counts: npt.NDArray[np.generic]) -> U16:
     """Turn counts `[16]` into frequencies `[16]` uint16 that add up to 4096, all above zero."""
     wide = np.zeros(SYMBOLS)
     wide[:CLASSES] = np.maximum(np.asarray(counts, np.float64), 1e-3 * max(float(np.sum(counts)), 1e-9))
-    return normalize_counts(wide, CLASS_BITS)[:CLASSES].copy()
+    return normalize_counts(wide)[:CLASSES].copy()
 
 
 def default_class_frequencies() -> U16:
     """Return frequencies for a section without a predictor: all can be coded, and the neutral class costs nothing."""
     frequencies = np.ones(CLASSES, np.uint16)
-    frequencies[NEUTRAL] = (1 << CLASS_BITS) - CLASSES + 1
+    frequencies[NEUTRAL] = TOTAL - CLASSES + 1
     return frequencies
 
 
@@ -66,7 +64,7 @@ def class_table(frequencies: U16) -> EntropyTables:
     """
     wide = np.zeros((1, SYMBOLS), np.uint16)
     wide[0, :CLASSES] = frequencies
-    return EntropyTables(wide, CLASS_BITS)
+    return EntropyTables(wide)
 
 
 class ColumnPlan:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.tables import PROB_BITS, EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
 
@@ -40,7 +40,6 @@ class CodingPlans(NamedTuple):
         level_table, shift, low_plane: uint16, uint8 and int32 per level, as in `ClassedPlan`.
         block, place: int32 per level: the block of the component, and its number in the block.
         class_slots: uint32 `[S, 4096]`, the table that decodes the classes of each section.
-        class_bits: the probability bits of that table.
     """
 
     entries: npt.NDArray[np.int64]
@@ -55,7 +54,6 @@ class CodingPlans(NamedTuple):
     block: I32
     place: I32
     class_slots: U32
-    class_bits: int
 
 
 def pack_plans(sections: Sequence[SectionCoding], tables: EntropyTables) -> CodingPlans:
@@ -83,12 +81,11 @@ def pack_plans(sections: Sequence[SectionCoding], tables: EntropyTables) -> Codi
         rows=np.concatenate([plan.rows for plan in plans]),
         depth=depth.ravel(),
         steps=np.concatenate([plan.steps for plan in plans]),
-        tables=np.concatenate([plan.tables.ravel() for plan in plans]).astype(np.uint32) << np.uint32(tables.prob_bits),
+        tables=np.concatenate([plan.tables.ravel() for plan in plans]).astype(np.uint32) << np.uint32(PROB_BITS),
         level_table=np.concatenate([plan.level_table.ravel() for plan in plans]),
         shift=np.concatenate([plan.shift.ravel() for plan in plans]),
         low_plane=np.concatenate([plan.low_plane.ravel() for plan in plans]),
         block=np.concatenate([block.ravel() for block, _ in levels]),
         place=np.concatenate([place.ravel() for _, place in levels]),
         class_slots=np.concatenate([section.class_table.slots for section in sections]),
-        class_bits=sections[0].class_table.prob_bits,
     )

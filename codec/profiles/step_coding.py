@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from cuvee.codec.entropy.family import Family, finest_step_index, too_fine_error
-from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.tables import TOTAL, EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan, class_table
 from cuvee.codec.profiles.class_predictor import PredictClasses, choose_classes, finer_near_end
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
@@ -51,7 +51,7 @@ class SectionCoding:
 
     def expected_shares(self, tables: EntropyTables) -> tuple[F32, ...]:
         """Return for each component of each block the share of tokens whose coefficient is expected not to be zero."""
-        there = (1 - tables.freq[:, 0] / (1 << tables.prob_bits)).astype(np.float32)
+        there = (1 - tables.freq[:, 0] / TOTAL).astype(np.float32)
         weights = self.learned.class_freq / max(int(self.learned.class_freq[self.classed.finest :].sum()), 1)
         of_class = [
             (float(weights[k]), plan, self.class_ranks[k])

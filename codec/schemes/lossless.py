@@ -18,7 +18,7 @@ from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
 from cuvee.codec.schemes import overlap
 from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.codec.stages.implementations import Stages
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, choose_tables, write_model
+from cuvee.codec.stages.reference.byte_planes import BytePlane, choose_tables, write_model
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
 from cuvee.codec.support.arrays import U16
@@ -57,7 +57,7 @@ class LosslessScheme:
             np.stack([plane.counts for plane in planes]), np.array([len(plane.data) for plane in planes])
         )
         chosen = [freq for freq in tables if freq is not None]
-        family = EntropyTables(np.stack(chosen), PROB_BITS) if chosen else None
+        family = EntropyTables(np.stack(chosen)) if chosen else None
         heads: list[_Bytes] = []
         coded: list[SectionPlanes | None] = []
         first = table = 0

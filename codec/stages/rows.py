@@ -6,16 +6,13 @@ into pages, without a copy in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from cuvee.codec.paged import NOWHERE, PagedCache
-from cuvee.codec.pages import PermutedPages
 from cuvee.codec.support.arrays import I64
-
-_NO_OFFSETS, _NO_KINDS = np.empty((0, 0, 0), np.int64), np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +22,8 @@ class Rows:
     Attributes:
         memory: one-dimensional view that spans all rows.
         begins: int64 `[T]`, where in `memory` the row of each token begins; -1 for a token that is not written.
-        head_stride: from head to head. The dimensions of a head are adjacent.
-        offsets: int64 `[K, H, D]`, from the begin of a row to each of its values, for K kinds of rows; `[0, 0, 0]` if
-            strides describe the rows.
-        kinds: int64 `[T]`, the kind of each token's row; not read without `offsets`.
+        head_stride: from head to head.
+        dim_stride: from dimension to dimension of a head: 1, but where an engine keeps tokens innermost.
     """
 
     memory: torch.Tensor
@@ -36,24 +31,18 @@ class Rows:
     head_stride: int
     heads: int
     size: int
-    offsets: I64 = field(default_factory=lambda: _NO_OFFSETS)
-    kinds: I64 = field(default_factory=lambda: _NO_KINDS)
+    dim_stride: int = 1
 
     def write(self, x: torch.Tensor, at: slice) -> None:
         """Write the tokens `at`, `[t, H, D]` of any dtype; values are rounded to the memory's dtype."""
         begins = torch.from_numpy(self.begins[at])
         there = begins >= 0
-        if len(self.offsets):
-            offsets = torch.from_numpy(self.offsets[self.kinds[at]])[there]
-        else:
-            offsets = torch.arange(self.heads)[:, None] * self.head_stride + torch.arange(self.size)
+        offsets = torch.arange(self.heads)[:, None] * self.head_stride + torch.arange(self.size) * self.dim_stride
         self.memory[begins[there, None, None] + offsets] = x[there].to(self.memory.dtype)
 
     def take(self, part: slice) -> Rows:
         """Return the rows of some of the tokens."""
-        return Rows(
-            self.memory, self.begins[part], self.head_stride, self.heads, self.size, self.offsets, self.kinds[part]
-        )
+        return replace(self, begins=self.begins[part])
 
 
 def dense_rows(tensor: torch.Tensor, tokens: I64 | None = None) -> Rows:
@@ -64,8 +53,8 @@ def dense_rows(tensor: torch.Tensor, tokens: I64 | None = None) -> Rows:
 
 
 def has_rows(cache: PagedCache) -> bool:
-    """Return whether the stages can write to a cache: it has no scales."""
-    return not cache.scaled
+    """Return whether the stages can write to a cache: its values lie at fixed strides, and have no scales."""
+    return not cache.scaled and not cache.permuted
 
 
 def cache_rows(
@@ -85,35 +74,22 @@ def cache_rows(
     else:
         cache.check_range(slots, layers)
         numbers = slots.numpy()
-    known: dict[tuple[int, int, int], tuple[I64, I64]] = {}
-    orders: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[I64, I64]] = {}
+    begins: dict[tuple[int, int, int], I64] = {}  # of the layers that are arranged alike
     rows: tuple[list[Rows | None], list[Rows | None]] = ([], [])
-    for index in range(cache.layout.num_layers):
-        for unit, out in zip(cache.pages(index), rows, strict=True):
+    for index, units in enumerate(zip(cache.keys, cache.values, strict=True)):
+        for unit, out in zip(units, rows, strict=True):
             if index not in layers:
                 out.append(None)
                 continue
-            _, block_tokens, heads, size = unit.shape
-            if isinstance(unit, PermutedPages):
-                strides = unit.order.block_stride, 0
-            else:
-                strides = unit.stride(0), unit.stride(1)
-            kind = (block_tokens, *strides)
-            if kind not in known:
+            (_, block_tokens, heads, size), (block_stride, token_stride, head_stride, dim_stride) = (
+                unit.shape, unit.stride()
+            )  # fmt: skip
+            key = block_tokens, block_stride, token_stride
+            if key not in begins:
                 block, token = np.divmod(numbers, max(block_tokens, 1))
-                known[kind] = np.where(numbers == NOWHERE, -1, block * strides[0] + token * strides[1]), token
-            begins, tokens = known[kind]
-            if isinstance(unit, PermutedPages):
-                out.append(Rows(unit.memory, begins, 0, heads, size, unit.order.offsets.numpy(), tokens))
-            elif unit.stride(3) == 1 or size == 1:
-                out.append(Rows(all_memory(unit), begins, unit.stride(2), heads, size))
-            else:  # vLLM's keys on a CPU: a dimension of all tokens of a block, then the next
-                key = unit.shape[2:], unit.stride()[2:]
-                if key not in orders:
-                    orders[key] = (
-                        np.arange(heads)[:, None] * unit.stride(2) + np.arange(size) * unit.stride(3)
-                    )[None], np.zeros(len(numbers), np.int64)  # fmt: skip
-                out.append(Rows(all_memory(unit), begins, 0, heads, size, *orders[key]))
+                begins[key] = np.where(numbers == NOWHERE, -1, block * block_stride + token * token_stride)
+            stride = 1 if size == 1 else dim_stride
+            out.append(Rows(all_memory(unit), begins[key], head_stride, heads, size, stride))
     return rows
 
 

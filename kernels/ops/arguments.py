@@ -130,14 +130,6 @@ class StreamJobs:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodingTables:
-    """Lookup tables of the decoder, uint32 `[K, WIDTH]` of `rans.decoding_table`, and their probability bits."""
-
-    words: torch.Tensor
-    prob_bits: int
-
-
-@dataclass(frozen=True, slots=True)
 class EncodedStreams:
     """Output of the encoder: the words of each stream in a separate region.
 

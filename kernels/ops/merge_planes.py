@@ -9,14 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS
+from cuvee.codec.entropy import tables
 from cuvee.kernels.jobs import CHUNK, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.lossless import BYTE, TOKENS, VALUES, WARPS, _constants, _half_channels, _multiple, _words
 from cuvee.kernels.ops.pages import finite, pair_addresses, saturated, store_pairs, token_offsets, turn_pairs
 from cuvee.kernels.ops.rans import ENTRIES, SPAN, WIDTH
 
-TOTAL = tl.constexpr(1 << PROB_BITS)
+TOTAL = tl.constexpr(tables.TOTAL)
 # Of a decode table: see `rans.decoding_table`.
 DECODING_WIDTH = tl.constexpr(WIDTH)
 ENTRIES_AT = tl.constexpr(ENTRIES)

@@ -24,14 +24,16 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+from cuvee.codec.entropy.tables import PROB_BITS, SYMBOLS, TOTAL, EntropyTables
 from cuvee.codec.format.streams import LOWER_BOUND, WINDOW
 from cuvee.codec.support.arrays import U32
 from cuvee.kernels.jobs import JOB, PLAN, STATUS
-from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
+from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
 
 _BOUND = tl.constexpr(LOWER_BOUND)
 _SYMBOLS = tl.constexpr(SYMBOLS)
+_PROB_BITS = tl.constexpr(PROB_BITS)
+_TOTAL = tl.constexpr(TOTAL)
 _WINDOW = tl.constexpr(WINDOW)
 # A row of a decode table: a word for each SPAN slots, then an entry per symbol. See `decoding_table`.
 SPAN = 24
@@ -67,9 +69,9 @@ def _ones(word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _find_entry(x, row, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _find_entry(x, row):  # type: ignore[no-untyped-def]
     """Return the slots of states, and what the table at `row` has for them; the symbol is in bits 12 … 19."""
-    slot = x & ((1 << PROB_BITS) - 1)
+    slot = x & (_TOTAL - 1)
     span = (slot * _SPAN_RECIPROCAL) >> 16
     begun = tl.load(row + span)
     later = tl.full(x.shape, 0xFFFFFFFE, tl.uint32) << (slot - span * _SPAN)
@@ -77,9 +79,9 @@ def _find_entry(x, row, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def _advance(x, slot, entry, at, word, end, words, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _advance(x, slot, entry, at, word, end, words):  # type: ignore[no-untyped-def]
     """Return the states after symbols, the new positions and their words."""
-    x = (entry >> 20) * (x >> PROB_BITS) + (slot - (entry & 0xFFF))
+    x = (entry >> 20) * (x >> _PROB_BITS) + (slot - (entry & 0xFFF))
     need = x < _BOUND
     x = tl.where(need, (x << 16) | word, x)
     at += need.to(tl.int32)
@@ -90,25 +92,25 @@ def _advance(x, slot, entry, at, word, end, words, PROB_BITS: tl.constexpr):  # 
 
 
 @triton.jit
-def _decode_step(x, at, word, end, words, row, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode_step(x, at, word, end, words, row, out, active):  # type: ignore[no-untyped-def]
     """Decode and store one symbol per lane with the table at `row`. Return the new state, position and its word."""
-    slot, entry = _find_entry(x, row, PROB_BITS)
+    slot, entry = _find_entry(x, row)
     tl.store(out, (entry >> 12).to(tl.uint8), mask=active)
-    return _advance(x, slot, entry, at, word, end, words, PROB_BITS)
+    return _advance(x, slot, entry, at, word, end, words)
 
 
 @triton.jit
-def _decode_run(x, at, word, end, words, decoding, table_of, out, tokens, steps, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode_run(x, at, word, end, words, decoding, table_of, out, tokens, steps, active):  # type: ignore[no-untyped-def]
     """Decode `steps` symbols per lane, at least one; see `_decode_step`."""
     # The table of a step is fetched one step ahead; the last step stands apart, as none follows it.
     table = tl.load(table_of)
     for _ in tl.range(1, steps, loop_unroll_factor=UNROLL):
         table_of += 1
         following = tl.load(table_of)
-        x, at, word = _decode_step(x, at, word, end, words, decoding + table * _WIDTH, out, active, PROB_BITS)
+        x, at, word = _decode_step(x, at, word, end, words, decoding + table * _WIDTH, out, active)
         table = following
         out += tokens
-    return _decode_step(x, at, word, end, words, decoding + table * _WIDTH, out, active, PROB_BITS)
+    return _decode_step(x, at, word, end, words, decoding + table * _WIDTH, out, active)
 
 
 @triton.jit
@@ -159,7 +161,7 @@ def _class_of(plans, first_plan, classes, column, active):  # type: ignore[no-un
 @triton.jit(do_not_specialize=["blocks"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
     data16, data32, jobs, plans, tables, decoding, classes, planes, status, blocks,
-    PROB_BITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * LANES
@@ -196,9 +198,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             word = tl.where(active, word, 0)
             table_of = tables + (tl.where(active, table, deepest_table) + done)
             row = planes + done.to(tl.int64) * tokens + column
-            x, at, word = _decode_run(
-                x, at, word, end, words, decoding, table_of, row, tokens, stop - done, active, PROB_BITS
-            )
+            x, at, word = _decode_run(x, at, word, end, words, decoding, table_of, row, tokens, stop - done, active)
             last_x = tl.where(active, x, last_x)
             last_at = tl.where(active, at, last_at)
             done = stop
@@ -211,7 +211,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 def rans_decode(
     data: torch.Tensor,
     coding: StreamJobs,
-    decoding: DecodingTables,
+    decoding: torch.Tensor,
     classes: torch.Tensor,
     planes: torch.Tensor,
     status: torch.Tensor,
@@ -226,6 +226,7 @@ def rans_decode(
         data: `[bytes]` uint8, a multiple of 4: the coded parts.
         coding: all fields of jobs but those of escapes, coefficients and class streams are read; of the plans, PLANES
             and TABLES. PLANES never rises with the class.
+        decoding: uint32 `[K, WIDTH]`, see `decoding_table`.
         classes: uint8 below 16: `TokenOrder.classes`.
         planes: uint8, gets `[P, T]` at `JobField.PLANES`; below a column's last plane nothing is written.
         status: `[J]` int32, gets `Status.STREAMS` where the lengths do not add up to WORD_COUNT, or a stream begins in
@@ -234,15 +235,15 @@ def rans_decode(
     blocks = triton.cdiv(coding.max_streams, LANES)
     _decode_kernel[(blocks * len(coding.jobs),)](
         data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables,
-        decoding.words, classes, planes, status, blocks, PROB_BITS=decoding.prob_bits, LANES=LANES, BLOCK=PRECEDING,
+        decoding, classes, planes, status, blocks, LANES=LANES, BLOCK=PRECEDING,
         num_warps=1, enable_fp_fusion=True, **REGISTERS,
     )  # fmt: skip
 
 
 def decoding_table(tables: EntropyTables) -> U32:
-    """Return the decoder's lookup tables: uint32 `[K, WIDTH]`, for `DecodingTables`.
+    """Return the decoder's lookup tables: uint32 `[K, WIDTH]`.
 
-    A table of `EntropyTables.slots` has 2**prob_bits words, and nearly every lane of a warp looks at a cache line of
+    A table of `EntropyTables.slots` has 4096 words, and nearly every lane of a warp looks at a cache line of
     its own. Here it looks at two of a tenth as many lines, and the tables of a family fit the first-level cache. Number
     the symbols that have slots from 0, in the order of these. First comes a word for each SPAN slots: how many symbols
     begin before them, the first symbol aside, << 24 | the bits 1 << i of those that begin at the i-th of them. So the
@@ -250,7 +251,7 @@ def decoding_table(tables: EntropyTables) -> U32:
     entry for each number: frequency << 20 | symbol << 12 | cumulative. What neither fills is zero.
     """
     out = np.zeros((len(tables), WIDTH), np.uint32)
-    first = np.arange(0, 1 << tables.prob_bits, SPAN)
+    first = np.arange(0, TOTAL, SPAN)
     for row, freq, cumulative in zip(out, tables.freq, tables.cumulative, strict=True):
         symbols = np.flatnonzero(freq)
         low = cumulative[symbols]
@@ -284,26 +285,26 @@ def _entry(coding, table_of, symbols, active):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _encode_step(x, at, top, packed, reciprocal, total, scale, active):  # type: ignore[no-untyped-def]
+def _encode_step(x, at, top, packed, reciprocal, active):  # type: ignore[no-untyped-def]
     """Code one symbol per lane; store a word where the state is full. Return the new state and position below `top`."""
     frequency = packed >> 16
-    full = x >= frequency * scale
+    full = x >= frequency << (32 - _PROB_BITS)
     at -= full.to(tl.int32)
     tl.store(top + at, x.to(tl.uint16), mask=full & active)
     x = tl.where(full, x >> 16, x)
     quotient = tl.umulhi(x, reciprocal)
-    # (x div f) * total + x mod f + cumulative, with x mod f = x - (x div f) * f. See `coding_table` for the correction.
-    gap = total - frequency
+    # (x div f) * 4096 + x mod f + cumulative, with x mod f = x - (x div f) * f. See `coding_table` for the correction.
+    gap = _TOTAL - frequency
     correction = tl.where(x - quotient * frequency >= frequency, gap, 0)
     return x + (packed & 0xFFFF) + quotient * gap + correction, at
 
 
 @triton.jit
-def _encode_run(x, at, top, coding, table_of, row, tokens, steps, total, scale, active):  # type: ignore[no-untyped-def]
+def _encode_run(x, at, top, coding, table_of, row, tokens, steps, active):  # type: ignore[no-untyped-def]
     """Code `steps` symbols per lane, from the plane at `row` and the table at `table_of` upwards."""
     for _ in range(steps % 4):
         packed, reciprocal = _entry(coding, table_of, row, active)
-        x, at = _encode_step(x, at, top, packed, reciprocal, total, scale, active)
+        x, at = _encode_step(x, at, top, packed, reciprocal, active)
         row -= tokens
         table_of -= 1
     # Four at a time: their symbols and entries do not depend on the state, and are fetched together.
@@ -317,20 +318,11 @@ def _encode_run(x, at, top, coding, table_of, row, tokens, steps, total, scale, 
         packed3, reciprocal3 = _entry(coding, table_of - 3, row, active)
         row -= tokens
         table_of -= 4
-        x, at = _encode_step(x, at, top, packed0, reciprocal0, total, scale, active)
-        x, at = _encode_step(x, at, top, packed1, reciprocal1, total, scale, active)
-        x, at = _encode_step(x, at, top, packed2, reciprocal2, total, scale, active)
-        x, at = _encode_step(x, at, top, packed3, reciprocal3, total, scale, active)
+        x, at = _encode_step(x, at, top, packed0, reciprocal0, active)
+        x, at = _encode_step(x, at, top, packed1, reciprocal1, active)
+        x, at = _encode_step(x, at, top, packed2, reciprocal2, active)
+        x, at = _encode_step(x, at, top, packed3, reciprocal3, active)
     return x, at
-
-
-@triton.jit
-def _totals(coding):  # type: ignore[no-untyped-def]
-    """Return 2**prob_bits and 2**(32 - prob_bits) of the tables."""
-    # The frequencies of a table add up to 2**prob_bits: those of all bytes before the last, and its own.
-    last = tl.load(coding + (_SYMBOLS - 1)).to(tl.uint32)
-    total = (last >> 16) + (last & 0xFFFF)
-    return total, 0xFFFFFFFF // total + 1
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -348,7 +340,6 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
     deepest_table = tl.load(plan + PLAN.TABLES).to(tl.int32)
     tokens = tl.load(job + JOB.TOKENS).to(tl.int32)
     per_stream = tl.load(job + JOB.PER_STREAM).to(tl.int32)
-    total, scale = _totals(coding)
     stream = first + tl.arange(0, LANES)
     exists = stream < streams
     region = tl.load(plan + PLAN.PLANES) * per_stream
@@ -368,7 +359,7 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
             stop = tl.max(tl.where(active, 0, depth), 0)
             table_of = tables + (tl.where(active, table, deepest_table) + left - 1)
             row = planes + (left - 1).to(tl.int64) * tokens + column
-            new_x, new_at = _encode_run(x, at, top, coding, table_of, row, tokens, left - stop, total, scale, active)
+            new_x, new_at = _encode_run(x, at, top, coding, table_of, row, tokens, left - stop, active)
             x = tl.where(active, new_x, x)
             at = tl.where(active, new_at, at)
             left = stop

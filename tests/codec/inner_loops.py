@@ -17,5 +17,5 @@ def list_words(data, found, words_at):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def decode_class_stream(data, at, words, state, slots, bits, classes):  # type: ignore[no-untyped-def]
-    return rans.decode_class_stream(data, at, words, state, slots, bits, classes)
+def decode_class_stream(data, at, words, state, slots, classes):  # type: ignore[no-untyped-def]
+    return rans.decode_class_stream(data, at, words, state, slots, classes)

@@ -117,12 +117,12 @@ def same_escapes(got: Escapes, want: Escapes) -> None:
 
 
 @cache
-def tables_of(prob_bits: int) -> EntropyTables:
+def various_tables() -> EntropyTables:
     """A flat, a steep, a nearly certain, and a two-symbol table, then raw bits."""
     level = np.abs(np.arange(SYMBOLS, dtype=np.int8).astype(np.float64))
     certain, two = np.zeros(SYMBOLS), np.zeros(SYMBOLS)
     certain[[9, 250]] = 10**6, 1
     two[[0, 255]] = 1
     rows = [np.ones(SYMBOLS), np.exp2(-level / 2), certain, two]
-    own = EntropyTables(np.stack([normalize_counts(r, prob_bits) for r in rows]), prob_bits)
-    return own.extended(raw_bit_tables(prob_bits))
+    own = EntropyTables(np.stack([normalize_counts(r) for r in rows]))
+    return own.extended(raw_bit_tables())

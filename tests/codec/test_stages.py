@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.inner_loops import decode_class_stream
-from tests.codec.planned import TABLE, same_escapes, same_streams, section_plan, tables_of
+from tests.codec.planned import TABLE, same_escapes, same_streams, section_plan, various_tables
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables
 from cuvee.codec.entropy.token_classes import (
     CLASSES,
     NEUTRAL,
@@ -142,16 +142,16 @@ class Case:
         assert planes.shape == own.planes.shape and np.array_equal(planes[coded], own.planes[coded])
 
 
-def make_case(depths: list[int], tokens: int, n: int, prob_bits: int = 12, seed: int = 0) -> Case:
+def make_case(depths: list[int], tokens: int, n: int, seed: int = 0) -> Case:
     """Columns of as many classes as there are depths, which fall from class to class."""
     rng = np.random.default_rng(seed)
-    tables = tables_of(prob_bits)
+    tables = various_tables()
     plan = ColumnPlan(
         np.array(depths, np.int32), rng.integers(0, len(tables), (len(depths), depths[0])).astype(np.uint16)
     )
     classes = rng.integers(0, len(depths), tokens).astype(np.uint8)
     columns = classes[coding_order(classes)]
-    slot = rng.integers(0, 1 << prob_bits, (depths[0], tokens))
+    slot = rng.integers(0, TOTAL, (depths[0], tokens))
     planes = (tables.slots[plan.tables[columns].T, slot] >> 24).astype(np.uint8)
     return Case(SectionPlanes(planes, columns, plan, n), tables)
 
@@ -161,11 +161,10 @@ def make_case(depths: list[int], tokens: int, n: int, prob_bits: int = 12, seed:
     depths=st.lists(st.integers(0, 6), min_size=1, max_size=16),
     tokens=st.integers(1, 300),
     n=st.sampled_from([1 << log2 for log2 in range(8)]),
-    prob_bits=st.integers(8, 12),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_columns_come_back(depths: list[int], tokens: int, n: int, prob_bits: int, seed: int) -> None:
-    case = make_case(sorted(depths, reverse=True), tokens, n, prob_bits, seed)
+def test_any_columns_come_back(depths: list[int], tokens: int, n: int, seed: int) -> None:
+    case = make_case(sorted(depths, reverse=True), tokens, n, seed)
     want = case.encode(get_stages("reference"))
     case.check(want)
     for name in stage_names():
@@ -174,7 +173,7 @@ def test_any_columns_come_back(depths: list[int], tokens: int, n: int, prob_bits
 
 def test_the_rarest_symbols_make_at_most_one_word_each(stages: Stages) -> None:
     plan = one_class(np.full(5, 2, np.uint16))  # byte 250 has frequency 1
-    case = Case(SectionPlanes(np.full((5, 70), 250, np.uint8), np.zeros(70, np.uint8), plan, 8), tables_of(12))
+    case = Case(SectionPlanes(np.full((5, 70), 250, np.uint8), np.zeros(70, np.uint8), plan, 8), various_tables())
     streams = case.encode(stages)
     same_streams(streams, case.encode(get_stages("reference")))
     assert int(streams.lengths.max()) <= 5 * 8
@@ -196,7 +195,7 @@ def test_fixed_input_gives_these_words(stages: Stages) -> None:
         np.uint8,
     )
     plan = ColumnPlan(np.array([4, 3], np.int32), np.array([[1, 0, 0, 0]] * 2, np.uint16))
-    case = Case(SectionPlanes(planes, np.array([0] * 5 + [1] * 2, np.uint8), plan, 4), EntropyTables(freq, 12))
+    case = Case(SectionPlanes(planes, np.array([0] * 5 + [1] * 2, np.uint8), plan, 4), EntropyTables(freq))
     streams = case.encode(stages)
     assert [hex(x) for x in streams.states] == ["0x41fea2", "0x107ce7b"]
     assert streams.lengths.tolist() == [2, 2]
@@ -208,7 +207,7 @@ def test_a_state_at_the_very_limit_gives_up_a_word(stages: Stages) -> None:
     # Byte 0 of one raw bit doubles the state: 2**16 becomes 2**31 in 15 steps, and that is frequency << 20 exactly.
     for steps, state, words in ((15, 1 << 31, []), (16, 1 << 16, [0]), (31, 1 << 31, [0]), (32, 1 << 16, [0, 0])):
         plan = one_class(np.full(steps, 4, np.uint16))
-        case = Case(SectionPlanes(np.zeros((steps, 1), np.uint8), np.zeros(1, np.uint8), plan, 1), tables_of(12))
+        case = Case(SectionPlanes(np.zeros((steps, 1), np.uint8), np.zeros(1, np.uint8), plan, 1), various_tables())
         streams = case.encode(stages)
         assert (streams.states.tolist(), streams.words.tolist()) == ([state], words)
         case.check(streams)
@@ -218,7 +217,7 @@ def test_a_quotient_that_float32_gives_too_small_is_corrected(stages: Stages) ->
     freq = np.zeros((1, SYMBOLS), np.uint16)
     freq[0, :7] = 515, 1790, 895, 447, 7, 3, 439
     planes, columns = np.array([[0, 3, 0, 2, 0, 5, 0, 3]], np.uint8).T, np.zeros(1, np.uint8)
-    case = Case(SectionPlanes(planes, columns, one_class(np.zeros(8, np.uint16)), 1), EntropyTables(freq, 12))
+    case = Case(SectionPlanes(planes, columns, one_class(np.zeros(8, np.uint16)), 1), EntropyTables(freq))
     # Symbols are coded from the last to the first, which meets a multiple of its frequency.
     rest = replace(case.section, planes=planes[1:], plan=one_class(np.zeros(7, np.uint16)))
     (state,) = Case(rest, case.tables).encode(get_stages("reference")).states.tolist()
@@ -239,7 +238,7 @@ def test_classes_are_one_stream(stages: Stages, tokens: int) -> None:
         same_streams(stream, rans.encode_classes(classes, table))
         np.testing.assert_array_equal(rans.decode_classes(stream, table, tokens), classes)
         out, data = np.empty(tokens, np.uint8), stream.words.astype("<u2").view(np.uint8)
-        arguments = data, 0, len(stream.words), int(stream.states[0]), table.slots[0], table.prob_bits, out
+        arguments = data, 0, len(stream.words), int(stream.states[0]), table.slots[0], out
         assert decode_class_stream(*arguments) and np.array_equal(out, classes)
         bad = Streams(stream.states ^ np.uint32(1 << 17), stream.lengths, stream.words)
         with pytest.raises(CorruptError, match="class stream of a section does not end where it must"):

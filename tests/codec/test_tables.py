@@ -9,11 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
+from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import FormatError
 from cuvee.codec.stages.reference.byte_planes import choose_tables
-
-PROB_BITS = (8, 10, 12)
 
 
 def counts_of(**used: float) -> npt.NDArray[np.float64]:
@@ -46,63 +44,55 @@ def random_counts(seed: int) -> npt.NDArray[np.int64]:
 # --- normalize_counts
 
 
-@pytest.mark.parametrize("prob_bits", PROB_BITS)
 @pytest.mark.parametrize("name", DEGENERATE)
-def test_degenerate_counts_become_a_valid_table(name: str, prob_bits: int) -> None:
+def test_degenerate_counts_become_a_valid_table(name: str) -> None:
     counts = DEGENERATE[name]
-    freq = normalize_counts(counts, prob_bits)
+    freq = normalize_counts(counts)
     assert freq.dtype == np.uint16 and freq.shape == (SYMBOLS,)
-    assert int(freq.sum(dtype=np.int64)) == 1 << prob_bits
+    assert int(freq.sum(dtype=np.int64)) == TOTAL
     assert (freq[counts > 0] >= 1).all()
     assert (freq > 0).sum() == max(2, (counts > 0).sum())
-    EntropyTables(freq[None], prob_bits)
+    EntropyTables(freq[None])
 
 
 def test_a_lone_symbol_leaves_the_least_to_its_neighbor() -> None:
-    freq = normalize_counts(counts_of(s255=9), 12)
+    freq = normalize_counts(counts_of(s255=9))
     assert freq[255] == 4095 and freq[0] == 1
 
 
 def test_normalization_is_the_same_everywhere() -> None:
     digest = hashlib.blake2b(digest_size=16)
-    for prob_bits in PROB_BITS:
-        for counts in [*DEGENERATE.values(), *map(random_counts, range(8))]:
-            digest.update(normalize_counts(counts, prob_bits).astype("<u2").tobytes())
-    assert digest.hexdigest() == "d67142d6f8cb169aaf48133b7e342fc4"
+    for counts in [*DEGENERATE.values(), *map(random_counts, range(8))]:
+        digest.update(normalize_counts(counts).astype("<u2").tobytes())
+    assert digest.hexdigest() == "379d4af49430cfd09637d2feac6e45a1"
 
 
 # --- EntropyTables
 
 
-def two_tables(prob_bits: int = 12) -> EntropyTables:
-    return EntropyTables(np.stack([normalize_counts(random_counts(s), prob_bits) for s in (1, 2)]), prob_bits)
+def two_tables() -> EntropyTables:
+    return EntropyTables(np.stack([normalize_counts(random_counts(s)) for s in (1, 2)]))
 
 
-@pytest.mark.parametrize("prob_bits", PROB_BITS)
-def test_slots_agree_with_frequencies_and_cumulative(prob_bits: int) -> None:
-    tables = two_tables(prob_bits).extended(raw_bit_tables(prob_bits))
-    assert len(tables) == 10 and tables.slots.shape == (10, 1 << prob_bits)
+def test_slots_agree_with_frequencies_and_cumulative() -> None:
+    tables = two_tables().extended(raw_bit_tables())
+    assert len(tables) == 10 and tables.slots.shape == (10, TOTAL)
     for t in range(len(tables)):
         symbol, freq, offset = tables.slots[t] >> 24, tables.slots[t] >> 12 & 0xFFF, tables.slots[t] & 0xFFF
         np.testing.assert_array_equal(np.bincount(symbol, minlength=SYMBOLS), tables.freq[t])
         np.testing.assert_array_equal(freq, tables.freq[t][symbol])
         assert (offset < freq).all()
-        np.testing.assert_array_equal(tables.cumulative[t][symbol] + offset, np.arange(1 << prob_bits))
+        np.testing.assert_array_equal(tables.cumulative[t][symbol] + offset, np.arange(TOTAL))
 
 
 def test_bits_and_entropy() -> None:
     freq = np.zeros((2, SYMBOLS), np.uint16)
-    freq[0, [1, 2, 3]] = 128, 64, 64
-    freq[1] = 1
-    tables = EntropyTables(freq, 8)
+    freq[0, [1, 2, 3]] = 2048, 1024, 1024
+    freq[1] = 16
+    tables = EntropyTables(freq)
     assert tables.bits[0, 1] == 1 and tables.bits[0, 2] == 2 and math.isinf(tables.bits[0, 0])
     assert (tables.bits[1] == 8).all()
     np.testing.assert_allclose(tables.entropy, [1.5, 8.0])
-
-
-def test_tables_of_another_resolution_do_not_extend() -> None:
-    with pytest.raises(FormatError, match="add up"):
-        two_tables(12).extended(raw_bit_tables(10))
 
 
 def row(**used: int) -> npt.NDArray[np.int64]:
@@ -110,35 +100,35 @@ def row(**used: int) -> npt.NDArray[np.int64]:
 
 
 @pytest.mark.parametrize(
-    ("freq", "prob_bits", "match"),
+    ("freq", "match"),
     [
-        (row(s0=200, s1=55), 8, "table 0"),
-        (row(s0=200, s1=57), 8, "table 0"),
-        (row(s0=256), 8, "two or more symbols"),
-        (row(s0=-1, s1=257), 8, "table 0"),
-        (row(s0=65536 + 128, s1=128), 8, "table 0"),
-        (np.concatenate([row(s0=128, s1=128), row(s0=128)]), 8, "table 1"),
-        (np.zeros((1, SYMBOLS), np.int64), 8, "table 0"),
-        (np.ones((1, 255), np.int64), 8, "shape"),
-        (np.ones(SYMBOLS, np.int64), 8, "shape"),
-        (np.ones((1, SYMBOLS), np.int64), 7, "prob_bits"),
-        (np.full((1, SYMBOLS), 32, np.int64), 13, "prob_bits"),
+        (row(s0=4000, s1=95), "table 0"),
+        (row(s0=4000, s1=97), "table 0"),
+        (row(s0=4096), "two or more symbols"),
+        (row(s0=-1, s1=4097), "table 0"),
+        (row(s0=65536 + 2048, s1=2048), "table 0"),
+        (np.concatenate([row(s0=2048, s1=2048), row(s0=2048)]), "table 1"),
+        (np.zeros((1, SYMBOLS), np.int64), "table 0"),
+        (np.full((1, 255), 16), "shape"),
+        (np.full(SYMBOLS, 16), "shape"),
+        (np.ones((1, SYMBOLS), np.int64), "must add up to 4096"),
+        (np.full((1, SYMBOLS), 32, np.int64), "must add up to 4096"),
     ],
 )
-def test_bad_tables_are_refused(freq: npt.NDArray[np.int64], prob_bits: int, match: str) -> None:
+def test_bad_tables_are_refused(freq: npt.NDArray[np.int64], match: str) -> None:
     with pytest.raises(FormatError, match=match):
-        EntropyTables(freq, prob_bits)
+        EntropyTables(freq)
 
 
-def one_at_a_time(counts: npt.NDArray[np.float64], prob_bits: int) -> npt.NDArray[np.int64]:
+def one_at_a_time(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """What `normalize_counts` promises, with every cost computed anew for every count that is moved."""
-    total, used = 1 << prob_bits, counts > 0
-    exact = counts * (total / counts.sum())
+    used = counts > 0
+    exact = counts * (TOTAL / counts.sum())
     freq = np.where(used, np.maximum(np.floor(exact + 0.5), 1), 0).astype(np.int64)
-    while freq.sum() > total:
+    while freq.sum() > TOTAL:
         freq[np.argmin(np.where(freq > 1, exact / (freq - 0.5), np.inf))] -= 1
-    while freq.sum() < total:
-        freq[np.argmax(np.where(used & (freq < total - 1), exact / (freq + 0.5), -1.0))] += 1
+    while freq.sum() < TOTAL:
+        freq[np.argmax(np.where(used & (freq < TOTAL - 1), exact / (freq + 0.5), -1.0))] += 1
     return freq
 
 
@@ -153,10 +143,9 @@ def test_every_count_is_moved_where_it_changes_the_length_least(kind: str) -> No
             "peaked": np.bincount(rng.normal(128, rng.uniform(0.5, 30), 9000).astype(int) % 256, minlength=SYMBOLS),
             "tiny": rng.random(SYMBOLS) * 1e-3,
         }[kind].astype(np.float64)
-        bits = int(rng.integers(8, 13))
-        np.testing.assert_array_equal(normalize_counts(counts, bits), one_at_a_time(counts, bits))
-        rounded = np.floor(counts * ((1 << bits) / counts.sum()) + 0.5)
-        moved += int(np.where(counts > 0, np.maximum(rounded, 1), 0).sum()) != 1 << bits
+        np.testing.assert_array_equal(normalize_counts(counts), one_at_a_time(counts))
+        rounded = np.floor(counts * (TOTAL / counts.sum()) + 0.5)
+        moved += int(np.where(counts > 0, np.maximum(rounded, 1), 0).sum()) != TOTAL
     assert moved > 50
 
 
@@ -164,10 +153,10 @@ def test_many_counts_are_normalized_as_each_alone() -> None:
     rng = np.random.default_rng(1)
     counts = [rng.integers(0, 50, SYMBOLS), counts_of(s255=9), np.zeros(SYMBOLS, int), counts_of(s0=1, s9=2**40)]
     counts += [(rng.random(SYMBOLS) < 0.1) * rng.integers(0, 10**9, SYMBOLS) for _ in range(20)]
-    together = normalize_counts(np.stack(counts), 12)
+    together = normalize_counts(np.stack(counts))
     assert together.dtype == np.uint16
-    np.testing.assert_array_equal(together, np.stack([normalize_counts(own, 12) for own in counts]))
-    assert normalize_counts(np.zeros((0, SYMBOLS)), 12).shape == (0, SYMBOLS)
+    np.testing.assert_array_equal(together, np.stack([normalize_counts(own) for own in counts]))
+    assert normalize_counts(np.zeros((0, SYMBOLS))).shape == (0, SYMBOLS)
 
 
 def test_a_plane_gets_a_table_if_that_saves_a_hundredth() -> None:
@@ -181,7 +170,7 @@ def test_a_plane_gets_a_table_if_that_saves_a_hundredth() -> None:
     for own, count, table in zip(planes, channels, tables, strict=True):
         size = own.size
         if table is not None:
-            np.testing.assert_array_equal(table, normalize_counts(np.bincount(own.ravel(), minlength=SYMBOLS), 12))
+            np.testing.assert_array_equal(table, normalize_counts(np.bincount(own.ravel(), minlength=SYMBOLS)))
             bits = (12 - np.log2(table[own.ravel()])).sum()
             assert bits / 8 + count + 3 * (table > 0).sum() < 0.99 * size
     assert choose_tables(counts[:0], channels[:0]) == []

@@ -25,7 +25,7 @@ from tests.fuzz.engine import Finding
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.coding_plan import ESCAPE
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
+from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import CLASSES, SectionPlanes, one_class
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.coded_part import CodedPart, Reader, write_coded
@@ -40,7 +40,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.stages.products import Products, products_for
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS, read_model, write_model
+from cuvee.codec.stages.reference.byte_planes import read_model, write_model
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import U8
 
@@ -205,9 +205,9 @@ def with_field(dice: Dice, subject: Subject, section: bytes, index: int) -> byte
 
 def _symbols(dice: Dice, tables: EntropyTables, which: npt.NDArray[np.integer], escapes: float) -> U8:
     """Draw a symbol from each table, with some escapes where the table has one."""
-    slots = dice.rng.integers(0, 1 << tables.prob_bits, which.shape)
+    slots = dice.rng.integers(0, TOTAL, which.shape)
     if dice.chance(0.3):  # the rarest symbols, at the end of the tables
-        slots[dice.rng.random(which.shape) < 0.5] = (1 << tables.prob_bits) - 1
+        slots[dice.rng.random(which.shape) < 0.5] = TOTAL - 1
     out: U8 = (tables.slots[which, slots] >> np.uint32(24)).astype(np.uint8)
     chosen = (dice.rng.random(which.shape) < escapes) & (tables.freq[which, ESCAPE] > 0)
     out[chosen] = ESCAPE
@@ -279,14 +279,14 @@ def _lossless_section(dice: Dice, layer: LayerLayout, item: int, tokens: int) ->
             counts = np.zeros(SYMBOLS)
             used = dice.rng.integers(0, SYMBOLS, dice.small(80))
             counts[used] = dice.rng.integers(1, 1 << dice.number(1, 20), len(used))
-            freqs.append(normalize_counts(counts, PROB_BITS))
+            freqs.append(normalize_counts(counts))
             sizes.append(size)
             head += write_model(np.frombuffer(dice.junk(size), np.uint8), freqs[-1])
     head += bytes(-len(head) % 4)
     stored += bytes(-len(stored) % 4)
     if not freqs:
         return bytes(head + stored)
-    tables = EntropyTables(np.stack(freqs), PROB_BITS)
+    tables = EntropyTables(np.stack(freqs))
     which = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
     n = 1 << dice.number(0, 7)
     symbols = _symbols(dice, tables, np.repeat(which[:, None], tokens, 1), 0.0)

@@ -124,7 +124,7 @@ def _byte_planes(name: str, kernel: Any, **constants: Any) -> KernelSpec:
     return KernelSpec(name, kernel, _BYTES | constants, byte_planes.WARPS, options, types={"data": "*u8"})
 
 
-_DECODE = {"PROB_BITS": 12, "LANES": 32, "BLOCK": rans.PRECEDING}
+_DECODE = {"LANES": 32, "BLOCK": rans.PRECEDING}
 _WRITE = {
     "STREAMS": coded_part._WRITE_STREAMS, "WORDS": coded_part._WRITE_WORDS, "ESCAPES": coded_part._WRITE_ESCAPES,
     "BLOCK": coded_part._WRITE_PRECEDING,

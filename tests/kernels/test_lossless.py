@@ -100,7 +100,7 @@ def test_decoding_tables(device: torch.device) -> None:
     counts = [np.bincount([s], minlength=256) for s in (0, 1, 254, 255)]
     counts += [np.ones(256, np.int64), np.arange(256), np.bincount([0, 255, 255], minlength=256)]
     counts += [generator.geometric(p, 256) * (generator.random(256) < 0.5) for p in (0.5, 0.01, 0.0001)]
-    tables = EntropyTables(np.stack([normalize_counts(count, 12) for count in counts]), 12)
+    tables = EntropyTables(np.stack([normalize_counts(count) for count in counts]))
     shape = (len(counts) + 1, WIDTH)
     decoding = torch.full(shape, POISON, dtype=torch.int32).view(torch.uint32).to(device)
     decoding_tables(torch.from_numpy(tables.freq).to(device), decoding[:-1])

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.codec.planned import tables_of
+from tests.codec.planned import various_tables
 
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ColumnPlan, SectionPlanes, one_class
 from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, WINDOW, Escapes, Streams, stream_count, windows
@@ -20,7 +20,7 @@ from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8
 from cuvee.kernels.jobs import JobField, PartField, PlanField, Status
 from cuvee.kernels.ops import coded_part
-from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
+from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import ENTRIES, SPAN, coding_table, decoding_table, rans_decode, rans_encode
 
 POISON = 0xAB
@@ -75,10 +75,10 @@ class Part:
         return write_coded(CodedPart(streams, self.escapes, self.per_stream, self.classes), self.steps)
 
 
-def make_part(shape: tuple[int, int, int, str], prob_bits: int, seed: int) -> Part:
+def make_part(shape: tuple[int, int, int, str], seed: int) -> Part:
     """A part of (steps, tokens, tokens per stream, classes): `one`, `mixed`, or `each`."""
     steps, tokens, per_stream, kind = shape
-    rng, tables = np.random.default_rng(seed), tables_of(prob_bits)
+    rng, tables = np.random.default_rng(seed), various_tables()
     if kind == "one":
         columns, plan = np.zeros(tokens, np.uint8), one_class(rng.integers(0, len(tables), steps).astype(np.uint16))
     else:
@@ -89,7 +89,7 @@ def make_part(shape: tuple[int, int, int, str], prob_bits: int, seed: int) -> Pa
         depth = (steps * (CLASSES - 1 - np.arange(CLASSES)) // (CLASSES - 2)).clip(0, steps).astype(np.int32)
         plan = ColumnPlan(depth, rng.integers(0, len(tables), (CLASSES, steps)).astype(np.uint16))
     planes = int(plan.planes[columns].max())
-    slot = rng.integers(0, 1 << prob_bits, (planes, tokens))
+    slot = rng.integers(0, TOTAL, (planes, tokens))
     symbols = (tables.slots[plan.tables[columns, :planes].T, slot] >> 24).astype(np.uint8)
     some = np.flatnonzero(rng.random(planes * tokens) < 0.1 * (seed % 3)).astype(np.uint32)
     words = rng.integers(0, 1 << 16, seed % 4).astype(np.uint16)
@@ -98,8 +98,8 @@ def make_part(shape: tuple[int, int, int, str], prob_bits: int, seed: int) -> Pa
     return Part(symbols, columns, plan, tables, per_stream, escapes, classes)
 
 
-def make_parts(shapes: Sequence[tuple[int, int, int, str]], prob_bits: int = 12) -> list[Part]:
-    return [make_part(shape, prob_bits, seed) for seed, shape in enumerate(shapes)]
+def make_parts(shapes: Sequence[tuple[int, int, int, str]]) -> list[Part]:
+    return [make_part(shape, seed) for seed, shape in enumerate(shapes)]
 
 
 @dataclass
@@ -170,8 +170,7 @@ class Launch:
         planes = self.poison(self.planes)
         status = torch.tensor([*found] or [0] * len(self.parts), dtype=torch.int32, device=self.device)
         tables = self.parts[0].tables
-        decoding = DecodingTables(self.tensor(decoding_table(tables)), tables.prob_bits)
-        rans_decode(self.tensor(data), self.coding, decoding, self.classes, planes, status)
+        rans_decode(self.tensor(data), self.coding, self.tensor(decoding_table(tables)), self.classes, planes, status)
         return planes, status.tolist()
 
     def encoded(self, planes: torch.Tensor) -> EncodedStreams:
@@ -219,20 +218,19 @@ SHAPES: dict[str, list[tuple[int, int, int, str]]] = {
     "nothing": [(0, 5, 2, "one"), (3, 5, 2, "one"), (0, 1, 128, "one")],
     "long lengths": [(512, 1, 128, "one"), (3, 5, 2, "one"), (513, 1, 128, "one")],
 }  # fmt: skip
-CASES = [(name, 12) for name in SHAPES] + [("many", bits) for bits in (8, 10)]
 
 
-@pytest.mark.parametrize(("name", "prob_bits"), CASES)
-def test_decodes_what_the_codec_wrote(name: str, prob_bits: int, device: torch.device) -> None:
-    launch = Launch(make_parts(SHAPES[name], prob_bits), device)
+@pytest.mark.parametrize("name", SHAPES)
+def test_decodes_what_the_codec_wrote(name: str, device: torch.device) -> None:
+    launch = Launch(make_parts(SHAPES[name]), device)
     planes, status = launch.decode(launch.place_data())
     assert torch.equal(planes, launch.place_planes())
     assert status == [0] * len(launch.parts)
 
 
-@pytest.mark.parametrize(("name", "prob_bits"), CASES)
-def test_encodes_the_bytes_of_the_codec(name: str, prob_bits: int, device: torch.device) -> None:
-    launch = Launch(make_parts(SHAPES[name], prob_bits), device)
+@pytest.mark.parametrize("name", SHAPES)
+def test_encodes_the_bytes_of_the_codec(name: str, device: torch.device) -> None:
+    launch = Launch(make_parts(SHAPES[name]), device)
     streams = launch.encoded(launch.place_planes())
     touched = [np.zeros(len(a), bool) for a in (streams.words, streams.states, streams.lengths)]
     for job, part in zip(launch.jobs, launch.parts, strict=True):
@@ -245,10 +243,9 @@ def test_encodes_the_bytes_of_the_codec(name: str, prob_bits: int, device: torch
     assert launch.write(streams) == [part.coded for part in launch.parts]
 
 
-@pytest.mark.parametrize("prob_bits", [8, 9, 10, 11, 12])
-def test_every_slot_finds_its_symbol(prob_bits: int) -> None:
-    tables = tables_of(prob_bits)
-    slot = np.arange(1 << prob_bits)
+def test_every_slot_finds_its_symbol() -> None:
+    tables = various_tables()
+    slot = np.arange(TOTAL)
     for row, slots in zip(decoding_table(tables), tables.slots, strict=True):
         word = row[slot // SPAN]
         begun = word & ((2 << slot % SPAN) - 1).astype(np.uint32)
@@ -321,12 +318,14 @@ def test_the_high_half_of_a_length_counts(device: torch.device) -> None:
 
 def zeros_part() -> Part:
     """Two bytes 0 of a flat table: the state reaches the very value from which a word must move, and the word is 0."""
-    return Part(np.zeros((2, 1), np.uint8), np.zeros(1, np.uint8), one_class(np.zeros(2, np.uint16)), tables_of(12), 1)
+    return Part(
+        np.zeros((2, 1), np.uint8), np.zeros(1, np.uint8), one_class(np.zeros(2, np.uint16)), various_tables(), 1
+    )
 
 
 def one_symbol() -> tuple[Part, Streams]:
     """A part, and a state below its bound that decodes to it: the word 0 makes it 2**16, in which streams end."""
-    part = make_part((1, 1, 1, "one"), 12, 0)
+    part = make_part((1, 1, 1, "one"), 0)
     low = int(part.tables.cumulative[part.plan.tables[0, 0], int(part.symbols[0, 0])])
     return part, Streams(np.array([low + 1], np.uint32), np.ones(1, np.uint32), np.zeros(1, np.uint16))
 
@@ -356,7 +355,7 @@ def test_sums_of_lengths_of_four_bytes_do_not_wrap(value: int, device: torch.dev
 
 
 def test_status_keeps_what_others_found(device: torch.device) -> None:
-    launch = Launch(make_parts([(3, 5, 1, "one"), (3, 5, 1, "one")], 10), device)
+    launch = Launch(make_parts([(3, 5, 1, "one"), (3, 5, 1, "one")]), device)
     data = launch.place_data()
     data.view(np.uint32)[launch.jobs[1, JobField.STATES]] ^= 1
     found = [int(Status.ESCAPES), int(Status.SLOT)]
@@ -390,7 +389,7 @@ def test_writes_lengths_that_need_four_bytes(device: torch.device) -> None:
     words = rng.integers(0, 1 << 16, 3 * region).astype(np.uint16)
     states = rng.integers(1 << 16, 1 << 32, 3).astype(np.uint32)
     plan, columns = one_class(np.zeros(steps, np.uint16)), np.zeros(WINDOW + 1, np.uint8)
-    part = Part(np.zeros((steps, WINDOW + 1), np.uint8), columns, plan, tables_of(12), per_stream)
+    part = Part(np.zeros((steps, WINDOW + 1), np.uint8), columns, plan, various_tables(), per_stream)
     launch = Launch([part], device)
     launch.jobs[0, [JobField.WORDS, JobField.STATES, JobField.LENGTHS]] = 0
     coded = launch.write(EncodedStreams(launch.tensor(words), launch.tensor(states), launch.tensor(lengths)))
@@ -416,19 +415,17 @@ def test_a_byte_without_frequency_harms_only_its_stream(device: torch.device) ->
             assert torch.equal(dirty.words[top - length : top], clean.words[top - length : top])
 
 
-@pytest.mark.parametrize("prob_bits", [8, 10, 12])
-def test_the_quotient_is_exact(prob_bits: int) -> None:
+def test_the_quotient_is_exact() -> None:
     # One table for each frequency f: f for byte 0, the others share the rest.
-    total = 1 << prob_bits
-    f = np.arange(1, total, dtype=np.uint64)
+    f = np.arange(1, TOTAL, dtype=np.uint64)
     freq = np.zeros((len(f), SYMBOLS), np.int64)
-    freq[:, 0], freq[:, 1] = f, total - f
-    coding = coding_table(EntropyTables(freq, prob_bits))
+    freq[:, 0], freq[:, 1] = f, TOTAL - f
+    coding = coding_table(EntropyTables(freq))
     assert np.array_equal(coding[:, 0, 0], f << 16)
-    assert np.array_equal(coding[:, 1, 0], (total - f) << np.uint64(16) | f)
+    assert np.array_equal(coding[:, 1, 0], (TOTAL - f) << np.uint64(16) | f)
     assert not coding[:, 2:, 1].any()
     reciprocal = coding[:, 0, 1].astype(np.uint64)
-    limit = f << np.uint64(32 - prob_bits)  # states of the encoder lie below
+    limit = f << np.uint64(20)  # states of the encoder lie below
     multiples = limit // f - np.array([[1], [2], [1000], [1 << 15]], np.uint64)
     for x in (limit - 1, *(multiples * f), *(multiples * f - 1), *(multiples * f + 1)):
         quotient = x * reciprocal >> np.uint64(32)

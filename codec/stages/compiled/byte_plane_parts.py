@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from cuvee.codec.entropy.tables import TOTAL
 from cuvee.codec.format import rules
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled.coded_part import read_u16
 from cuvee.codec.stages.compiled.compiler import compiled_briefly, inner
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS
-
-SLOTS = 1 << PROB_BITS
 
 # Fields of a plane: whether it is coded; where its references (if coded) or its bytes begin; its first row among the
 # coded ones; where its table ends.
@@ -56,7 +54,7 @@ def _check_table(data, at, end, problem):  # type: ignore[no-untyped-def]
         last = symbol
         filled += frequency
         most = max(most, frequency)
-    if filled != SLOTS or most == SLOTS:
+    if filled != TOTAL or most == TOTAL:
         problem[part.RULE] = rules.TABLE_SUM
         return -1
     return at
@@ -69,7 +67,7 @@ def read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
     for pair in range(at + 2, end, 3):
         frequency = np.int64(read_u16(data, pair + 1))
         entry = np.uint32(data[pair]) << np.uint32(24) | np.uint32(frequency) << np.uint32(12)
-        own = slots[filled : min(filled + frequency, SLOTS)]  # whatever another process has written meanwhile
+        own = slots[filled : min(filled + frequency, TOTAL)]  # whatever another process has written meanwhile
         for i in range(len(own)):
             own[i] = np.uint32(entry | np.uint32(i))
         filled += frequency

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.tables import SYMBOLS
+from cuvee.codec.entropy.tables import PROB_BITS, SYMBOLS, TOTAL
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.compiled import byte_plane_parts as parts
 from cuvee.codec.stages.compiled import coded_part as part
@@ -23,8 +23,7 @@ from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.stages.compiled.memory import array_at
 from cuvee.codec.stages.compiled.rans import decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.compiled.transform import adjacent
-from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane
+from cuvee.codec.stages.reference.byte_planes import BytePlane
 from cuvee.codec.stages.rows import Rows, dense_rows
 from cuvee.codec.support.arena import Arena
 
@@ -38,8 +37,17 @@ _LINE = 2 * _CHANNELS
 
 
 @inner
+def _are_adjacent(begins, first):  # type: ignore[no-untyped-def]
+    """Return whether the rows of 16 tokens begin at adjacent places."""
+    there = begins[first] >= 0
+    for t in range(1, WIDTH):
+        there &= begins[first + t] == begins[first] + t
+    return there
+
+
+@inner
 def _write_joined(  # type: ignore[no-untyped-def]
-    low, low_row, high, references, at, width, begins, first_row, heads, size, stride, offsets, kinds, out
+    low, low_row, high, references, at, width, begins, first_row, heads, size, head_stride, dim_stride, out
 ):
     """Join a unit's stored low bytes and coded high bytes `[C, width]`, and write its 16-bit values.
 
@@ -48,6 +56,7 @@ def _write_joined(  # type: ignore[no-untyped-def]
     """
     lows = np.empty(_LINE * width, np.uint8)
     tile, in_tile = np.empty(_CHANNELS * WIDTH, out.dtype), np.arange(0, _CHANNELS * WIDTH, _CHANNELS)
+    of_channels = np.arange(_CHANNELS) * dim_stride
     places = np.full(width, -1, np.int64)
     for t in range(max(-first_row, 0), min(width, len(begins) - first_row)):
         places[t] = begins[first_row + t]
@@ -64,15 +73,16 @@ def _write_joined(  # type: ignore[no-untyped-def]
                 begin = min(block, width - WIDTH)  # the last tokens may be written twice
                 for d in range(line, min(line + _LINE, size), _CHANNELS):
                     channel, at_low = h * size + d, (d - line) * width + begin
-                    if not len(offsets):
+                    later = h * head_stride + d * dim_stride
+                    if dim_stride == 1:
                         join_step(
                             lows, at_low, width, high, channel * width + begin, width, references, at + channel,
-                            places, begin, h * stride + d, out,
+                            places, begin, later, out,
                         )  # fmt: skip
-                    elif adjacent(places, begin, kinds, first_row + begin):
+                    elif _are_adjacent(places, begin):
                         join_by_channel_step(
                             lows, at_low, width, high, channel * width + begin, width, references, at + channel,
-                            offsets[kinds[first_row + begin], h], d, places[begin], out,
+                            of_channels, 0, places[begin] + later, out,
                         )  # fmt: skip
                     else:
                         join_step(
@@ -82,14 +92,13 @@ def _write_joined(  # type: ignore[no-untyped-def]
                         for t in range(WIDTH):
                             to = places[begin + t]
                             if to >= 0:
-                                of_token, source = offsets[kinds[first_row + begin + t], h], tile[t * _CHANNELS :]
                                 for i in range(_CHANNELS):
-                                    out[to + of_token[d + i]] = source[i]
+                                    out[to + later + of_channels[i]] = tile[t * _CHANNELS + i]
 
 
 @inner
 def _write(  # type: ignore[no-untyped-def]
-    data, tokens, start, width, planes, scratch, begins, first_row, heads, size, stride, offsets, kinds, out
+    data, tokens, start, width, planes, scratch, begins, first_row, heads, size, head_stride, dim_stride, out
 ):
     """Join the planes of a unit, and write its values."""
     count = len(planes)
@@ -97,7 +106,7 @@ def _write(  # type: ignore[no-untyped-def]
     if joined and planes[1, parts.CODED] and not planes[0, parts.CODED]:  # as nearly always
         _write_joined(
             data[planes[0, parts.AT] + start :], tokens, scratch[planes[1, parts.ROW] * width :], data,
-            planes[1, parts.AT], width, begins, first_row, heads, size, stride, offsets, kinds, out,
+            planes[1, parts.AT], width, begins, first_row, heads, size, head_stride, dim_stride, out,
         )  # fmt: skip
         return
     tile = np.empty((_CHANNELS, width), out.dtype)
@@ -130,23 +139,19 @@ def _write(  # type: ignore[no-untyped-def]
                 begin = begins[first_row + t]
                 if begin < 0:
                     continue
-                at = begin + h * stride + d
-                if len(offsets):
-                    places = offsets[kinds[first_row + t], h]
-                    for i in range(adjacent):
-                        out[begin + places[d + i]] = tile[i, t]
-                elif adjacent == _CHANNELS:
+                at = begin + h * head_stride + d * dim_stride
+                if adjacent == _CHANNELS and dim_stride == 1:
                     target = out[at : at + _CHANNELS]
                     for i in range(_CHANNELS):
                         target[i] = tile[i, t]
                 else:
                     for i in range(adjacent):
-                        out[at + i] = tile[i, t]
+                        out[at + i * dim_stride] = tile[i, t]
 
 
 # Fields of rows as `_decode_and_write` takes them. Arrays are addresses, so that one call serves many layers.
-_MEMORY, _ENTRIES, _BEGINS, _TOKENS, _HEADS, _SIZE, _STRIDE, _OFFSETS, _ROW_KINDS, _KINDS = range(10)
-_ROW_FIELDS = 10
+_MEMORY, _ENTRIES, _BEGINS, _TOKENS, _HEADS, _SIZE, _HEAD_STRIDE, _DIM_STRIDE = range(8)
+_ROW_FIELDS = 8
 
 
 @compiled
@@ -193,7 +198,7 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
                 if planes[i, plane, parts.CODED]:
                     parts.read_table(
                         data, planes[i, plane, parts.AT] + channels[i, plane], planes[i, plane, parts.END],
-                        slots[coded * parts.SLOTS : (coded + 1) * parts.SLOTS],
+                        slots[coded * TOTAL : (coded + 1) * TOTAL],
                     )  # fmt: skip
                     for _ in range(channels[i, plane]):
                         tables[step] = coded << PROB_BITS
@@ -201,24 +206,21 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
                     coded += 1
         if not decode_streams(
             data, found[first:end], words_at, start, stop, fields[first:end], one_class, depth[first:end], tables,
-            slots, np.int64(PROB_BITS), scratch, problem,
+            slots, scratch, problem,
         ):  # fmt: skip
             problem[part.SECTION] += first
             return False
         for i in range(first, end):
             for unit in range(2):
                 own = rows[i, unit]
-                heads, size, kinds_of_rows = own[_HEADS], own[_SIZE], own[_ROW_KINDS]
-                if not heads:
+                if not own[_HEADS]:
                     continue
                 begins = array_at(own[_BEGINS], own[_TOKENS], places)
-                offsets = array_at(own[_OFFSETS], kinds_of_rows * heads * size, places)
-                kinds = array_at(own[_KINDS], own[_TOKENS] if kinds_of_rows else np.int64(0), places)
                 out = array_at(own[_MEMORY], own[_ENTRIES], alike)
                 _write(
                     data, tokens, start, width, planes[i, unit * bytes_per_value : (unit + 1) * bytes_per_value],
-                    scratch[scratch_at[i] :], begins, first_row, heads, size, own[_STRIDE],
-                    offsets.reshape((kinds_of_rows, heads, size)), kinds, out,
+                    scratch[scratch_at[i] :], begins, first_row, own[_HEADS], own[_SIZE], own[_HEAD_STRIDE],
+                    own[_DIM_STRIDE], out,
                 )  # fmt: skip
         first = end
     return True
@@ -280,7 +282,7 @@ def decode_layers(
     scratch_at = before[:-1] - before[np.searchsorted(run_of, run_of)]
     scratch = _arena.array("planes", int((scratch_at + np.diff(before)).max()) + WIDTH, np.uint8)
     # Tables are made when they are needed, so that they are in the first cache.
-    slots = _arena.array("slots", int(np.bincount(run_of).max()) * index.channels.shape[1] * parts.SLOTS, np.uint32)
+    slots = _arena.array("slots", int(np.bincount(run_of).max()) * index.channels.shape[1] * TOTAL, np.uint32)
     problem = np.zeros(part.PROBLEM_FIELDS, np.int64)
     if not _decode_and_write(
         index.data, index.words_at, at.start, at.stop, index.channels[which], index.tokens, found, slots,
@@ -307,8 +309,7 @@ def _row_fields(keys: Sequence[Rows | None], values: Sequence[Rows | None]) -> n
         if rows is None
         else (
             rows.memory.data_ptr(), rows.memory.numel(), address(rows.begins), len(rows.begins), rows.heads, rows.size,
-            rows.head_stride, address(rows.offsets) if len(rows.offsets) else 0, len(rows.offsets),
-            address(rows.kinds) if len(rows.offsets) else 0,
+            rows.head_stride, rows.dim_stride,
         )
         for units in zip(keys, values, strict=True)
         for rows in units

@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba.core import types
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL
+from cuvee.codec.entropy.tables import PROB_BITS, TOTAL
 from cuvee.codec.stages.compiled.simd import (
     BYTES,
     FLOATS,
@@ -46,7 +47,7 @@ def _decoding(alike: bool, second: bool) -> Any:
     """
 
     @spelled_out
-    def decode_step(typing: Any, x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to):  # type: ignore[no-untyped-def]
+    def decode_step(typing: Any, x, at, ahead, first, base, slots, words, offset, count, active, out, to):  # type: ignore[no-untyped-def]
         """Decode one symbol of 16 streams; `decode_alike_steps` take the one table of all lanes in place of `base`.
 
         From entry `first` on, the uint32 arrays `x`, `at`, `ahead` and `base` hold the lanes' states and the numbers of
@@ -55,20 +56,17 @@ def _decoding(alike: bool, second: bool) -> Any:
         four bytes before them; no byte beyond is read, even for damaged streams. The states of lanes that are not
         `active` do not change. 16 bytes are written at entry `to` of `out`; those of inactive lanes are meaningless.
         """
-        signature = types.void(x, at, ahead, first, base, slots, words, offset, count, bits, active, out, to)
+        signature = types.void(x, at, ahead, first, base, slots, words, offset, count, active, out, to)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             code = Code(context, builder, sig.args, values)
             state, next_word, left = (code.pointer(array, 3, 4) for array in range(3))
             v, read = code.load(state, VECTOR, 4), code.load(next_word, VECTOR, 4)
-            prob_bits = code.integer(9, types.uint32)
-            mask = code.splat(builder.sub(builder.shl(INT32(1), prob_bits), INT32(1)))
-            place = builder.and_(v, mask)
-            high = builder.lshr(v, code.splat(prob_bits))
+            place, high = builder.and_(v, constant(TOTAL - 1)), builder.lshr(v, constant(PROB_BITS))
             slot = _slot(code, alike, place)
             frequency = builder.and_(builder.lshr(slot, constant(12)), constant(0xFFF))
             moved = builder.add(builder.mul(frequency, high), builder.and_(slot, constant(0xFFF)))
-            taking = code.taking(10)
+            taking = code.taking(9)
             need = builder.and_(builder.icmp_unsigned("<", moved, constant(_LOWER_BOUND)), taking)
             if second:
                 pair = code.load(left, VECTOR, 4)
@@ -90,7 +88,7 @@ def _decoding(alike: bool, second: bool) -> Any:
             after = builder.select(need, builder.or_(builder.shl(moved, constant(16)), word), moved)
             code.store(builder.select(taking, after, v), state, 4)
             code.store(builder.add(read, builder.zext(need, VECTOR)), next_word, 4)
-            code.store(builder.trunc(builder.lshr(slot, constant(24)), BYTES), code.pointer(11, 12, 1), 1)
+            code.store(builder.trunc(builder.lshr(slot, constant(24)), BYTES), code.pointer(10, 11, 1), 1)
             return context.get_dummy_value()
 
         return signature, generate
@@ -209,7 +207,7 @@ def _encoding(alike: bool) -> Any:
     """Make the step for lanes that share a table, or have tables of their own."""
 
     @spelled_out
-    def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, active, words):  # type: ignore[no-untyped-def]
+    def encode_step(typing: Any, x, at, first, base, symbols, place, coders, active, words):  # type: ignore[no-untyped-def]
         """Encode one symbol of 16 streams; `encode_alike_step` takes the one table of all lanes in place of `base`.
 
         From entry `first` on, the uint32 arrays `x`, `at` and `base` hold the lanes' states and the places of their
@@ -218,7 +216,7 @@ def _encoding(alike: bool) -> Any:
         `active` do not change. Each lane's words, uint16, are adjacent, in the order of coding; the word after the next
         one is overwritten.
         """
-        signature = types.void(x, at, first, base, symbols, place, coders, bits, active, words)
+        signature = types.void(x, at, first, base, symbols, place, coders, active, words)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             code = Code(context, builder, sig.args, values)
@@ -231,12 +229,11 @@ def _encoding(alike: bool) -> Any:
                 symbol = builder.add(code.load(code.pointer(3, 2, 4), VECTOR, 4), symbol)
                 coder = code.gather(code.data(6), INT32, symbol, 4)
             frequency, below = builder.and_(coder, constant(0xFFFF)), builder.lshr(coder, constant(16))
-            prob_bits = code.integer(7, types.uint32)
-            taking = code.taking(8)
-            limit = builder.shl(frequency, code.splat(builder.sub(INT32(32), prob_bits)))
+            taking = code.taking(7)
+            limit = builder.shl(frequency, constant(32 - PROB_BITS))
             full = builder.and_(builder.icmp_unsigned(">=", v, limit), taking)
             # In all lanes, without branches: a lane that is not full overwrites its word later.
-            words = builder.bitcast(code.data(9), INT16.as_pointer())
+            words = builder.bitcast(code.data(8), INT16.as_pointer())
             states, places = code.each(v, state), code.each(to, next_word)
             for low, next_place in zip(states, places, strict=True):
                 target = builder.gep(words, [builder.zext(next_place, INT64)])
@@ -258,7 +255,7 @@ def _encoding(alike: bool) -> Any:
             more = builder.icmp_signed(">=", rest, safe)
             guess = builder.select(more, builder.add(guess, constant(1)), guess)
             rest = builder.select(more, builder.sub(rest, safe), rest)
-            after = builder.add(builder.add(builder.shl(guess, code.splat(prob_bits)), rest), below)
+            after = builder.add(builder.add(builder.shl(guess, constant(PROB_BITS)), rest), below)
             code.store(builder.select(taking, after, v), state, 4)
             return context.get_dummy_value()
 

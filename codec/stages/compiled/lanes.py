@@ -130,7 +130,7 @@ def _turn(step: Any, alike_step: Any) -> Any:
     """Make the function that decodes one plane of each group in flight."""
 
     @inlined
-    def turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out):  # type: ignore[no-untyped-def]
+    def turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, out):  # type: ignore[no-untyped-def]
         for q in range(np.uint64(flying)):
             own = slot[q]
             plane, active, to, first = own[_PLANE], own[_ACTIVE], own[_TO], q * np.uint64(WIDTH)
@@ -138,15 +138,15 @@ def _turn(step: Any, alike_step: Any) -> Any:
             if own[_ALIKE]:
                 table = tables[np.uint64(own[_OWN] + plane)]
                 if active == WIDTH:
-                    alike_step(x, at, ahead, first, table, slots, data, words, count, bits, active, out, to)
+                    alike_step(x, at, ahead, first, table, slots, data, words, count, active, out, to)
                 else:
-                    alike_step(x, at, ahead, first, table, slots, data, words, count, bits, active, spare, 0)
+                    alike_step(x, at, ahead, first, table, slots, data, words, count, active, spare, 0)
             else:
                 lookup_step(tables, own[_OWN] + plane, of_class, first, base)
                 if active == WIDTH:
-                    step(x, at, ahead, first, base, slots, data, words, count, bits, active, out, to)
+                    step(x, at, ahead, first, base, slots, data, words, count, active, out, to)
                 else:
-                    step(x, at, ahead, first, base, slots, data, words, count, bits, active, spare, 0)
+                    step(x, at, ahead, first, base, slots, data, words, count, active, spare, 0)
             for lane in range(active if active < WIDTH else 0):
                 out[to + lane] = spare[lane]
             own[_PLANE] = plane + 1
@@ -161,7 +161,7 @@ _first_turn, _second_turn = (
 
 
 @inner
-def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, tables, slots, bits, out):  # type: ignore[no-untyped-def]
+def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, tables, slots, out):  # type: ignore[no-untyped-def]
     """Decode groups of streams.
 
     Args:
@@ -175,7 +175,6 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
         planes: int32, planes of a column of each class, falling from class to class.
         tables: uint32, where in `slots` the table of each plane begins.
         slots: uint32, decode tables, see `EntropyTables.slots`.
-        bits: probability bits of the tables.
         out: uint8, receives the planes. Bytes below a column's last plane are not written.
 
     Returns:
@@ -224,9 +223,9 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
             steps = min(steps, slot[q, _STOP] - slot[q, _PLANE])
         pairs = steps // 2
         for pair in range(pairs + steps % 2):
-            _first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
+            _first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, out)
             if pair < pairs:
-                _second_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, bits, out)
+                _second_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, out)
 
 
 # Fields of a group that is being encoded.
@@ -284,7 +283,7 @@ def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # typ
 
 @inner
 def encode_lanes(  # type: ignore[no-untyped-def]
-    groups, sections, data, classes, planes, tables, coders, bits, capacity, spare, log, states, lengths, begins
+    groups, sections, data, classes, planes, tables, coders, capacity, spare, log, states, lengths, begins
 ):  # fmt: skip
     """Encode groups of streams; the inverse of `decode_lanes`.
 
@@ -296,7 +295,6 @@ def encode_lanes(  # type: ignore[no-untyped-def]
         planes: as for `decode_lanes`.
         tables: uint32, where in `coders` the table of each plane begins.
         coders: uint32, see `EntropyTables.coders`.
-        bits: probability bits of the tables.
         capacity: more than the most words that a stream can have, see `lane_capacity`.
         spare: uint16 `[FLIGHT * 16 * capacity]`.
         log: uint16, receives the words of all streams, in the order in which the streams end.
@@ -363,12 +361,12 @@ def encode_lanes(  # type: ignore[no-untyped-def]
                 if own[_BACK_ALIKE]:
                     table = tables[np.uint64(own[_BACK_OWN] + plane)]
                     if active == WIDTH:
-                        encode_alike_step(x, at, first, table, data, to, coders, bits, WIDTH, spare)
+                        encode_alike_step(x, at, first, table, data, to, coders, WIDTH, spare)
                     else:
-                        encode_alike_step(x, at, first, table, data, to, coders, bits, active, spare)
+                        encode_alike_step(x, at, first, table, data, to, coders, active, spare)
                 else:
                     lookup_step(tables, own[_BACK_OWN] + plane, of_class, first, base)
-                    encode_step(x, at, first, base, data, to, coders, bits, active, spare)
+                    encode_step(x, at, first, base, data, to, coders, active, spare)
                 own[_BACK_PLANE], own[_BACK_TO] = plane, to
 
 

@@ -8,8 +8,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.entropy.token_classes import CLASS_BITS, SectionPlanes
+from cuvee.codec.entropy.tables import PROB_BITS, TOTAL, EntropyTables
+from cuvee.codec.entropy.token_classes import SectionPlanes
 from cuvee.codec.format import rules
 from cuvee.codec.format.streams import LOWER_BOUND, WINDOW, WORD_BITS, Streams, stream_count
 from cuvee.codec.stages.compiled import coded_part as part
@@ -39,21 +39,21 @@ def encode_class_stream(classes, coders, words):  # type: ignore[no-untyped-def]
     for t in range(len(classes) - 1, -1, -1):
         coder = np.int64(coders[classes[t]])
         frequency, below = coder & 0xFFFF, coder >> 16
-        if x >= frequency << (32 - CLASS_BITS):
+        if x >= frequency << (32 - PROB_BITS):
             words[count] = x & 0xFFFF
             count += 1
             x >>= WORD_BITS
-        x = ((x // frequency) << CLASS_BITS) + x % frequency + below
+        x = ((x // frequency) << PROB_BITS) + x % frequency + below
     for i in range(count // 2):  # a decoder reads words in reverse order of coding
         words[i], words[count - 1 - i] = words[count - 1 - i], words[i]
     return x, count
 
 
 @inner
-def decode_class_stream(data, at, words, state, slots, bits, classes):  # type: ignore[no-untyped-def]
+def decode_class_stream(data, at, words, state, slots, classes):  # type: ignore[no-untyped-def]
     """Decode classes from the `words` words at byte `at` of `data`; return whether the stream ends as it must."""
     x = np.uint32(state)
-    mask, shift = np.uint32((1 << bits) - 1), np.uint32(bits)
+    mask, shift = np.uint32(TOTAL - 1), np.uint32(PROB_BITS)
     word = np.int64(0)
     for t in range(len(classes)):
         slot = slots[np.uint64(x & mask)]
@@ -68,7 +68,7 @@ def decode_class_stream(data, at, words, state, slots, bits, classes):  # type: 
 
 @compiled
 def _encode(  # type: ignore[no-untyped-def]
-    data, columns, fields, depth, tables, coders, prob_bits, per_stream, capacity, spare, log, states, lengths, words
+    data, columns, fields, depth, tables, coders, per_stream, capacity, spare, log, states, lengths, words
 ):  # fmt: skip
     """Code the planes of sections; return the number of words."""
     count, tokens = columns.shape
@@ -79,7 +79,7 @@ def _encode(  # type: ignore[no-untyped-def]
         stream += (tokens + per_stream[i] - 1) // per_stream[i]
     begins = np.empty(len(states), np.int64)
     encode_lanes(
-        groups[:listed], fields, data, columns.reshape(columns.size), depth, tables, coders, prob_bits, capacity, spare,
+        groups[:listed], fields, data, columns.reshape(columns.size), depth, tables, coders, capacity, spare,
         log, states, lengths, begins,
     )  # fmt: skip
     return collect_words(log, begins, lengths, words)
@@ -107,7 +107,7 @@ def rans_encode(sections: Sequence[SectionPlanes], tables: EntropyTables) -> lis
     filled = _encode(
         data, np.stack([own.columns for own in sections]), fields,
         np.concatenate([own.plan.planes for own in sections]), np.concatenate([own.plan.coders for own in sections]),
-        tables.coders.reshape(-1), tables.prob_bits, per_stream, capacity,
+        tables.coders.reshape(-1), per_stream, capacity,
         _arena.array("spare", FLIGHT * WIDTH * capacity + 1, np.uint16), _arena.array("log", symbols, np.uint16),
         states, lengths, words,
     )  # fmt: skip
@@ -135,7 +135,7 @@ def encode_classes(classes: U8, table: EntropyTables) -> Streams:
 
 @inner
 def decode_streams(  # type: ignore[no-untyped-def]
-    data, found, words_at, start, stop, fields, columns, depth, tables, slots, bits, out, problem
+    data, found, words_at, start, stop, fields, columns, depth, tables, slots, out, problem
 ):
     """Decode a tile's planes of several sections together, so that the CPU always has streams to turn to.
 
@@ -148,9 +148,8 @@ def decode_streams(  # type: ignore[no-untyped-def]
         fields: int64 `[S, SECTION_FIELDS]` of `lanes`; all but `WORDS`, `COUNT` and `COLUMNS`, which are filled in.
         columns: as `classes` of `decode_lanes`.
         depth: as `planes` of `decode_lanes`.
-        tables: see there, like the next three.
+        tables: see there, like the next two.
         slots: see above.
-        bits: see above.
         out: see above.
         problem: receives the section, `rules.STREAM` and the number of the damaged stream.
 
@@ -180,7 +179,7 @@ def decode_streams(  # type: ignore[no-untyped-def]
         fetch(data, words + 2 * np.int64(starts[at]), words + 2 * np.int64(ends[at + streams - 1]))
         fields[i, lanes.WORDS], fields[i, lanes.COUNT], fields[i, lanes.COLUMNS] = words, found[i, part.COUNT], width
         listed = list_groups(i, at, width, np.int64(1) << log2, groups, listed)
-    bad = decode_lanes(groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, bits, out)
+    bad = decode_lanes(groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, out)
     if bad < 0:
         return True
     damaged = np.int64(0)

@@ -223,7 +223,7 @@ def _index(data, spans, sections, tokens, packed, classes, windows_at, found, pr
         problem[part.SECTION] = i
         if not decode_class_stream(
             data, own[part.CLASSES], own[part.CLASS_WORDS], own[part.CLASS_STATE], packed.class_slots[sections[i]],
-            packed.class_bits, classes[i],
+            classes[i],
         ):  # fmt: skip
             problem[part.RULE] = rules.CLASS_STREAM
             return words_at, by_window
@@ -237,7 +237,7 @@ def _index(data, spans, sections, tokens, packed, classes, windows_at, found, pr
 
 @compiled
 def _decode(  # type: ignore[no-untyped-def]
-    data, words_at, by_window, windows_at, sections, tokens, start, stop, packed, slots, bits, shrink, scratch,
+    data, words_at, by_window, windows_at, sections, tokens, start, stop, packed, slots, shrink, scratch,
     scratch_at, y_at, y, order, columns, pads, classes, found, problem
 ):  # fmt: skip
     """Decode the tokens `start … stop - 1` of sections; return False if one is damaged, see `_index`.
@@ -260,7 +260,7 @@ def _decode(  # type: ignore[no-untyped-def]
         fields[i, lanes.STRIDE] = packed.entries[section, plans.PLANES]
     if not decode_streams(
         data, found, words_at, start, stop, fields, columns.reshape(columns.size), packed.planes, packed.tables, slots,
-        bits, scratch, problem,
+        scratch, problem,
     ):  # fmt: skip
         return False
     for i in range(count):
@@ -339,7 +339,7 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
     pads, problem = np.empty(count, np.int64), np.zeros(part.PROBLEM_FIELDS, np.int64)
     if not _decode(
         index.data, index.words_at, index.by_window, index.windows_at, numbers, index.tokens, at.start, at.stop,
-        packed, tables.slots.reshape(-1), tables.prob_bits, coding.family.quantizer.shrink, scratch, planes_at, y_at,
+        packed, tables.slots.reshape(-1), coding.family.quantizer.shrink, scratch, planes_at, y_at,
         plain(y), order, columns, pads, index.classes, index.found, problem,
     ):  # fmt: skip
         raise part.problem_error(problem, index.found, index.tokens)

@@ -29,17 +29,6 @@ from cuvee.codec.support.arena import FIRST, tile_arena
 from cuvee.codec.support.arrays import F32, I64, U16
 
 
-@inner
-def adjacent(begins, first, kinds, first_kind):  # type: ignore[no-untyped-def]
-    """Return whether the rows of 16 tokens are of one kind and begin at adjacent places."""
-    if begins[first] < 0:
-        return False
-    for t in range(1, WIDTH):
-        if begins[first + t] != begins[first] + t or kinds[first_kind + t] != kinds[first_kind]:
-            return False
-    return True
-
-
 @inlined
 def place_head(  # type: ignore[no-untyped-def]
     x, at, mean, center, predicted, guess, cos, sin, angle, half, size, out, to
@@ -74,21 +63,20 @@ def place_head(  # type: ignore[no-untyped-def]
 @compiled
 def _place(  # type: ignore[no-untyped-def]
     x, block, mean, predicted, row_of, column, stride, cos, sin, order, memory, begins, head_stride, heads, size,
-    offsets, kinds,
+    dim_stride,
 ):  # fmt: skip
     columns = len(order)
     half, width = cos.shape[1], mean.shape[1]
     means = len(mean)
-    permuted = len(offsets) > 0
-    spare = np.empty(size if permuted else 0, memory.dtype)
-    target = spare if permuted else memory
+    strided = dim_stride != 1
+    spare = np.empty(size if strided else 0, memory.dtype)
+    target = spare if strided else memory
     mean_, cos_, sin_ = mean.reshape(mean.size), cos.reshape(cos.size), sin.reshape(sin.size)
     predicted_ = predicted.reshape(predicted.size) if len(predicted) else np.zeros(width, predicted.dtype)
     for row in range(columns):
         t = order[row]
         if t < 0 or t >= len(begins) or begins[t] < 0:
             continue
-        begin = begins[t]
         of_mean = min(t, means - 1) * width + column
         of_token = (row_of[t] * width if len(predicted) else 0) + column
         angle = min(t, len(cos) - 1) * half
@@ -96,14 +84,12 @@ def _place(  # type: ignore[no-untyped-def]
             first = column + h * stride
             at = (first // block * columns + row) * block + first % block
             center, guess = of_mean + h * stride, of_token + h * stride
-            to = 0 if permuted else begin + h * head_stride
+            begin = begins[t] + h * head_stride
             place_head(
-                x, at, mean_, center, predicted_, guess, cos_, sin_, angle, half, size, target, to
+                x, at, mean_, center, predicted_, guess, cos_, sin_, angle, half, size, target, 0 if strided else begin
             )  # fmt: skip
-            if permuted:
-                places = offsets[kinds[t], h]
-                for i in range(size):
-                    memory[begin + places[i]] = spare[i]
+            for i in range(len(spare)):
+                memory[begin + i * dim_stride] = spare[i]
 
 
 _NO_TABLE = np.empty((1, 0), np.float32)
@@ -139,28 +125,27 @@ def place(
         cos, sin = tables_of(layout, unit, rotation, at)
         _place(
             source, block, *centers, unit.first, unit.stride, cos, sin, to, plain(rows.memory), rows.begins[at],
-            rows.head_stride, rows.heads, rows.size, rows.offsets, rows.kinds[at],
+            rows.head_stride, rows.heads, rows.size, rows.dim_stride,
         )  # fmt: skip
 
 
 @compiled
 def _move(  # type: ignore[no-untyped-def]
-    stored, cos, sin, new_cos, new_sin, memory, begins, head_stride, heads, size, offsets, kinds
+    stored, cos, sin, new_cos, new_sin, memory, begins, head_stride, heads, size, dim_stride
 ):
     """Write the keys of one layer; return whether all are within the dtype's range. Others are not written right."""
     half = cos.shape[1]
     tables = len(cos) - 1
-    permuted = len(offsets) > 0
-    spare = np.empty(size if permuted else 0, memory.dtype)
+    strided = dim_stride != 1
+    spare = np.empty(size if strided else 0, memory.dtype)
     worst = np.uint32(0)
     for t in range(len(stored)):
-        begin = begins[t]
-        if begin < 0:
+        if begins[t] < 0:
             continue
         c, s, new_c, new_s = cos[min(t, tables)], sin[min(t, tables)], new_cos[min(t, tables)], new_sin[min(t, tables)]
         for h in range(heads):
-            source = stored[t, h]
-            target = spare if permuted else memory[begin + h * head_stride : begin + h * head_stride + size]
+            source, begin = stored[t, h], begins[t] + h * head_stride
+            target = spare if strided else memory[begin : begin + size]
             low, high, tail = source[:half], source[half : 2 * half], source[2 * half :]
             low_target, high_target, tail_target = target[:half], target[half : 2 * half], target[2 * half :]
             for i in range(half):
@@ -173,10 +158,8 @@ def _move(  # type: ignore[no-untyped-def]
             for i in range(len(tail)):
                 worst = max(worst, np.float32(to_float(tail[i])).view(np.uint32) & _MAGNITUDE)
                 tail_target[i] = tail[i]
-            if permuted:
-                places = offsets[kinds[t], h]
-                for i in range(size):
-                    memory[begin + places[i]] = spare[i]
+            for i in range(len(spare)):
+                memory[begin + i * dim_stride] = spare[i]
     return worst < (_INFINITE if memory.itemsize == 4 else _HALFWAY)
 
 
@@ -190,7 +173,7 @@ def move_keys(
             tables = [*unrotation.tables(layer.rope, at), *rotation.tables(layer.rope, at)]
         if _move(
             plain(stored), *tables, plain(rows.memory), rows.begins[at], rows.head_stride, rows.heads, rows.size,
-            rows.offsets, rows.kinds[at],
+            rows.dim_stride,
         ):  # fmt: skip
             return
     transform.move_keys(stored, layer, unrotation, rotation, at, rows)

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
+from cuvee.codec.entropy.tables import PROB_BITS, SYMBOLS, TOTAL, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import one_class
 from cuvee.codec.format import rules
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
@@ -37,7 +37,6 @@ from cuvee.codec.stages.reference.rans import rans_decode
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import U8
 
-PROB_BITS = 12
 _PAIRS = np.dtype([("symbol", "u1"), ("frequency", "<u2")])
 _COUNT = struct.Struct("<H")
 
@@ -108,7 +107,7 @@ def choose_tables(
     # No table takes fewer bits than the entropy: mantissas need no table.
     entropy = (counts * np.log2(total[:, None] / safe)).sum(1) / 8
     wanted = np.flatnonzero(entropy + channels < most)
-    freq = normalize_counts(counts[wanted], PROB_BITS)
+    freq = normalize_counts(counts[wanted])
     size = (counts[wanted] * (PROB_BITS - np.log2(np.where(freq > 0, freq, 1)))).sum(1) / 8
     saves = size + channels[wanted] + 3 * (freq > 0).sum(1) < most[wanted]
     tables: list[npt.NDArray[np.uint16] | None] = [None] * len(counts)
@@ -138,7 +137,7 @@ def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16
     symbols, frequencies = pairs["symbol"].astype(np.int64), pairs["frequency"].astype(np.int64)
     if np.any(np.diff(symbols, prepend=-1) <= 0) or not frequencies.all():
         raise rule_error(rules.TABLE_ORDER)
-    if frequencies.sum() != 1 << PROB_BITS or frequencies.max() == 1 << PROB_BITS:
+    if frequencies.sum() != TOTAL or frequencies.max() == TOTAL:
         raise rule_error(rules.TABLE_SUM)
     freq = np.zeros(SYMBOLS, np.uint16)
     freq[symbols] = frequencies
@@ -212,7 +211,7 @@ def _index(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens: int
     symbols = np.empty((0, tokens), np.uint8)
     if coded.part is not None:
         models = [model for model in coded.models if model is not None]
-        tables = EntropyTables(np.stack([freq for _, freq in models]), PROB_BITS)
+        tables = EntropyTables(np.stack([freq for _, freq in models]))
         plan = one_class(np.repeat(np.arange(len(models), dtype=np.uint16), [len(own) for own, _ in models]))
         columns = np.zeros(tokens, np.uint8)
         symbols = rans_decode(coded.part.streams, columns, plan, tables, coded.part.tokens_per_stream)

@@ -1,11 +1,11 @@
 """Interleaved rANS, the reference implementation: plain NumPy, with every step visible. It is the specification.
 
-    state x in [2**16, 2**32), words of 16 bits, tables of `prob_bits` (8 … 12) bits   (Duda, arXiv 1311.2540)
+    state x in [2**16, 2**32), words of 16 bits, tables that add up to 2**12   (Duda, arXiv 1311.2540)
 
     encode a symbol with frequency f, cumulative c      decode a symbol
-      if x >= f << (32 - prob_bits):                      slot = x mod 2**prob_bits
+      if x >= f << 20:                                    slot = x mod 2**12
           emit x mod 2**16;  x >>= 16                     find s with c[s] <= slot < c[s] + f[s]
-      x = (x div f) << prob_bits | (x mod f) + c          x = f[s] * (x >> prob_bits) + slot - c[s]
+      x = (x div f) << 12 | (x mod f) + c                 x = f[s] * (x >> 12) + slot - c[s]
                                                           if x < 2**16:  x = x << 16 | next word
 
 At most one word moves per symbol, in both directions. After one word has moved the state is back in its range, since
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.tables import PROB_BITS, TOTAL, EntropyTables
 from cuvee.codec.entropy.token_classes import ColumnPlan, SectionPlanes, one_class
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.format import rules
@@ -54,7 +54,6 @@ def _encode(section: SectionPlanes, tables: EntropyTables) -> Streams:
     planes, plan, tokens = section.planes, section.plan, len(section.columns)
     count = stream_count(tokens, section.tokens_per_stream)
     freq, cumulative = tables.freq.astype(np.uint64), tables.cumulative.astype(np.uint64)
-    bits = np.uint64(tables.prob_bits)
     state = np.full(count, LOWER_BOUND, dtype=np.uint64)
     words: list[list[int]] = [[] for _ in range(count)]
     for streams, columns in reversed(list(stream_rows(tokens, section.tokens_per_stream))):
@@ -65,11 +64,11 @@ def _encode(section: SectionPlanes, tables: EntropyTables) -> Streams:
             f, low = freq[table, symbol], cumulative[table, symbol]
             at = lanes + streams.start
             x = state[at]
-            full = x >= f << (np.uint64(32) - bits)
+            full = x >= f << np.uint64(32 - PROB_BITS)
             for stream in at[full]:
                 words[stream].append(int(state[stream]) & 0xFFFF)
             x = np.where(full, x >> np.uint64(WORD_BITS), x)
-            state[at] = (x // f << bits) + x % f + low
+            state[at] = (x // f << np.uint64(PROB_BITS)) + x % f + low
     lengths = np.array([len(w) for w in words], dtype=np.uint32)
     flat = np.array([word for w in words for word in reversed(w)], dtype=np.uint16)
     return Streams(state.astype(np.uint32), lengths, flat)
@@ -90,17 +89,16 @@ def rans_decode(streams: Streams, columns: U8, plan: ColumnPlan, tables: Entropy
     state = streams.states.astype(np.uint64)
     end = np.cumsum(streams.lengths, dtype=np.int64)
     at = end - streams.lengths
-    bits = np.uint64(tables.prob_bits)
     for lanes, row in stream_rows(tokens, tokens_per_stream):
         own = columns[row]
         for step in range(int(plan.planes[own].max(initial=0))):
             active = np.flatnonzero(plan.planes[own] > step)
             stream = active + lanes.start
             x = state[stream]
-            low = (x & np.uint64((1 << tables.prob_bits) - 1)).astype(np.int64)
+            low = (x & np.uint64(TOTAL - 1)).astype(np.int64)
             slot = tables.slots[plan.tables[own[active], step], low].astype(np.uint64)
             out[step, active + row.start] = slot >> np.uint64(24)
-            x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))
+            x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> np.uint64(PROB_BITS)) + (slot & np.uint64(0xFFF))
             need = x < LOWER_BOUND
             # A damaged stream may ask for more words than it has. It gets zeros, and the check below finds it.
             inside = need & (at[stream] < end[stream])
