@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -276,13 +276,6 @@ def decoded_layers(
     codec.decode_paged([opened], cache, [slots], None if start is None else [start], layers).check()
     keys, values = ([unit[0] for unit in units[layers.start : layers.stop]] for units in (cache.keys, cache.values))
     return keys, values
-
-
-def dense_pages(layout: KVLayout, chunks: Sequence[KVChunk]) -> PagedCache:
-    """The tokens of some chunks, one after the other, as the one block of a cache."""
-    keys = [torch.cat(layer) for layer in zip(*(chunk.keys for chunk in chunks), strict=True)]
-    values = [torch.cat(layer) for layer in zip(*(chunk.values for chunk in chunks), strict=True)]
-    return PagedCache.dense(layout, keys, values)
 
 
 def fitted_profile(name: str, group: str) -> Profile:

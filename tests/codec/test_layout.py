@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,70 +86,112 @@ def test_fingerprint_survives_the_last_bit_of_a_frequency() -> None:
     assert replace(UNIFORM, layers=(other, *UNIFORM.layers[1:])).fingerprint == UNIFORM.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dtpye": "float32"}, "known entries, got 'dtpye': did you mean 'dtype'"),
-        ({"zzz": 1}, "known entries, got 'zzz': there are model_type"),
-        ({"dtype": "float64"}, "dtype: must be one of"),
-        ({"dtype": ["float32"]}, "dtype: must be a str"),
-        ({"model_type": 3}, "model_type: must be a str, got 3"),
-        ({"max_positions": 0}, "max_positions: must be an int above 0"),
-        ({"max_positions": 1.5}, "max_positions: must be an int above 0"),
-        ({"layers": [0, 2]}, r"layers\[1\]: must index one of 2"),
-        ({"layers": [-1]}, r"layers\[0\]: must index"),
-        ({"layers": [True]}, r"layers\[0\]: must index"),
-        ({"layers": []}, "at least one LayerLayout"),
-        ({"layers": {}}, "layers: must be a list"),
-        ({"kinds": [3]}, "LayerLayout: must be an object"),
-    ],
-)
-def test_from_dict_refuses(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        KVLayout.from_dict({**LAYOUT.to_dict(), **change})
+GOOD = torch.zeros(3, 5, 2, 6, dtype=torch.bfloat16)
+STATES_ALONE = KVLayout("mine", (), "float32", None, states=True)
 
 
-def test_from_dict_names_what_is_missing() -> None:
-    data = LAYOUT.to_dict()
-    del data["dtype"]
-    with pytest.raises(InputError, match="KVLayout: must have the entry 'dtype'"):
-        KVLayout.from_dict(data)
-    message = "LayerLayout: must have known entries, got 'kv_head': did you mean 'kv_heads'"
-    with pytest.raises(InputError, match=message):
-        LayerLayout.from_dict({**LAYERS[0].to_dict(), "kv_head": 1})
-    with pytest.raises(InputError, match="Rope: must have known entries, got 'theta'"):
-        Rope.from_dict({**ROPE.to_dict(), "theta": 1})
+def read(**changes: Any) -> KVLayout:
+    """The layout from its dict with some entries changed; None takes one away."""
+    return KVLayout.from_dict({k: v for k, v in {**LAYOUT.to_dict(), **changes}.items() if v is not None})
+
+
+def made(keys: Any = GOOD, values: Any = GOOD, layout: KVLayout = UNIFORM, start: Any = 0) -> KVChunk:
+    return KVChunk(keys, values, layout, start)
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("call", "message"),
     [
-        lambda: Rope(()),
-        lambda: Rope((math.nan,)),
-        lambda: Rope((math.inf,)),
-        lambda: Rope((-1.0,)),
-        lambda: Rope((1e300,)),
-        lambda: Rope(("1",)),  # type: ignore[arg-type]
-        lambda: Rope((True,)),
-        lambda: Rope([1.0]),  # type: ignore[arg-type]
-        lambda: Rope((1.0,), attention_scaling=0.0),
-        lambda: Rope((1.0,), attention_scaling=math.inf),
-        lambda: Rope((1.0,), interleaved=1),  # type: ignore[arg-type]
-        lambda: LayerLayout(0, 4, 4, None),
-        lambda: LayerLayout(1, True, 4, None),
-        lambda: LayerLayout(1, 4, -1, None),
-        lambda: LayerLayout(1, 4, 4, None, sliding_window=0),
-        lambda: LayerLayout(1, 2, 2, ROPE),
-        lambda: LayerLayout(1, 4, 4, (1.0,)),  # type: ignore[arg-type]
-        lambda: KVLayout("", LAYERS, "float32", None),
-        lambda: KVLayout("m", (), "float32", None),
-        lambda: KVLayout("m", list(LAYERS), "float32", None),  # type: ignore[arg-type]
-        lambda: KVLayout("m", (None,), "float32", None),  # type: ignore[arg-type]
+        (lambda: read(dtpye="float32"), "known entries, got 'dtpye': did you mean 'dtype'"),
+        (lambda: read(zzz=1), "known entries, got 'zzz': there are model_type"),
+        (lambda: read(dtype="float64"), "dtype: must be one of"),
+        (lambda: read(dtype=["float32"]), "dtype: must be a str"),
+        (lambda: read(dtype=None), "KVLayout: must have the entry 'dtype'"),
+        (lambda: read(model_type=3), "model_type: must be a str, got 3"),
+        (lambda: read(max_positions=0), "max_positions: must be an int above 0"),
+        (lambda: read(max_positions=1.5), "max_positions: must be an int above 0"),
+        (lambda: read(layers=[0, 2]), r"layers\[1\]: must index one of 2"),
+        (lambda: read(layers=[-1]), r"layers\[0\]: must index"),
+        (lambda: read(layers=[True]), r"layers\[0\]: must index"),
+        (lambda: read(layers=[]), "at least one LayerLayout"),
+        (lambda: read(layers={}), "layers: must be a list"),
+        (lambda: read(kinds=[3]), "LayerLayout: must be an object"),
+        (lambda: LayerLayout.from_dict({**LAYERS[0].to_dict(), "kv_head": 1}),
+         "LayerLayout: must have known entries, got 'kv_head': did you mean 'kv_heads'"),
+        (lambda: Rope.from_dict({**ROPE.to_dict(), "theta": 1}), "Rope: must have known entries, got 'theta'"),
+        (lambda: Rope(()), "^Rope.inv_freq: must be a tuple with at least one frequency"),
+        (lambda: Rope((math.nan,)), "^Rope.inv_freq: must hold finite numbers >= 0, got nan"),
+        (lambda: Rope((math.inf,)), "^Rope.inv_freq: must hold finite numbers >= 0, got inf"),
+        (lambda: Rope((-1.0,)), "^Rope.inv_freq: must hold finite numbers >= 0, got -1.0"),
+        (lambda: Rope((1e300,)), "^Rope.inv_freq: must hold float32 numbers"),
+        (lambda: Rope(("1",)), "^Rope.inv_freq: must hold float32 numbers, got '1'"),  # type: ignore[arg-type]
+        (lambda: Rope((True,)), "^Rope.inv_freq: must hold finite numbers >= 0, got True"),
+        (lambda: Rope([1.0]), "^Rope.inv_freq: must be a tuple with at least one frequency"),  # type: ignore[arg-type]
+        (lambda: Rope((1.0,), attention_scaling=0.0), "^Rope.attention_scaling: must be a finite number above 0"),
+        (lambda: Rope((1.0,), attention_scaling=math.inf), "^Rope.attention_scaling: must be a finite number"),
+        (lambda: Rope((1.0,), interleaved=1), "^Rope.interleaved: must be a bool, got 1"),  # type: ignore[arg-type]
+        (lambda: LayerLayout(0, 4, 4, None), "^LayerLayout.kv_heads: must be an int above 0, got 0"),
+        (lambda: LayerLayout(1, True, 4, None), "^LayerLayout.head_dim: must be an int above 0, got True"),
+        (lambda: LayerLayout(1, 4, -1, None), "^LayerLayout.value_dim: must be an int above 0, got -1"),
+        (lambda: LayerLayout(1, 4, 4, None, sliding_window=0), "^LayerLayout.sliding_window: must be an int above 0"),
+        (lambda: LayerLayout(1, 2, 2, ROPE), "^LayerLayout.rope: must rotate at most head_dim = 2 dimensions"),
+        (lambda: LayerLayout(1, 4, 4, (1.0,)), "^LayerLayout.rope: must be a Rope"),  # type: ignore[arg-type]
+        (lambda: KVLayout("", LAYERS, "float32", None), "^KVLayout.model_type: must name a family"),
+        (lambda: KVLayout("m", (), "float32", None), "^KVLayout.layers: must be a tuple with at least one LayerLayout"),
+        (lambda: KVLayout("m", list(LAYERS), "float32", None), "^KVLayout.layers: must be a tuple"),  # type: ignore[arg-type]
+        (lambda: KVLayout("m", (None,), "float32", None), r"^KVLayout.layers\[0\]: must be a LayerLayout"),  # type: ignore[arg-type]
+        (lambda: KVLayout.from_config(transformers.Gemma3Config(), dtype="bfloat16"),
+         r"^hf_config: .* multimodal wrapper \(gemma3\); .*get_text_config\(\)"),
+        (lambda: KVLayout.from_config({"model_type": "llama"}),
+         "must be a transformers PreTrainedConfig, got dict"),
+        (lambda: KVLayout.from_config(transformers.LlamaConfig()),
+         "^dtype: must be given, since hf_config names none"),
+        (lambda: KVLayout.from_config(transformers.LlamaConfig(), dtype=torch.float8_e4m3fn),
+         "^dtype: must be one of"),
+        *(
+            (partial(chunk().slice, *ends), "^t0, t1: must be 0 <= t0 < t1 <= ")
+            for ends in ((0, 0), (2, 1), (-1, 2), (0, 6), (5, 6), (0, True))
+        ),
+        (lambda: KVChunk.concat([]), "at least one"),
+        (lambda: KVChunk.concat([chunk().slice(0, 2), chunk().slice(3, 5)]),
+         r"chunks\[1\]: must start at 2, where chunks\[0\] ends, got 3"),
+        (lambda: KVChunk.concat([chunk(), chunk()]), r"chunks\[1\]: must start at .*, got 0"),
+        (lambda: KVChunk.concat([chunk(), chunk(start=5, layout=UNIFORM)]),
+         r"chunks\[1\]: must have the layout"),
+        (lambda: made(GOOD[0]), r"keys: must have shape \[L, T, H, D\], got \[5, 2, 6\]"),
+        (lambda: made(GOOD[:2]), r"keys: must have the 3 layers of the layout \(handmade\), got 2"),
+        (lambda: made(values=list(GOOD[:2])), "values: must have the 3 layers"),
+        (lambda: made(values=[GOOD[0], GOOD[0], GOOD]),
+         r"values\[2\]: must be a tensor \[T, H, D\], got torch.Size\(\[3, 5"),
+        (lambda: made(values=[GOOD[0], None, None]), r"values\[1\]: must be a tensor .* got NoneType"),
+        (lambda: made(values=GOOD[..., :5]),
+         r"values\[0\]: must have shape \[T, H, D\] = \[5, 2, 6\], got \[5, 2, 5\]"),
+        (lambda: made(values=GOOD[:, :4]), r"values\[0\]: must have shape"),
+        (lambda: made([GOOD[0], GOOD[0], GOOD[0, :4]]), r"keys\[2\]: must have shape"),
+        (lambda: made(GOOD[:, :0], GOOD[:, :0]), "keys: must hold at least one token"),
+        (lambda: made(GOOD.float()), r"keys\[0\]: must be bfloat16 as the layout says, got torch\.float32"),
+        (lambda: made(values=GOOD.to(torch.uint8)),
+         "must be bfloat16, .*: dequantize .* by value with its scales first, never reinterpret"),
+        (lambda: made(values=GOOD.to(torch.float8_e4m3fn)),
+         r"values\[0\]: must be .*, got torch\.float8_e4m3fn: dequantize"),
+        (lambda: made(values=GOOD.to("meta")), r"values\[0\]: must be on cpu like keys\[0\], got meta"),
+        (lambda: made(start=-1), "start: must be an int of at least 0 and below .*, got -1"),
+        (lambda: made(start=1.0), "start: must be an int"),
+        (lambda: made(start=60), "start: must leave room for 5 tokens among the 64 positions"),
+        (lambda: made(layout=replace(UNIFORM, max_positions=4)),
+         r"^tokens: must be among the 4 positions .*max_position_embeddings.* got 5"),
+        *(
+            (partial(make, STATES_ALONE), "^layout: must have layers with keys and values, got states alone")
+            for make in (
+                lambda layout: made([], [], layout), lambda layout: PagedCache(layout, [], []),
+                lambda layout: fit(layout, []),
+            )
+        ),
     ],
-)
-def test_constructors_refuse(make: Callable[[], object]) -> None:
-    with pytest.raises(InputError):
-        make()
+)  # fmt: skip
+def test_what_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -246,17 +289,6 @@ def test_from_config_refuses_by_name(make: Callable[[], Any], message: str) -> N
         KVLayout.from_config(make(), dtype="bfloat16")
 
 
-def test_from_config_bad_arguments(tiny_config: Callable[..., Any]) -> None:
-    with pytest.raises(InputError, match=r"^hf_config: .* multimodal wrapper \(gemma3\); .*get_text_config\(\)"):
-        KVLayout.from_config(transformers.Gemma3Config(), dtype="bfloat16")
-    with pytest.raises(InputError, match="must be a transformers PreTrainedConfig, got dict"):
-        KVLayout.from_config({"model_type": "llama"})
-    with pytest.raises(InputError, match=r"^dtype: must be given, since hf_config names none"):
-        KVLayout.from_config(tiny_config("llama"))
-    with pytest.raises(InputError, match=r"^dtype: must be one of"):
-        KVLayout.from_config(tiny_config("llama"), dtype=torch.float8_e4m3fn)
-
-
 def test_chunk_keeps_views() -> None:
     keys = torch.randn(3, 5, 2, 6).bfloat16()
     values = torch.randn(3, 5, 2, 6).bfloat16()
@@ -275,83 +307,6 @@ def test_chunk_slices_join_again() -> None:
     assert joined.start == 1
     for got, want in zip(joined.keys + joined.values, whole.keys + whole.values, strict=True):
         assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize(("t0", "t1"), [(0, 0), (2, 1), (-1, 2), (0, 6), (5, 6), (0, True)])
-def test_chunk_slice_refuses(t0: int, t1: int) -> None:
-    with pytest.raises(InputError, match=r"^t0, t1: must be 0 <= t0 < t1 <= "):
-        chunk().slice(t0, t1)
-
-
-def test_chunk_concat_refuses() -> None:
-    whole = chunk()
-    with pytest.raises(InputError, match="at least one"):
-        KVChunk.concat([])
-    with pytest.raises(InputError, match=r"chunks\[1\]: must start at 2, where chunks\[0\] ends, got 3"):
-        KVChunk.concat([whole.slice(0, 2), whole.slice(3, 5)])
-    with pytest.raises(InputError, match=r"chunks\[1\]: must start at .*, got 0"):
-        KVChunk.concat([whole, whole])
-    with pytest.raises(InputError, match=r"chunks\[1\]: must have the layout"):
-        KVChunk.concat([whole, chunk(start=5, layout=UNIFORM)])
-
-
-GOOD = torch.zeros(3, 5, 2, 6, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("keys", "values", "start", "message"),
-    [
-        (GOOD[0], GOOD, 0, r"keys: must have shape \[L, T, H, D\], got \[5, 2, 6\]"),
-        (GOOD[:2], GOOD, 0, r"keys: must have the 3 layers of the layout \(handmade\), got 2"),
-        (GOOD, list(GOOD[:2]), 0, "values: must have the 3 layers"),
-        (
-            GOOD,
-            [GOOD[0], GOOD[0], GOOD],
-            0,
-            r"values\[2\]: must be a tensor \[T, H, D\], got torch.Size\(\[3, 5",
-        ),
-        (GOOD, [GOOD[0], None, None], 0, r"values\[1\]: must be a tensor .* got NoneType"),
-        (
-            GOOD,
-            GOOD[..., :5],
-            0,
-            r"values\[0\]: must have shape \[T, H, D\] = \[5, 2, 6\], got \[5, 2, 5\]",
-        ),
-        (GOOD, GOOD[:, :4], 0, r"values\[0\]: must have shape"),
-        ([GOOD[0], GOOD[0], GOOD[0, :4]], GOOD, 0, r"keys\[2\]: must have shape"),
-        (GOOD[:, :0], GOOD[:, :0], 0, "keys: must hold at least one token"),
-        (GOOD.float(), GOOD, 0, r"keys\[0\]: must be bfloat16 as the layout says, got torch\.float32"),
-        (
-            GOOD,
-            GOOD.to(torch.uint8),
-            0,
-            "must be bfloat16, .*: dequantize .* by value with its scales first, never reinterpret",
-        ),
-        (GOOD, GOOD.to(torch.float8_e4m3fn), 0, r"values\[0\]: must be .*, got torch\.float8_e4m3fn: dequantize"),
-        (GOOD, GOOD.to("meta"), 0, r"values\[0\]: must be on cpu like keys\[0\], got meta"),
-        (GOOD, GOOD, -1, "start: must be an int of at least 0 and below .*, got -1"),
-        (GOOD, GOOD, 1.0, "start: must be an int"),
-        (GOOD, GOOD, 60, "start: must leave room for 5 tokens among the 64 positions"),
-    ],
-)
-def test_chunk_refuses(keys: Any, values: Any, start: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        KVChunk(keys, values, UNIFORM, start)
-
-
-def test_the_limit_of_positions_says_where_it_comes_from() -> None:
-    short = replace(UNIFORM, max_positions=4)
-    with pytest.raises(InputError, match=r"^tokens: must be among the 4 positions .*max_position_embeddings.* got 5"):
-        KVChunk(GOOD, GOOD, short)
-
-
-def test_states_alone_have_no_chunks() -> None:
-    layout = KVLayout("mine", (), "float32", None, states=True)
-    for make in (
-        lambda: KVChunk([], [], layout), lambda: PagedCache(layout, [], []), lambda: fit(layout, []),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=r"^layout: must have layers with keys and values, got states alone"):
-            make()
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from types import FrameType
 
 import pytest
 import torch
@@ -26,29 +28,52 @@ SECONDS = 30.0  # nothing here takes so long unless it hangs
 
 
 def numbered(number: int) -> Callable[[], int]:
-    def job() -> int:
-        time.sleep(0.002 * (number % 3))
-        return number
+    return lambda: number
 
-    return job
+
+def all_meet(pool: Pool, threads: int) -> None:
+    """Run a job on every thread: whatever a helper was still doing, it has done then."""
+    together = threading.Barrier(threads)
+    assert sorted(pool.run([partial(together.wait, SECONDS)] * threads, threads)) == list(range(threads))
+
+
+def wait_until_waiting(caller: int, before: FrameType | None = None) -> FrameType:
+    """Wait until the thread `caller` waits for a helper, in another call than `before`, and return the call."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        for frame, _ in traceback.walk_stack(sys._current_frames()[caller]):
+            if frame.f_code is Future.exception.__code__ and frame is not before:
+                return frame
+        time.sleep(0.001)
+    pytest.fail("the caller waits for no helper")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("jobs", [0, 1, 2, 40])
 def test_results_come_in_order(threads: int, jobs: int) -> None:
-    assert Pool(threads).run([numbered(i) for i in range(jobs)], threads) == list(range(jobs))
+    """The first job ends after the last, where another thread can run that."""
+    last = threading.Event()
+
+    def job(number: int) -> int:
+        if number == jobs - 1:
+            last.set()
+        elif number == 0 and threads > 1:
+            assert last.wait(SECONDS)
+        return number
+
+    assert Pool(threads).run([partial(job, i) for i in range(jobs)], threads) == list(range(jobs))
 
 
 @pytest.mark.parametrize(("threads", "workers", "most"), [(3, 3, 3), (3, 99, 3), (5, 2, 2), (2, 1, 1), (1, 8, 1)])
 def test_no_more_threads_work_than_were_asked_for(threads: int, workers: int, most: int) -> None:
-    lock, here, largest = threading.Lock(), 0, 0
+    lock, here, largest, together = threading.Lock(), 0, 0, threading.Barrier(most)
 
     def job() -> int:
         nonlocal here, largest
         with lock:
             here += 1
             largest = max(largest, here)
-        time.sleep(0.005)
+        together.wait(SECONDS)
         with lock:
             here -= 1
         return threading.get_ident()
@@ -62,30 +87,36 @@ def test_no_more_threads_work_than_were_asked_for(threads: int, workers: int, mo
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_first_error_ends_the_rest(bad: int, threads: int) -> None:
     done: list[int] = []
+    raising = threading.Event()
 
     def job(number: int) -> None:
         if number == bad:
+            raising.set()
             raise ValueError(f"job {number}")
-        time.sleep(0.01)
+        assert number < bad or raising.wait(SECONDS)
         done.append(number)
 
-    pool = Pool(threads)
-    with pytest.raises(ValueError, match=f"job {bad}"):
-        pool.run([partial(job, number) for number in range(20)], threads)
-    count = len(done)
+    pool, before = Pool(threads), sys.getswitchinterval()
+    sys.setswitchinterval(SECONDS)  # no other thread runs between `raising` and the error that follows it
+    try:
+        with pytest.raises(ValueError, match=f"job {bad}"):
+            pool.run([partial(job, number) for number in range(20)], threads)
+        count = len(done)
+    finally:
+        sys.setswitchinterval(before)
     assert count <= bad + threads - 1
-    time.sleep(0.05)
+    all_meet(pool, threads)
     assert len(done) == count, "nothing goes on after the error was raised"
-    assert pool.run([numbered(i) for i in range(9)], threads) == list(range(9)), "and the pool works on"
 
 
 def test_an_error_of_a_helper_is_raised() -> None:
-    caller = threading.get_ident()
+    caller, begun = threading.get_ident(), threading.Event()
 
     def job() -> None:
         if threading.get_ident() != caller:
+            begun.set()
             raise KeyboardInterrupt("of a helper")
-        time.sleep(0.05)
+        assert begun.wait(SECONDS)
 
     with pytest.raises(KeyboardInterrupt, match="of a helper"):
         Pool(2).run([job] * 8, 2)
@@ -134,8 +165,10 @@ def test_a_job_may_call_the_pool() -> None:
 
 
 def test_threads_compute_alone_and_without_gradients() -> None:
+    together = threading.Barrier(3)
+
     def setting() -> tuple[int, bool]:
-        time.sleep(0.005)
+        together.wait(SECONDS)
         return torch.get_num_threads(), torch.is_grad_enabled()
 
     before = torch.get_num_threads()
@@ -165,10 +198,10 @@ def test_an_interrupt_waits_for_helpers(times: int) -> None:
             assert begun.wait(SECONDS)
             return
         begun.set()
+        waiting = wait_until_waiting(caller)
         for _ in range(times):
-            time.sleep(0.05)
             signal.pthread_kill(caller, signal.SIGINT)
-        time.sleep(0.05)
+            waiting = wait_until_waiting(caller, waiting)
         ended.append(1)
 
     with pytest.raises(KeyboardInterrupt):
@@ -177,21 +210,20 @@ def test_an_interrupt_waits_for_helpers(times: int) -> None:
 
 
 def test_an_interrupt_of_the_caller_ends_the_rest() -> None:
-    caller, begun, done = threading.get_ident(), threading.Event(), []
+    caller, begun, done, pool = threading.get_ident(), threading.Event(), [], Pool(2)
 
     def job() -> None:
         if threading.get_ident() == caller:
             assert begun.wait(SECONDS)
             signal.raise_signal(signal.SIGINT)
         begun.set()
-        time.sleep(0.05)
+        wait_until_waiting(caller)
         done.append(1)
 
     with pytest.raises(KeyboardInterrupt):
-        Pool(2).run([job] * 9, 2)
+        pool.run([job] * 9, 2)
+    all_meet(pool, 2)
     assert done == [1], "the job that was running, and no other"
-    time.sleep(0.1)
-    assert done == [1]
 
 
 @pytest.fixture
@@ -220,8 +252,7 @@ def test_fewer_threads_do_all_the_work(allowed: int, most_threads: list[int], ca
     (told,) = caplog.messages
     assert "can't start new thread" in told and "threads=4" in told
     most_threads[0] = 9
-    together = threading.Barrier(4)
-    assert sorted(pool.run([partial(together.wait, SECONDS)] * 4, 4)) == [0, 1, 2, 3], "all, when they may start"
+    all_meet(pool, 4)  # when they may start
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
@@ -233,10 +264,10 @@ def test_nothing_runs_after_a_call_that_got_fewer_threads(allowed: int, most_thr
     def job() -> None:
         if threading.get_ident() != caller:
             begun.set()
+            wait_until_waiting(caller)
         elif allowed:
             assert begun.wait(SECONDS)
             raise ValueError("of the caller")
-        time.sleep(0.02)
         done.append(1)
 
     with pytest.raises(ValueError, match="of the caller") if allowed else nullcontext():
@@ -244,7 +275,7 @@ def test_nothing_runs_after_a_call_that_got_fewer_threads(allowed: int, most_thr
     count = len(done)
     assert count == (1 if allowed else 20)
     most_threads[0] = 9
-    assert pool.run([numbered(i) for i in range(9)], 4) == list(range(9)), "by helpers that find the old work, too"
+    all_meet(pool, 4)  # helpers that find the old work, too
     assert len(done) == count
 
 

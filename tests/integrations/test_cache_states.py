@@ -148,70 +148,56 @@ def test_a_layout_tells_of_states_only_if_asked(hybrid: tuple[Any, torch.Tensor,
         KVLayout("mine", (), "float32", None)
 
 
-# A name, and what a forged blob sets there.
-FORGED: dict[str, torch.Tensor] = {
-    "99.conv_states.0": torch.ones(1),
-    "-1.conv_states.0": torch.ones(1),
-    "0": torch.ones(1),
-    "0.conv_states": torch.ones(1),
-    "0.conv_states.7": torch.ones(1),
-    "0.conv_states.0.data": torch.ones(1),
-    "0.update": torch.ones(1),
-    "0.update:dtype": torch.ones(0),
-    "0.__class__:dtype": torch.ones(0),
-    "0.new": torch.ones(1),
-    "0.new:number": torch.tensor(1),
-    "0.has_previous_state.0": torch.ones(1),
-    "0.has_previous_state.0:number": torch.tensor(1),
-    "0.number_of_states:number": torch.ones(2),
-    "0.conv_states.0:else": torch.ones(1),
-    "attention:number": torch.tensor(1),
-    "other.0.keys": torch.ones(1),
-}
+PLACELESS = "which has no place in a cache of this model"
+SHAPELESS = "^blobs: must hold {} of a shape like .* after 6 tokens"
+# A name, what a forged blob sets there (None: it leaves the name out), and what that is refused with.
+FORGED: list[tuple[str, torch.Tensor | None, str]] = [
+    ("99.conv_states.0", torch.ones(1), PLACELESS),
+    ("-1.conv_states.0", torch.ones(1), PLACELESS),
+    ("0", torch.ones(1), PLACELESS),
+    ("0.conv_states", torch.ones(1), PLACELESS),
+    ("0.conv_states.7", torch.ones(1), PLACELESS),
+    ("0.conv_states.0.data", torch.ones(1), PLACELESS),
+    ("0.update", torch.ones(1), PLACELESS),
+    ("0.update:dtype", torch.ones(0), PLACELESS),
+    ("0.__class__:dtype", torch.ones(0), PLACELESS),
+    ("0.new", torch.ones(1), PLACELESS),
+    ("0.new:number", torch.tensor(1), PLACELESS),
+    ("0.has_previous_state.0", torch.ones(1), PLACELESS),
+    ("0.has_previous_state.0:number", torch.tensor(1), PLACELESS),
+    ("0.number_of_states:number", torch.ones(2), PLACELESS),
+    ("0.conv_states.0:else", torch.ones(1), PLACELESS),
+    ("attention:number", torch.tensor(1), PLACELESS),
+    ("other.0.keys", torch.ones(1), PLACELESS),
+    *(
+        (name, torch.zeros(shape), SHAPELESS.format(name))
+        for name, shape in (
+            ("0.conv_states.0", (1, 100, 4)), ("0.conv_states.0", (1, 128, 4, 1)), ("0.conv_states.0", (128, 4)),
+            ("0.conv_states.0", (1, 0, 4)), ("0.recurrent_states.0", (1, 4, 16, 17)), ("0.recurrent_states.0", ()),
+        )
+    ),
+    *(
+        (ATTENTION, indices, "^blobs: must hold states")
+        for indices in (
+            torch.tensor([99]), torch.tensor([-1]), torch.tensor([1, 0]), torch.ones(1), torch.tensor(3), None,
+        )
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_forged_names_set_nothing(hybrid: tuple[Any, torch.Tensor, Any], name: str) -> None:
+@pytest.mark.parametrize(("name", "value", "message"), FORGED)
+def test_forged_states_set_nothing(
+    hybrid: tuple[Any, torch.Tensor, Any], name: str, value: torch.Tensor | None, message: str
+) -> None:
     model, ids, cache = hybrid
     codec = Codec.without_profile(model)
     *chunks, last = encode_cache(codec, cache, ids)
     states = codec.decode_states(last)
-    forged = codec.encode_states(States(TOKENS, {**states.tensors, name: FORGED[name]}, states.dtype))
-    with pytest.raises(ProfileMismatchError, match="which has no place in a cache of this model"):
-        decode_cache(codec, [*chunks, forged], model)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("0.conv_states.0", (1, 100, 4)), ("0.conv_states.0", (1, 128, 4, 1)), ("0.conv_states.0", (128, 4)),
-        ("0.conv_states.0", (1, 0, 4)), ("0.recurrent_states.0", (1, 4, 16, 17)), ("0.recurrent_states.0", ()),
-    ],
-)  # fmt: skip
-def test_forged_shapes_are_refused(hybrid: tuple[Any, torch.Tensor, Any], name: str, shape: tuple[int, ...]) -> None:
-    model, ids, cache = hybrid
-    codec = Codec.without_profile(model)
-    *chunks, last = encode_cache(codec, cache, ids)
-    tensors = {**codec.decode_states(last).tensors, name: torch.zeros(shape)}
-    forged = codec.encode_states(States(TOKENS, tensors, "float32"))
+    tensors = {key: each for key, each in {**states.tensors, name: value}.items() if each is not None}
+    forged = codec.encode_states(States(TOKENS, tensors, states.dtype))
     for whose in (model, model.config):
-        with pytest.raises(ProfileMismatchError, match=rf"^blobs: must hold {name} of a shape like .* after 6 tokens"):
+        with pytest.raises(ProfileMismatchError, match=message):
             decode_cache(codec, [*chunks, forged], whose)
-
-
-@pytest.mark.parametrize(
-    "indices", [torch.tensor([99]), torch.tensor([-1]), torch.tensor([1, 0]), torch.ones(1), torch.tensor(3), None]
-)
-def test_forged_layers_of_attention_are_refused(hybrid: tuple[Any, torch.Tensor, Any], indices: Any) -> None:
-    model, ids, cache = hybrid
-    codec = Codec.without_profile(model)
-    *chunks, last = encode_cache(codec, cache, ids)
-    tensors = dict(codec.decode_states(last).tensors)
-    tensors.pop(ATTENTION)
-    if indices is not None:
-        tensors[ATTENTION] = indices
-    with pytest.raises(ProfileMismatchError, match=r"^blobs: must hold states"):
-        decode_cache(codec, [*chunks, codec.encode_states(States(TOKENS, tensors, "float32"))], model)
 
 
 def test_without_attention_the_ids_tell_the_tokens() -> None:

@@ -355,44 +355,32 @@ def test_locality_follows_the_store(engine: Callable[..., Engine]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("tier", "changes", "error", "message"),
     [
-        ({"canonical_layout": False}, 'set "canonical_layout": true'),
-        ({"groups": 2}, "2 groups of layers"),
-        ({"pp_size": 2}, "pipeline parallelism"),
-        ({"dcp_size": 2}, "context parallelism"),
-        ({"pcp_size": 2}, "context parallelism"),
-        ({"is_parallelism_agnostic": False}, "bytes depend on the number of ranks"),
-        ({"replicated_layout": True}, "MLA"),
-        ({"layout": "BLHNC"}, "layout BLHNC"),
-        ({"dtype": "fp8_e4m3"}, "a KV cache of fp8_e4m3"),
-        ({"layers": 5}, "the engine offloads 5 layers, the model has 6"),
-        ({"heads": 4}, r"block: must have \d+ bytes on each of 1 ranks"),
-        ({"dim": 576, "heads": 1}, r"block: must have \d+ bytes .* MLA"),
+        ({}, {"canonical_layout": False}, UnsupportedModelError, 'set "canonical_layout": true'),
+        ({}, {"groups": 2}, UnsupportedModelError, "2 groups of layers"),
+        ({}, {"pp_size": 2}, UnsupportedModelError, "pipeline parallelism"),
+        ({}, {"dcp_size": 2}, UnsupportedModelError, "context parallelism"),
+        ({}, {"pcp_size": 2}, UnsupportedModelError, "context parallelism"),
+        ({}, {"is_parallelism_agnostic": False}, UnsupportedModelError, "bytes depend on the number of ranks"),
+        ({}, {"replicated_layout": True}, UnsupportedModelError, "MLA"),
+        ({}, {"layout": "BLHNC"}, UnsupportedModelError, "layout BLHNC"),
+        ({}, {"dtype": "fp8_e4m3"}, UnsupportedModelError, "a KV cache of fp8_e4m3"),
+        ({}, {"layers": 5}, UnsupportedModelError, "the engine offloads 5 layers, the model has 6"),
+        ({}, {"heads": 4}, UnsupportedModelError, r"block: must have \d+ bytes on each of 1 ranks"),
+        ({}, {"dim": 576, "heads": 1}, UnsupportedModelError, r"block: must have \d+ bytes .* MLA"),
+        ({"stores": "x"}, {}, InputError, "secondary_tiers: has no option 'stores'"),
+        ({"model": "/nowhere"}, {}, InputError, "model: must be a folder or hub id"),
+        ({"locality": "here"}, {}, InputError, "locality: must be LOCAL or REMOTE"),
+        ({"max_pending_gb": 0}, {}, InputError, "max_pending_gb: must be a number above 0"),
+        ({"enable_kv_events": 1}, {}, InputError, "enable_kv_events: must be true or false"),
     ],
 )
-def test_engines_that_are_not_supported_do_not_start(
-    engine: Callable[..., Engine], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        engine(**changes)
-
-
-@pytest.mark.parametrize(
-    ("tier", "error", "message"),
-    [
-        ({"stores": "x"}, InputError, "secondary_tiers: has no option 'stores'"),
-        ({"model": "/nowhere"}, InputError, "model: must be a folder or hub id"),
-        ({"locality": "here"}, InputError, "locality: must be LOCAL or REMOTE"),
-        ({"max_pending_gb": 0}, InputError, "max_pending_gb: must be a number above 0"),
-        ({"enable_kv_events": 1}, InputError, "enable_kv_events: must be true or false"),
-    ],
-)
-def test_options_out_of_range_do_not_start(
-    engine: Callable[..., Engine], tier: dict[str, Any], error: type[CuveeError], message: str
+def test_what_is_not_supported_does_not_start(
+    engine: Callable[..., Engine], tier: dict[str, Any], changes: dict[str, Any], error: type[CuveeError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        engine(tier)
+        engine(tier, **changes)
 
 
 @pytest.mark.serves(model="sliding windows", where="refused")
