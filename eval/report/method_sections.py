@@ -152,32 +152,30 @@ def _family(quality: Mapping[str, MethodEntry], score: Score) -> str:
 
 def blends(report: Report) -> ReportSection:
     """Make the section on prompts that are put together from cached chunks."""
-    tables = []
-    for made in report.blends:
-        found = {(e.kv, e.selector, e.cost): e for e in made.entries}
-        costs = sorted({cost for _, _, cost in found if cost is not None})
-        rows: list[list[str]] = []
-        strong: set[int] = set()
-        for kv in dict.fromkeys(kv for kv, _, _ in found):
-            floor = found[kv, "nothing", None]
-            kl = "" if floor.kl is None else with_error(floor.kl, floor.kl_stderr)
-            figures = [format_bits(floor.bits_per_value), kl]
-            rows.append([floor.label, kv, *figures, _recovered(floor), *[""] * len(costs)])
-            for selector in dict.fromkeys(selector for _, selector, _ in found if selector != "nothing"):
-                entries = [found[kv, selector, cost] for cost in costs]
-                if selector == "default":
-                    strong.add(len(rows))
-                rows.append([entries[0].label, kv, "", "", "", *map(_recovered, entries)])
-        columns = ["selector ", "chunks ", "bits per value", "KL", "0%", *map(format_percent, costs)]
-        title = f"{made.name}: {made.prompts} prompts"
-        tables.append(ReportTable(columns, rows, title, strong=frozenset(strong)))
-    if not tables:
-        return ReportSection("blends", "Prompts of cached chunks", [])
+    title = "Prompts of cached chunks"
+    if report.blends is None:
+        return ReportSection("blends", title, [])
+    found = {(e.kv, e.selector, e.cost): e for e in report.blends.entries}
+    costs = sorted({cost for _, _, cost in found if cost is not None})
+    rows: list[list[str]] = []
+    strong: set[int] = set()
+    for kv in dict.fromkeys(kv for kv, _, _ in found):
+        floor = found[kv, "nothing", None]
+        kl = "" if floor.kl is None else with_error(floor.kl, floor.kl_stderr)
+        rows.append([floor.label, kv, format_bits(floor.bits_per_value), kl, _recovered(floor), *[""] * len(costs)])
+        for selector in dict.fromkeys(selector for _, selector, _ in found if selector != "nothing"):
+            entries = [found[kv, selector, cost] for cost in costs]
+            if selector == "default":
+                strong.add(len(rows))
+            rows.append([entries[0].label, kv, "", "", "", *map(_recovered, entries)])
+    columns = ["selector ", "chunks ", "bits per value", "KL", "0%", *map(format_percent, costs)]
     text = (
-        "Prompts are composed of chunks that were cached alone, and some of their tokens are recomputed, at a cost in "
-        "token-layers. Recovered: one minus KL over that of exact chunks with nothing recomputed."
+        f"{report.blends.prompts} prompts are composed of chunks that were cached alone, and some of their tokens are "
+        "recomputed, at a cost in token-layers. Recovered: one minus KL over that of exact chunks with nothing "
+        "recomputed."
     )
-    return ReportSection("blends", "Prompts of cached chunks", [ReportBlock("text", text), *tables])
+    table = ReportTable(columns, rows, strong=frozenset(strong))
+    return ReportSection("blends", title, [ReportBlock("text", text), table])
 
 
 def _recovered(entry: BlendEntry) -> str:

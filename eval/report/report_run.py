@@ -145,7 +145,7 @@ class _Run:
                 return None
             raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
         if found.digest == fresh.digest:
-            made = len(found.quality) + len(found.scores) + len(found.blends)
+            made = len(found.quality) + len(found.scores) + (found.blends is not None)
             state = "complete" if found.complete else f"{made} measurements done"
             line = f"{self.out} holds this run, {state}: continuing"
             self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -205,14 +205,14 @@ class _Run:
         compare(self.report, self.plan.config.seed)
 
     def _measure_blends(self, log: StepLog) -> None:
-        known = {made.name for made in self.report.blends}
-        missing = {name: prompts for name, prompts in self.plan.blended.items() if name not in known}
-        log.expect(len(missing))
-        for name, prompts in missing.items():
-            with log.step(f"blending: {name}"):
-                entries = measure_blends(self.plan.model, self.plan.layout, prompts, self._blend_codecs())
-                self.report.blends.append(Blends(name, len(prompts), entries))
-                self.save()
+        prompts = self.plan.blended
+        if not prompts or self.report.blends is not None:
+            return
+        log.expect(1)
+        with log.step("blending cached chunks"):
+            entries = measure_blends(self.plan.model, self.plan.layout, prompts, self._blend_codecs())
+            self.report.blends = Blends(len(prompts), entries)
+            self.save()
 
     def _blend_codecs(self) -> dict[str, Codec]:
         """The codecs of the first profile that reach their quality; exact chunks need none."""

@@ -80,7 +80,7 @@ def made_up() -> dict[str, Any]:
             )  # fmt: skip
     return {
         "format": "cuvee-report",
-        "version": 3,
+        "version": 4,
         "complete": True,
         "digest": "d1" * 16,
         "command": "cuvee report --out a_folder",
@@ -112,7 +112,6 @@ def made_up() -> dict[str, Any]:
         "tasks": tasks,
         "scores": scores,
         "against": None,
-        "blends": [],
         "skipped": [{"key": "turboquant@2", "reason": "too few sequences"}],
         "comparison": [
             {
@@ -647,7 +646,7 @@ def test_without_jinja_the_remedy_is_named(report: dict[str, Any], tmp_path: Pat
 def test_what_blends_recover_is_shown(report: dict[str, Any]) -> None:
     floor = {"kv": "exact", "selector": "nothing", "label": "floor", "cost": None, "bits_per_value": 16.0, "kl": 0.2}
     blend = {"kv": "exact", "selector": "default", "label": "ours", "cost": 0.15, "share": 0.625, "share_stderr": 0.041}
-    report["blends"] = [{"name": "texts", "prompts": 8, "entries": [floor, blend]}]
+    report["blends"] = {"prompts": 8, "entries": [floor, blend]}
     ((head, rows),) = read_markdown(markdown(report, {}))[0]["Prompts of cached chunks"]
     assert head[-2:] == ["0%", "15%"] and rows == [
         ["floor", "exact", "16.00", "0.200", "", ""], ["ours", "exact", "", "", "", "62.5 ± 4.1%"]
