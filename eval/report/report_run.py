@@ -4,7 +4,7 @@
                         |                   |                       |                     |              |
                      profiles/              +-----------------------+---> report.json <---+--------------+
                                                                               |
-                                                 equal-KL ratios, report.md, report.html, plots
+                                                 equal-KL ratios, report.md, plots
 
 `report.json` holds everything. It is written after every measurement and is also the state of an unfinished run: with
 the same configuration, a second run continues where the first one stopped. A folder with the results of another
@@ -113,7 +113,7 @@ def run_report(
         >>> config = quick_config(ReportConfig(tasks=()))
         >>> report = run_report(config, Path("out/report"), Console())  # doctest: +SKIP
     """
-    need_packages("cuvee report", "transformers", "matplotlib", "jinja2", *(["lm_eval"] if config.tasks else []))
+    need_packages("cuvee report", "transformers", "matplotlib", *(["lm_eval"] if config.tasks else []))
     check_folder(out, force, resumed=REPORT_FILE)
     old = None if against is None else Figures.load(against)
     # The bundled model gains nothing from more threads, and on a busy machine several wait for each other.

@@ -160,6 +160,6 @@ def report(
         print_json(found.to_dict())
     else:
         print_summary(found, make_console())
-        print(f"{out / 'report.md'}\n{out / 'report.html'}\n{out / 'report.json'}")
+        print(f"{out / 'report.md'}\n{out / 'report.json'}")
     if found.against is not None and found.against.worse:
         raise typer.Exit(3)

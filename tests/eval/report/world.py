@@ -72,10 +72,6 @@ def markdown(data: Mapping[str, Any], plots: Mapping[str, str]) -> str:
     return report_documents.markdown(filled(data), plots)
 
 
-def html(data: Mapping[str, Any], plots: Path) -> str:
-    return report_documents.html(filled(data), plots)
-
-
 def print_summary(data: Mapping[str, Any], console: Any) -> None:
     report_documents.print_summary(filled(data), console)
 

@@ -15,7 +15,7 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
     options = ["--quick", "--length", "128", "--sequences", "4", "--group", "layer", "--tasks", "none"]
     options += ["--method", "cuvee/layer", "--method", "fp8-e4m3", "--method", "kivi4"]
     shown = run("report", "-o", out, *options).stdout
-    assert "Ratios at equal KL" in shown and str(out / "report.html") in shown
+    assert "Ratios at equal KL" in shown and str(out / "report.md") in shown
     path = out / "report.json"
     data = json.loads(path.read_text())
     assert data["configuration"]["quick"] and data["configuration"]["groups"] == ["layer"] and data["tasks"] == []
