@@ -15,7 +15,7 @@ from cuvee.eval.report.schema import Report
 MADE: dict[str, Any] = {
     "environment": {"cpu": "A CPU", "gpu": None},
     "profiles": {"layer": {"id": "1d", "bytes": 3}},
-    "quality": [{"key": "kivi4", "kl": 0.5, "per_sequence": {"kl": [0.25, 0.75]}, "layers": [{"key_error": 0.1}]}],
+    "quality": [{"key": "kivi4", "kl": 0.5, "per_sequence": {"kl": [0.25, 0.75]}}],
     "blends": {"entries": [{"kv": "exact", "cost": 0.5}]},
 }
 

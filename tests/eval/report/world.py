@@ -48,7 +48,6 @@ def quality(name: str, bits: float, kl: float, **changes: Any) -> Quality:
         "encode_gb_per_s": None, "decode_gb_per_s": None, "chunk_tokens": 256, "sequences": 2,
         "cached_tokens": 768, "scored_tokens": 254,
         "per_sequence": PerSequence([bits] * 2, [kl] * 2, [kl] * 2, [0.9] * 2),
-        "layers": [],
     }  # fmt: skip
     return Quality(**{**fields, **changes})
 
