@@ -27,7 +27,7 @@ SMALL_MODEL = 500_000_000
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A table of plain text, which each kind of document escapes.
+    """A table of plain text, which a document escapes.
 
     Attributes:
         columns: the headings. A column whose heading ends in a space holds text and is aligned left; others hold
@@ -43,11 +43,6 @@ class ReportTable:
     title: str = ""
     note: str = ""
     strong: frozenset[int] = frozenset()
-
-    @property
-    def kind(self) -> str:
-        """The kind of block, by which the template distinguishes tables from other blocks."""
-        return "table"
 
     def is_text(self, column: int) -> bool:
         """Return whether a column is aligned left."""

@@ -13,7 +13,6 @@ chunks: the codec (`CodecMethod`) or a baseline (`cuvee.eval.baselines`).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +22,6 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
-from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.models.dtypes import value_bits
@@ -33,7 +31,7 @@ from cuvee.codec.models.frozen import frozen
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CHUNK_TOKENS", "CodecMethod", "LayerCost", "Method", "PerSequence", "Quality", "QualityBench", "spans"]
+__all__ = ["CHUNK_TOKENS", "CodecMethod", "Method", "PerSequence", "Quality", "QualityBench", "spans"]
 
 CHUNK_TOKENS = 256
 
@@ -59,10 +57,6 @@ class Method(Protocol):
         """Return the decoded chunk."""
         ...
 
-    def layer_bits(self, stored: Any) -> list[float] | None:
-        """Return the bits of each layer, or None if layers are not stored separately."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class CodecMethod:
@@ -82,12 +76,6 @@ class CodecMethod:
         blob, device = stored
         return self.codec.decode(blob, device=device)
 
-    def layer_bits(self, stored: Any) -> list[float] | None:
-        """See `Method.layer_bits`: known for blobs with a section per layer. The header belongs to none of them."""
-        sizes = inspect(stored[0]).section_bytes
-        layers = self.codec.profile.layout.num_layers
-        return [8.0 * size for size in sizes] if len(sizes) == layers else None
-
 
 @dataclass(frozen=True, slots=True)
 class PerSequence:
@@ -97,20 +85,6 @@ class PerSequence:
     kl: list[float]
     delta_nll: list[float]
     top1: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCost:
-    """The loss in one layer.
-
-    Attributes:
-        key_error, value_error: squared error over variance, over all channels and tokens; keys after RoPE.
-        bits_per_value: None where layers are not stored apart.
-    """
-
-    key_error: float
-    value_error: float
-    bits_per_value: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +107,6 @@ class Quality:
         chunk_tokens: tokens coded together.
         sequences, cached_tokens, scored_tokens: what was measured.
         per_sequence: the figures of each sequence.
-        layers: the cost of each layer.
     """
 
     name: str
@@ -156,7 +129,6 @@ class Quality:
     cached_tokens: int
     scored_tokens: int
     per_sequence: PerSequence
-    layers: list[LayerCost]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
@@ -223,10 +195,6 @@ class QualityBench:
                 chosen = scored[:, 1:, None]
                 self.exact_per_sequence += (-exact.gather(-1, chosen).squeeze(-1).mean(-1)).tolist()
                 self.caches += [_cast(chunk, self.layout) for chunk in caches]
-        self._spread = [
-            (_variance([c.keys[i] for c in self.caches]), _variance([c.values[i] for c in self.caches]))
-            for i in range(self.layout.num_layers)
-        ]
 
     @property
     def exact_nll(self) -> float:
@@ -260,8 +228,6 @@ class QualityBench:
         kl: list[float] = []
         loss: list[float] = []
         same: list[float] = []
-        errors = [[0.0, 0.0] for _ in range(self.layout.num_layers)]
-        layer_bits: list[list[float] | None] = []
         # Batch after batch, because what a method makes of all caches may be several times as large as they are.
         for index, (scored, exact, filled) in enumerate(self._batches):
             caches = self.caches[index * self._batch_size :][: len(scored)]
@@ -277,15 +243,10 @@ class QualityBench:
             starts = range(0, len(back), len(cut))
             decoded = [KVChunk.concat(back[i : i + len(cut)]) for i in starts]
             bits += [sum(size for _, size in stored[i : i + len(cut)]) / values for i in starts]
-            layer_bits += [method.layer_bits(item) for item, _ in stored]
             with frozen(self.model), torch.no_grad():
                 other = score(self.model, decoded, scored, filled)
                 for kept, new in zip((kl, loss, same), compare(exact, other, scored[:, 1:]), strict=True):
                     kept.extend(new)
-            for a, b in zip(caches, decoded, strict=True):
-                for layer, sums in enumerate(errors):
-                    sums[0] += _squared_error(a.keys[layer], b.keys[layer])
-                    sums[1] += _squared_error(a.values[layer], b.values[layer])
         bits_per_value = float(np.mean(bits))
         return Quality(
             name=name,
@@ -308,36 +269,12 @@ class QualityBench:
             cached_tokens=sum(chunk.tokens for chunk in self.caches),
             scored_tokens=sum(scored.shape[0] * (scored.shape[1] - 1) for scored, _, _ in self._batches),
             per_sequence=PerSequence(bits, kl, loss, same),
-            layers=self._layers(errors, layer_bits),
         )
-
-    def _layers(self, errors: Sequence[Sequence[float]], bits: list[list[float] | None]) -> list[LayerCost]:
-        tokens = sum(chunk.tokens for chunk in self.caches)
-        costs = []
-        for index, layer in enumerate(self.layout.layers):
-            keys, values = (
-                error / variance if variance else 0.0
-                for error, variance in zip(errors[index], self._spread[index], strict=True)
-            )
-            known = [chunk[index] for chunk in bits if chunk is not None]
-            size = tokens * (layer.key_values + layer.value_values)
-            costs.append(LayerCost(keys, values, sum(known) / size if len(known) == len(bits) else None))
-        return costs
 
 
 def spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
     """Return the beginning and end of each chunk of `tokens` tokens."""
     return [(t, min(t + chunk_tokens, tokens)) for t in range(0, tokens, chunk_tokens)]
-
-
-def _variance(tensors: Sequence[torch.Tensor]) -> float:
-    """Sum of the squared distances of `[T, H, D]` tensors from their mean over all tokens."""
-    x = torch.cat([tensor.float() for tensor in tensors])
-    return float((x - x.mean(0, dtype=torch.float64).float()).square().sum(dtype=torch.float64))
-
-
-def _squared_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).square().sum(dtype=torch.float64))
 
 
 def _cast(chunk: KVChunk, layout: KVLayout) -> KVChunk:

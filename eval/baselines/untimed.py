@@ -13,15 +13,11 @@ __all__ = ["PerVector", "Simulated", "Untimed"]
 
 
 class Untimed:
-    """A method whose speed is not measured, and whose layers are not stored apart."""
+    """A method whose speed is not measured."""
 
     __slots__ = ()
 
     timed = False
-
-    def layer_bits(self, stored: Any) -> list[float] | None:
-        """See `Method.layer_bits`: not counted apart."""
-        return None
 
 
 class Simulated(Untimed):

@@ -1,4 +1,4 @@
-"""What blending cached chunks loses, and what recomputing some tokens recovers: `cuvee report --blend NAME`.
+"""What blending cached chunks loses, and what recomputing some tokens recovers: `cuvee report --blend`.
 
     prompts: chunks, text, continuation --full prefill--> the reference
          |
@@ -10,10 +10,7 @@ The floor is the blend of exact chunks with nothing recomputed. The share recove
 mean KL of the floor: 0 at the floor, 1 for a full prefill. Costs are in token-layers and include what a selector spends
 on its choice. Standard errors are over prompts, by the delta method, because both means come from the same prompts.
 
-    texts      adjacent chunks of a text, and what follows; in every second prompt it repeats a part of the chunks
-    passages   documents of the task cuvee_passages: each passage is a chunk, a sentence of one is begun again
-    xquad      public data: a question about one of six paragraphs, each a chunk, and its answer
-    musique    public data: a question that needs two to four of the paragraphs it comes with, and its answer
+Prompts are documents of the task cuvee_passages: each passage is a chunk, and a sentence of one is begun again.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ import numpy as np
 import torch
 
 from cuvee.blend import Blender, Boundary, ChunkCache, Guided, Nothing, Segment
-from cuvee.calibration.corpus import Corpus, pick_evenly, spread_sequences
-from cuvee.calibration.sequences import reread
+from cuvee.calibration.corpus import pick_evenly
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
@@ -37,7 +33,6 @@ from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.models.forward import cache_argument, empty_cache
 from cuvee.eval.report.schema import BlendEntry
 from cuvee.eval.tasks import TASKS_PATH
-from cuvee.eval.tasks.public import open_questions
 from cuvee.integrations.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -45,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLEND_COSTS",
-    "CONSTRUCTIONS",
     "EXACT",
     "SELECTORS",
     "BlendPrompt",
@@ -57,7 +51,6 @@ __all__ = [
 EXACT = "exact"  # chunks as they were computed; others go by the quality they were coded at
 NOTHING = "nothing"
 BLEND_COSTS = (0.15, 0.3)
-CONSTRUCTIONS = ("texts", "passages", "xquad", "musique")
 SELECTORS: dict[str, tuple[str, Callable[[float], Any]]] = {
     NOTHING: ("nothing recomputed", lambda cost: Nothing()),
     "boundary": ("boundary", lambda cost: Boundary(cost=cost)),
@@ -65,8 +58,6 @@ SELECTORS: dict[str, tuple[str, Callable[[float], Any]]] = {
 }
 """Key -> (label, how to make the selector for a cost). The default's blends correct the other tokens."""
 
-_CHUNKS, _CHUNK_TOKENS, _SUFFIX = 3, 128, 64  # of a prompt of "texts"
-_PARAGRAPHS = 6  # of a prompt of XQuAD
 _STORE_BYTES = 1 << 28
 
 
@@ -89,54 +80,8 @@ class BlendPrompt:
         return len(self.tokens) + len(self.continuation)
 
 
-def blend_prompts(
-    name: str,
-    tokenizer: Any,
-    texts: Sequence[Corpus],
-    count: int,
-    data: str | None,
-    seed: int,
-    any_version: bool = False,
-) -> list[BlendPrompt]:
-    """Make at most `count` prompts of a construction, spread over its documents.
-
-    Args:
-        name: of `CONSTRUCTIONS`.
-        tokenizer: of the model.
-        texts: for "texts".
-        count: how many prompts.
-        data: the folder with the files of public data.
-        seed: of the repeats in "texts".
-        any_version: take other public data than what was published.
-
-    Raises:
-        CorruptError, InputError: public data is missing or damaged, or the texts are too short.
-    """
-    if name == "texts":
-        return _of_texts(texts, count, seed)
-    if name == "passages":
-        return _of_passages(tokenizer, count)
-    # The default selector was chosen on every second question.
-    questions = open_questions(name, data, passages=_PARAGRAPHS, any_version=any_version)[::2]
-    prompts = []
-    for question in pick_evenly(questions, count):
-        document = question.document()
-        text, whole = document["question"], document["question"] + document["continuation"]
-        prompts.append(_prompt(tokenizer, question.passages, text, whole))
-    return prompts
-
-
-def _of_texts(texts: Sequence[Corpus], count: int, seed: int) -> list[BlendPrompt]:
-    cached, half = _CHUNKS * _CHUNK_TOKENS, _SUFFIX // 2
-    rows = reread(spread_sequences(texts, cached + _SUFFIX, count), cached, seed)
-    # What is scored is not there yet when tokens are selected, as on a server.
-    return [
-        BlendPrompt(row[:cached].split(_CHUNK_TOKENS), row[cached : cached + half], row[cached + half :])
-        for row in rows
-    ]
-
-
-def _of_passages(tokenizer: Any, count: int) -> list[BlendPrompt]:
+def blend_prompts(tokenizer: Any, count: int) -> list[BlendPrompt]:
+    """Make at most `count` prompts, spread over the documents of cuvee_passages, with a model's tokenizer."""
     lines = (TASKS_PATH / "cuvee_passages.jsonl").read_text(encoding="ascii").splitlines()
     prompts = []
     for line in pick_evenly(lines, count):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from cuvee.eval.methods import UNCOMPRESSED, family_label
-from cuvee.eval.plots import TRANSFORMS
 from cuvee.eval.report.schema import MethodEntry, Report, Score
 from cuvee.eval.report.scoring import ABSENT
 
 __all__ = [
-    "beyond_error", "family_rank", "is_learned", "is_preset", "label_and_setting", "layer_entries", "name_of",
-    "rows_of",
+    "beyond_error", "family_rank", "is_learned", "is_preset", "name_of", "rows_of",
 ]  # fmt: skip
 
 _USUAL = ("cuvee/layer", "cuvee/all")
@@ -20,12 +18,6 @@ def is_learned(family: str) -> bool:
     return family.startswith("cuvee/") and family != "cuvee/lossless"
 
 
-def label_and_setting(entry: MethodEntry) -> str:
-    """Return the label of a method with its setting, which the label of a baseline lacks."""
-    label, setting = entry.label, entry.setting
-    return label if not setting or label.endswith(setting) else f"{label} @{setting}"
-
-
 def family_rank(report: Report, family: str) -> tuple[int, int]:
     """For sorting families: the uncompressed cache, cuvee, transform coders, all others, the destroyed cache."""
     order = list(dict.fromkeys(str(entry.family) for entry in report.quality))
@@ -34,17 +26,6 @@ def family_rank(report: Report, family: str) -> tuple[int, int]:
         return 1, _USUAL.index(family) if family in _USUAL else len(_USUAL) + place
     groups = {UNCOMPRESSED: 0, "cuvee": 2, "pca": 3, "destroyed": 5}
     return groups.get(family.partition("/")[0], 4), place
-
-
-def layer_entries(report: Report) -> list[MethodEntry]:
-    """The few methods whose layers are worth a look: cuvee at `balanced`, and one of each kind to compare it with."""
-    ours = [e for e in report.quality if is_learned(e.family) and e.setting == "balanced"]
-    ours.sort(key=lambda e: family_rank(report, e.family))
-    target = ours[0].bits_per_value if ours else 2.0
-    transforms = [e for e in report.quality if e.family.startswith(TRANSFORMS)]
-    near = sorted(transforms, key=lambda e: abs(e.bits_per_value - target))[:1]
-    others = [e for key in ("fp8-e4m3", "kivi4", "cachegen") for e in report.quality if e.key == key]
-    return ours[:2] + near + others
 
 
 def name_of(report: Report, key: str) -> str:

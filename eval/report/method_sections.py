@@ -1,4 +1,4 @@
-"""The sections that list what was measured: methods, tasks, blends, layers."""
+"""The sections that list what was measured: methods, tasks, blends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from cuvee.eval.report.families import (
     beyond_error,
     family_rank,
     is_preset,
-    label_and_setting,
-    layer_entries,
     name_of,
     rows_of,
 )
 from cuvee.eval.report.schema import BlendEntry, MethodEntry, Report, Score
 from cuvee.eval.report.scoring import shows_something
 
-__all__ = ["blends", "curves", "layers", "methods", "tasks"]
+__all__ = ["blends", "methods", "tasks"]
 
 
 def methods(report: Report) -> ReportSection:
@@ -35,7 +33,7 @@ def methods(report: Report) -> ReportSection:
         "KL that a preset stands for. Copied text repeats a part of the cache, new text does not."
     )
     missed = [
-        f"{label_and_setting(e)} misses its promise: KL {with_error(e.kl, e.kl_stderr)} against {promise:g}."
+        f"{e.label} misses its promise: KL {with_error(e.kl, e.kl_stderr)} against {promise:g}."
         for e in shown
         if (promise := _promise(e)) is not None and e.kl - (e.kl_stderr or 0.0) > promise
     ]
@@ -50,13 +48,6 @@ def methods(report: Report) -> ReportSection:
     if report.skipped:
         blocks.append(ReportTable(["left out ", "why "], [[s.key, s.reason] for s in report.skipped], title="Left out"))
     return ReportSection("methods", "Every method", blocks)
-
-
-def curves(report: Report) -> ReportSection:
-    """Make the section on the other points of curves."""
-    shown = [e for e in report.quality if e.kind == "curve"]
-    blocks: list[ReportTable | ReportBlock] = [_quality_table(report, shown, "")] if shown else []
-    return ReportSection("curves", "Other points of the curves", blocks)
 
 
 def _promise(entry: MethodEntry) -> float | None:
@@ -76,7 +67,7 @@ def _quality_table(report: Report, entries: Sequence[MethodEntry], note: str) ->
             strong.add(len(rows))
         rows.append(
             [
-                label_and_setting(e),
+                e.label,
                 format_bits(e.bits_per_value),
                 format_ratio(e.ratio),
                 with_error(e.kl, e.kl_stderr),
@@ -152,55 +143,31 @@ def _family(quality: Mapping[str, MethodEntry], score: Score) -> str:
 
 def blends(report: Report) -> ReportSection:
     """Make the section on prompts that are put together from cached chunks."""
-    tables = []
-    for made in report.blends:
-        found = {(e.kv, e.selector, e.cost): e for e in made.entries}
-        costs = sorted({cost for _, _, cost in found if cost is not None})
-        rows: list[list[str]] = []
-        strong: set[int] = set()
-        for kv in dict.fromkeys(kv for kv, _, _ in found):
-            floor = found[kv, "nothing", None]
-            kl = "" if floor.kl is None else with_error(floor.kl, floor.kl_stderr)
-            figures = [format_bits(floor.bits_per_value), kl]
-            rows.append([floor.label, kv, *figures, _recovered(floor), *[""] * len(costs)])
-            for selector in dict.fromkeys(selector for _, selector, _ in found if selector != "nothing"):
-                entries = [found[kv, selector, cost] for cost in costs]
-                if selector == "default":
-                    strong.add(len(rows))
-                rows.append([entries[0].label, kv, "", "", "", *map(_recovered, entries)])
-        columns = ["selector ", "chunks ", "bits per value", "KL", "0%", *map(format_percent, costs)]
-        title = f"{made.name}: {made.prompts} prompts"
-        tables.append(ReportTable(columns, rows, title, strong=frozenset(strong)))
-    if not tables:
-        return ReportSection("blends", "Prompts of cached chunks", [])
+    title = "Prompts of cached chunks"
+    if report.blends is None:
+        return ReportSection("blends", title, [])
+    found = {(e.kv, e.selector, e.cost): e for e in report.blends.entries}
+    costs = sorted({cost for _, _, cost in found if cost is not None})
+    rows: list[list[str]] = []
+    strong: set[int] = set()
+    for kv in dict.fromkeys(kv for kv, _, _ in found):
+        floor = found[kv, "nothing", None]
+        kl = "" if floor.kl is None else with_error(floor.kl, floor.kl_stderr)
+        rows.append([floor.label, kv, format_bits(floor.bits_per_value), kl, _recovered(floor), *[""] * len(costs)])
+        for selector in dict.fromkeys(selector for _, selector, _ in found if selector != "nothing"):
+            entries = [found[kv, selector, cost] for cost in costs]
+            if selector == "default":
+                strong.add(len(rows))
+            rows.append([entries[0].label, kv, "", "", "", *map(_recovered, entries)])
+    columns = ["selector ", "chunks ", "bits per value", "KL", "0%", *map(format_percent, costs)]
     text = (
-        "Prompts are composed of chunks that were cached alone, and some of their tokens are recomputed, at a cost in "
-        "token-layers. Recovered: one minus KL over that of exact chunks with nothing recomputed."
+        f"{report.blends.prompts} prompts are composed of chunks that were cached alone, and some of their tokens are "
+        "recomputed, at a cost in token-layers. Recovered: one minus KL over that of exact chunks with nothing "
+        "recomputed."
     )
-    return ReportSection("blends", "Prompts of cached chunks", [ReportBlock("text", text), *tables])
+    table = ReportTable(columns, rows, strong=frozenset(strong))
+    return ReportSection("blends", title, [ReportBlock("text", text), table])
 
 
 def _recovered(entry: BlendEntry) -> str:
     return "" if entry.share is None else with_error(entry.share, entry.share_stderr, percent=True)
-
-
-def layers(report: Report) -> ReportSection:
-    """Make the section on bits and errors by layer."""
-    entries = layer_entries(report)
-    if not entries:
-        return ReportSection("layers", "Layers", [])
-    columns, rows = ["layer"], [[str(i)] for i in range(len(entries[0].layers))]
-    for entry in entries:
-        if all(layer.bits_per_value is not None for layer in entry.layers):
-            columns.append(f"bits: {entry.label}")
-            for row, layer in zip(rows, entry.layers, strict=True):
-                row.append(format_bits(layer.bits_per_value))
-    for entry in entries:
-        columns.append(f"error of K / V: {entry.label}")
-        for row, layer in zip(rows, entry.layers, strict=True):
-            row.append(f"{format_number(layer.key_error, 2)} / {format_number(layer.value_error, 2)}")
-    note = (
-        "Error: squared error over the variance, keys after RoPE. Bits of a layer without the header of the blob; "
-        "none where one basis spans several layers."
-    )
-    return ReportSection("layers", "Layers", [ReportTable(columns, rows, note=note)])

@@ -11,7 +11,6 @@ from cuvee.calibration.kinds import MIXTURE_SEQUENCES
 from cuvee.calibration.sequences import LENGTH, SEED
 from cuvee.codec.errors import InputError
 from cuvee.eval.quality import CHUNK_TOKENS
-from cuvee.eval.report.blending import CONSTRUCTIONS
 from cuvee.eval.runs import metadata_pairs
 from cuvee.eval.tasks import LOCAL_TASKS
 
@@ -49,11 +48,10 @@ class ReportConfig:
             `SMALL_PARAMETERS`, else `LARGE_LIMIT`.
         controls: also score each task with the question alone, and say whether the task distinguishes the exact cache
             from none.
-        data: the folder with the files of public data, for tasks and blends.
+        data: the folder with the files of public data, for tasks.
         metadata: "name=value" for tasks that need it, such as "lines=10".
-        blends: prompts of cached chunks to blend, by the names of `CONSTRUCTIONS`; decoded chunks are measured with the
-            first profile at `high` and `balanced`.
-        blend_prompts: how many of each, at most.
+        blend: also blend cached chunks, exact ones and those that the first profile decodes at `high` and `balanced`.
+        blend_prompts: how many prompts of them, at most.
         dtype: of the model; "auto" is float32 on a CPU, and what the files say elsewhere.
         cache_dtype: of the caches that are coded.
         device: where the model runs and the caches are coded.
@@ -80,7 +78,7 @@ class ReportConfig:
     controls: bool = False
     data: str | None = None
     metadata: tuple[str, ...] = ()
-    blends: tuple[str, ...] = ()
+    blend: bool = False
     blend_prompts: int = 48
     dtype: str = "auto"
     cache_dtype: str = "bfloat16"
@@ -98,8 +96,6 @@ class ReportConfig:
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit: must be at least 1, got {self.limit}")
         metadata_pairs(self.metadata)
-        if unknown := [name for name in self.blends if name not in CONSTRUCTIONS]:
-            raise InputError(f"blends: must be among {', '.join(CONSTRUCTIONS)}, got {unknown[0]!r}")
         if self.data is not None and not Path(self.data).expanduser().is_dir():
             raise InputError(f"data: must be the folder with the files of public data, got {self.data}")
         if self.controls and not self.tasks:

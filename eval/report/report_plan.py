@@ -72,14 +72,7 @@ class ReportPlan:
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = self._scorer() if config.tasks else None
         self.alone = self._scorer(context="absent") if config.controls else None
-        tokenizer = load_tokenizer(config.model) if config.blends else None
-        any_version = metadata_pairs(config.metadata).get("any_version", "").lower() == "true"
-        self.blended = {
-            name: blend_prompts(
-                name, tokenizer, self.evaluation, config.blend_prompts, config.data, config.seed, any_version
-            )
-            for name in config.blends
-        }
+        self.blended = blend_prompts(load_tokenizer(config.model), config.blend_prompts) if config.blend else []
 
     def _given(self) -> dict[str, Profile]:
         """The profiles given as files, by the names of the files."""
@@ -180,10 +173,7 @@ class ReportPlan:
             "methods": list(config.methods),
             "tasks": list(config.tasks),
             "limit": self.limit if config.tasks else None,
-            "blends": {
-                name: tokens_sha256(*(row for prompt in prompts for row in (prompt.tokens, prompt.continuation)))
-                for name, prompts in self.blended.items()
-            },
+            "blended": tokens_sha256(*(row for made in self.blended for row in (made.tokens, made.continuation))),
             "gpu": environment["gpu"],
             "software": software(machine),
         }

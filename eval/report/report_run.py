@@ -4,7 +4,7 @@
                         |                   |                       |                     |              |
                      profiles/              +-----------------------+---> report.json <---+--------------+
                                                                               |
-                                                 equal-KL ratios, report.md, report.html, plots
+                                                 equal-KL ratios, report.md, plots
 
 `report.json` holds everything. It is written after every measurement and is also the state of an unfinished run: with
 the same configuration, a second run continues where the first one stopped. A folder with the results of another
@@ -113,7 +113,7 @@ def run_report(
         >>> config = quick_config(ReportConfig(tasks=()))
         >>> report = run_report(config, Path("out/report"), Console())  # doctest: +SKIP
     """
-    need_packages("cuvee report", "transformers", "matplotlib", "jinja2", *(["lm_eval"] if config.tasks else []))
+    need_packages("cuvee report", "transformers", "matplotlib", *(["lm_eval"] if config.tasks else []))
     check_folder(out, force, resumed=REPORT_FILE)
     old = None if against is None else Figures.load(against)
     # The bundled model gains nothing from more threads, and on a busy machine several wait for each other.
@@ -145,7 +145,7 @@ class _Run:
                 return None
             raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
         if found.digest == fresh.digest:
-            made = len(found.quality) + len(found.scores) + len(found.blends)
+            made = len(found.quality) + len(found.scores) + (found.blends is not None)
             state = "complete" if found.complete else f"{made} measurements done"
             line = f"{self.out} holds this run, {state}: continuing"
             self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -205,14 +205,14 @@ class _Run:
         compare(self.report, self.plan.config.seed)
 
     def _measure_blends(self, log: StepLog) -> None:
-        known = {made.name for made in self.report.blends}
-        missing = {name: prompts for name, prompts in self.plan.blended.items() if name not in known}
-        log.expect(len(missing))
-        for name, prompts in missing.items():
-            with log.step(f"blending: {name}"):
-                entries = measure_blends(self.plan.model, self.plan.layout, prompts, self._blend_codecs())
-                self.report.blends.append(Blends(name, len(prompts), entries))
-                self.save()
+        prompts = self.plan.blended
+        if not prompts or self.report.blends is not None:
+            return
+        log.expect(1)
+        with log.step("blending cached chunks"):
+            entries = measure_blends(self.plan.model, self.plan.layout, prompts, self._blend_codecs())
+            self.report.blends = Blends(len(prompts), entries)
+            self.save()
 
     def _blend_codecs(self) -> dict[str, Codec]:
         """The codecs of the first profile that reach their quality; exact chunks need none."""

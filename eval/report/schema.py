@@ -22,7 +22,7 @@ __all__ = [
     "Report", "Score", "SizeAtKl", "Skipped", "Source", "Task", "TextInfo", "read_entry",
 ]  # fmt: skip
 
-REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 3
+REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 4
 T = TypeVar("T")
 
 
@@ -146,9 +146,8 @@ class BlendEntry:
 
 @dataclass(frozen=True, slots=True)
 class Blends:
-    """The blends of one construction of prompts."""
+    """The blends of a number of prompts."""
 
-    name: str
     prompts: int
     entries: list[BlendEntry]
 
@@ -282,7 +281,7 @@ class Report:
     tasks: list[Task] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    blends: list[Blends] = field(default_factory=list)
+    blends: Blends | None = None
     comparison: list[Anchor] = field(default_factory=list)
     by_kind: list[KindComparison] = field(default_factory=list)
     sizes: list[SizeAtKl] = field(default_factory=list)

@@ -14,7 +14,7 @@ from cuvee.eval.documents import SMALL_MODEL, ReportBlock, ReportSection, Report
 from cuvee.eval.formatting import format_number, with_error
 from cuvee.eval.report.curve_sections import by_kind, equal_kl, headline, sizes
 from cuvee.eval.report.families import name_of, rows_of
-from cuvee.eval.report.method_sections import blends, curves, layers, methods, tasks
+from cuvee.eval.report.method_sections import blends, methods, tasks
 from cuvee.eval.report.report_plots import machine_name
 from cuvee.eval.report.schema import Report
 
@@ -24,8 +24,7 @@ __all__ = ["against", "report_preface", "report_sections", "report_title"]
 def report_sections(report: Report) -> list[ReportSection]:
     """Return all sections of a report, in order, without empty ones."""
     made = (
-        against, headline, equal_kl, by_kind, sizes, methods, tasks, blends, layers, _profiles, curves,
-        _provenance, _limits,
+        against, headline, equal_kl, by_kind, sizes, methods, tasks, blends, _profiles, _provenance, _limits,
     )  # fmt: skip
     return [section for section in (make(report) for make in made) if section.blocks]
 

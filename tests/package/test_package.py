@@ -44,7 +44,6 @@ DATA_FILES = (
     *(f"cuvee/calibration/texts/mixture/{name}.txt" for name in ("code", "encyclopaedia", "prose", "tables")),
     "cuvee/calibration/texts/mixture/dialogue.json",
     "cuvee/eval/REPORT.md",
-    "cuvee/eval/report/report.html.j2",
     "cuvee/eval/tasks/cuvee_kv_8.yaml",
     "cuvee/eval/tasks/cuvee_kv_8.jsonl",
 )

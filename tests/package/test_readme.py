@@ -19,7 +19,7 @@ from cuvee.integrations.vllm.connector_config import Options
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOLDER = ROOT / "eval" / "results"
-MOST_BYTES = 1_000_000  # of committed results: figures of single sequences, HTML and superseded runs are in git
+MOST_BYTES = 1_000_000  # of committed results: figures of single sequences and superseded runs are in git
 MOST_RUNS, MOST_LINES = 10, 60  # folders of results, and lines of each README
 
 

@@ -109,18 +109,17 @@ def report(
             help="For tasks that ask for it. Repeatable.",
         ),
     ] = None,
-    blends: Annotated[
-        list[str] | None,
+    blend: Annotated[
+        bool,
         typer.Option(
-            "--blend", metavar="PROMPTS", show_default=False, rich_help_panel=_TASKS,
-            help="Also blend cached chunks in these prompts: texts, passages, xquad or musique. Repeatable.",
+            "--blend", rich_help_panel=_TASKS, help="Also measure what blending recovers if chunks were cached alone."
         ),
-    ] = None,
+    ] = False,
     data: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR", show_default=False, rich_help_panel=_TASKS,
-            help="The folder with public data, for tasks and blends that read some.",
+            help="The folder with public data, for tasks that read some.",
         ),
     ] = None,
 ) -> None:  # fmt: skip
@@ -161,6 +160,6 @@ def report(
         print_json(found.to_dict())
     else:
         print_summary(found, make_console())
-        print(f"{out / 'report.md'}\n{out / 'report.html'}\n{out / 'report.json'}")
+        print(f"{out / 'report.md'}\n{out / 'report.json'}")
     if found.against is not None and found.against.worse:
         raise typer.Exit(3)

@@ -11,7 +11,6 @@ import torch
 from tests.conftest import Books
 
 from cuvee.blend import Blender, Nothing, Segment
-from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
@@ -23,7 +22,7 @@ from cuvee.eval.tasks import TASKS_PATH
 
 @pytest.fixture(scope="module")
 def prompts(bundled: tuple[Any, Any]) -> list[BlendPrompt]:
-    return blend_prompts("texts", bundled[1], [read_corpus("orchard", "books-3m")], 2, None, 7)
+    return blend_prompts(bundled[1], 2)
 
 
 def entries(found: list[BlendEntry]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -79,20 +78,9 @@ def test_a_value_is_that_of_the_blender(
     assert found["exact", "nothing", None]["kl"] == pytest.approx(sum(kls) / len(kls), rel=0.02)
 
 
-def test_the_rest_of_every_second_prompt_repeats_a_part_of_its_chunks(prompts: list[BlendPrompt]) -> None:
-    def repeats(prompt: BlendPrompt) -> bool:
-        cached = torch.cat(prompt.chunks)
-        return bool((cached.unfold(0, len(prompt.continuation), 1) == prompt.continuation).all(1).any())
-
-    assert [repeats(prompt) for prompt in prompts] == [True, False]
-    for prompt in prompts:
-        assert [len(chunk) for chunk in prompt.chunks] == [128] * 3
-        assert (len(prompt.text), len(prompt.continuation), prompt.length) == (32, 32, 448)
-
-
 def test_passages_are_what_lm_eval_asks(bundled: tuple[Any, Any]) -> None:
     tokenizer = bundled[1]
-    prompt = blend_prompts("passages", tokenizer, [], 1, None, 7)[0]
+    prompt = blend_prompts(tokenizer, 1)[0]
     lines = (TASKS_PATH / "cuvee_passages.jsonl").read_text().splitlines()
     asked = [json.loads(line) for line in lines]
     text = tokenizer.decode(torch.cat([prompt.tokens, prompt.continuation]))
@@ -101,8 +89,10 @@ def test_passages_are_what_lm_eval_asks(bundled: tuple[Any, Any]) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_refused(bundled: tuple[Any, Any], prompts: list[BlendPrompt]) -> None:
-    layout = replace(KVLayout.from_config(bundled[0].config, dtype=bundled[0].dtype), max_positions=447)
-    with pytest.raises(InputError, match="blend: has a prompt of 448 tokens, and the model has 447 positions"):
+    longest = max(prompt.length for prompt in prompts)
+    layout = replace(KVLayout.from_config(bundled[0].config, dtype=bundled[0].dtype), max_positions=longest - 1)
+    message = f"blend: has a prompt of {longest} tokens, and the model has {longest - 1} positions"
+    with pytest.raises(InputError, match=message):
         measure_blends(bundled[0], layout, prompts, {})
 
 

@@ -667,12 +667,11 @@ def test_cached_chunks_are_blended(tmp_path: Path, console: Console, books: Any)
     books.profile.save(tmp_path / "mine.safetensors")
     config = replace(
         CONFIG, groups=(), profiles=(str(tmp_path / "mine.safetensors"),), tasks=(), methods=("kivi2",), sequences=2,
-        blends=("texts", "passages"), blend_prompts=2,
+        blend=True, blend_prompts=2,
     )  # fmt: skip
     data = run_report(config, tmp_path / "run", console)
-    assert [(made["name"], made["prompts"]) for made in data["blends"]] == [("texts", 2), ("passages", 2)]
-    for made in data["blends"]:
-        assert {entry["kv"] for entry in made["entries"]} == {"exact", "high", "balanced"}
+    assert data["blends"]["prompts"] == 2
+    assert {entry["kv"] for entry in data["blends"]["entries"]} == {"exact", "high", "balanced"}
     text = (tmp_path / "run" / "report.md").read_text()
     assert "## Prompts of cached chunks" in text and "query x boundary (default)" in text
     again = run_report(config, tmp_path / "run", console)

@@ -48,7 +48,6 @@ def quality(name: str, bits: float, kl: float, **changes: Any) -> Quality:
         "encode_gb_per_s": None, "decode_gb_per_s": None, "chunk_tokens": 256, "sequences": 2,
         "cached_tokens": 768, "scored_tokens": 254,
         "per_sequence": PerSequence([bits] * 2, [kl] * 2, [kl] * 2, [0.9] * 2),
-        "layers": [],
     }  # fmt: skip
     return Quality(**{**fields, **changes})
 
@@ -70,10 +69,6 @@ def write_report(data: Mapping[str, Any], folder: Path) -> None:
 
 def markdown(data: Mapping[str, Any], plots: Mapping[str, str]) -> str:
     return report_documents.markdown(filled(data), plots)
-
-
-def html(data: Mapping[str, Any], plots: Path) -> str:
-    return report_documents.html(filled(data), plots)
 
 
 def print_summary(data: Mapping[str, Any], console: Any) -> None:

@@ -15,7 +15,7 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
     options = ["--quick", "--length", "128", "--sequences", "4", "--group", "layer", "--tasks", "none"]
     options += ["--method", "cuvee/layer", "--method", "fp8-e4m3", "--method", "kivi4"]
     shown = run("report", "-o", out, *options).stdout
-    assert "Ratios at equal KL" in shown and str(out / "report.html") in shown
+    assert "Ratios at equal KL" in shown and str(out / "report.md") in shown
     path = out / "report.json"
     data = json.loads(path.read_text())
     assert data["configuration"]["quick"] and data["configuration"]["groups"] == ["layer"] and data["tasks"] == []
@@ -36,7 +36,6 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
 def test_options_of_the_report_that_do_not_go_together(tmp_path: Path) -> None:
     fails("report", "-o", tmp_path / "r", "--profile", "a", "--group", "layer", match="groups: must be left out")
     fails("report", "-o", tmp_path / "r", "--model", tmp_path / "nowhere", match="nowhere")
-    fails("report", "-o", tmp_path / "r", "--blend", "smoothie", match="blends: must be among texts")
     fails("report", "-o", tmp_path / "r", "--data", tmp_path / "nowhere", match="data: must be the folder")
     fails("report", "-o", tmp_path / "r", "--tasks", "none", "--controls", match="controls: must be left out")
     assert not (tmp_path / "r").exists()
