@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 
-from cuvee.calibration.corpus import model_path
+from cuvee.calibration.corpus import leading_ids, model_path, without_repeats
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.models.dtypes import TORCH_DTYPES, value_bits
@@ -84,7 +84,9 @@ class CuveeLM(HFLM):  # type: ignore[misc]
     - `generate_until`: generates after the decoded cache of all prompt tokens but the last. Arguments of `generate`
       that do not work with such a cache, as prompt lookup, are refused.
 
-    If the method changes nothing, the results are those of HFLM with the same `softmax_dtype`.
+    If the method changes nothing, the results are those of HFLM with the same `softmax_dtype`, but for BOS: no text
+    begins with two, whether the tokenizer, the text or a window of `loglikelihood_rolling` puts it there. HFLM scores
+    the second as a token of the text.
 
     Args:
         pretrained: see HFLM; a path may be a `Path`, and "books-3m" is the bundled model.
@@ -177,6 +179,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
             raise InputError(f"max_length: the model has {layout.max_positions} positions, got {self.max_length}")
         self.layout = layout if cache_dtype is None else replace(layout, dtype=cache_dtype)
         self._fingerprint = model_fingerprint(self.model)
+        self._leading = leading_ids(self.tokenizer)
         if method is None:
             source = Profile.unlearned(self.layout) if self._profile is None else self._profile
             method = CodecMethod(Codec(source, backend=codec_backend, dtype=self.layout.dtype, **asked))
@@ -335,8 +338,10 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         """
         reads, owners = [], []
         for index, request in enumerate(requests):
+            text = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
+                # The first window puts it before the text.
+                token_list=text[1:] if text[:1] == [self.prefix_token_id] else text,
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
@@ -381,6 +386,19 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         self._remember((request.args[0], request) for request in requests)
         return cast(list[str], super().generate_until(requests, disable_tqdm=disable_tqdm))
 
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids, with the tokens that begin a text (BOS) once, also if the text spells them out as templates do."""
+        tokens = super().tok_encode(string, add_special_tokens, **kwargs)
+        if add_special_tokens is None:
+            tokens = without_repeats(tokens, self._leading)
+        return cast(list[int], tokens[-left_truncate_len:] if left_truncate_len else tokens)
+
     def tok_batch_encode(
         self,
         strings: list[str],
@@ -388,16 +406,22 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and mask `[B, T]`, cut at the left if that is allowed.
+        """Token ids and mask `[B, T]` of `tok_encode`, cut at the left if that is allowed.
 
         The argument `truncation` is ignored: it would let the tokenizer cut the right end as well.
         """
-        tokens, mask = super().tok_batch_encode(strings, padding_side)
-        if left_truncate_len is not None and tokens.shape[1] > left_truncate_len:
-            for string, length in zip(strings, mask.sum(1).tolist(), strict=True):
-                if length > left_truncate_len:
-                    self._too_long(self._asking(string), length, left_truncate_len)
-            tokens, mask = tokens[:, -left_truncate_len:], mask[:, -left_truncate_len:]
+        rows = [self.tok_encode(string) for string in strings]
+        for string, row in zip(strings, rows, strict=True):
+            if left_truncate_len is not None and len(row) > left_truncate_len:
+                self._too_long(self._asking(string), len(row), left_truncate_len)
+        rows = [row[-left_truncate_len:] if left_truncate_len else row for row in rows]
+        width = max(map(len, rows))
+        tokens = torch.full((len(rows), width), self.tokenizer.pad_token_id)
+        mask = torch.zeros_like(tokens)
+        for at, row in enumerate(rows):
+            first = width - len(row) if padding_side == "left" else 0
+            tokens[at, first : first + len(row)] = torch.tensor(row)
+            mask[at, first : first + len(row)] = 1
         return tokens, mask
 
     def _model_generate(

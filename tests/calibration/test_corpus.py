@@ -90,6 +90,10 @@ def test_padding_and_marks_are_no_text(tmp_path: Path, with_bos: Any) -> None:
     path.write_text(json.dumps({"text": f"{with_bos.convert_ids_to_tokens(BOS)}A quiet harbour."}))  # as templates do
     (found,) = read_corpus(str(path), str(model)).documents
     assert BOS not in found.tolist() and torch.equal(found, expected)
+    with path.open("a") as out:
+        out.write("\n[5, 6]")  # so that every text keeps its BOS
+    found, _ = read_corpus(str(path), str(model)).documents
+    assert found.tolist() == [BOS, *expected.tolist()]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tests.conftest import Books, fitted_to, synthetic_chunk
 from tests.every_model import build
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
@@ -155,6 +155,48 @@ def test_every_family_answers_like_hflm(family: str, lively: Callable[..., Any])
         assert quiet(lm, "generate_until", begun) == quiet(reference, "generate_until", begun)
     lm.use(Destroyed())  # of what all this would not notice if the cache did not matter
     assert difference(quiet(lm, "loglikelihood", scored), expected) > 0.01
+
+
+@pytest.mark.parametrize("leading", [("<pad>",), ("<pad>", "<end>")], ids=["bos", "several"])
+def test_a_text_that_spells_out_its_bos_is_one_without(lively: Callable[..., Any], leading: tuple[str, ...]) -> None:
+    """Chat templates write BOS, the tokenizer puts another before it; one of a batch may have it, the others not."""
+    tokenizer = word_tokenizer(bos_token="<pad>")
+    template, ids = " ".join((*leading, "$A")), [WORDS.index(word) for word in leading]
+    special = list(zip(leading, ids, strict=True))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    model = lively("llama", max_position_embeddings=64)
+    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Uncompressed())
+    plain = [words(20, 1), words(9, 2)]
+    spelt = [" ".join((*leading, text)) for text in plain]
+    assert [lm.tok_encode(text) for text in spelt] == [lm.tok_encode(text) for text in plain]
+    assert lm.tok_encode(plain[0]) == [*ids, *(WORDS.index(word) for word in plain[0].split())]
+    other = CuveeLM(model, tokenizer=tokenizer, prefix_token_id=5, method=Uncompressed())
+    assert other.tok_encode(spelt[0]) == lm.tok_encode(plain[0])
+
+    def answers(texts: list[str]) -> tuple[list[str], list[float]]:
+        asked = [ask("generate_until", text, {"until": ["w5 w5"], "max_gen_toks": 6}) for text in texts]
+        pairs = [ask("loglikelihood", text, " w7 w8") for text in texts]
+        whole = [ask("loglikelihood_rolling", text) for text in texts]
+        scored = [value for value, _ in quiet(lm, "loglikelihood", pairs)] + quiet(lm, "loglikelihood_rolling", whole)
+        return quiet(lm, "generate_until", asked), scored
+
+    written, scores = answers(plain)
+    for texts in (spelt, [spelt[0], plain[1]], [plain[0], spelt[1]]):
+        assert answers(texts) == (written, pytest.approx(scores, abs=TOLERANCE))
+
+
+def test_a_rolling_window_does_not_score_bos(lively: Callable[..., Any]) -> None:
+    """HFLM puts BOS before the tokenizer's own, and counts how likely the second is."""
+    tokenizer = word_tokenizer(bos_token="<pad>")
+    bos = ("<pad>", WORDS.index("<pad>"))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<pad> $A", special_tokens=[bos])
+    model = lively("llama", max_position_embeddings=64)
+    lm = CuveeLM(model, tokenizer=tokenizer, method=Uncompressed())
+    (got,) = quiet(lm, "loglikelihood_rolling", [ask("loglikelihood_rolling", words(20))])
+    tokens = torch.tensor([[bos[1], *(WORDS.index(word) for word in words(20).split())]])
+    with torch.no_grad():
+        predicted = model(tokens[:, :-1]).logits.log_softmax(-1)
+    assert got == pytest.approx(float(predicted.gather(-1, tokens[:, 1:, None]).sum()), abs=TOLERANCE)
 
 
 def test_a_hybrid_answers_like_hflm() -> None:

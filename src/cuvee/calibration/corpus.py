@@ -45,6 +45,7 @@ __all__ = [
     "text_ids",
     "token_ids",
     "with_leading",
+    "without_repeats",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -256,11 +257,20 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, leading: Sequence[int]) -> torch.Tensor:
     """Tokenize a text without `leading`, also if the text itself (of a chat template, say) spells it out, int64 `[n]`.
 
-    If `leading` is empty, the tokens that the tokenizer puts around every text are included.
+    If `leading` is empty, the tokens that the tokenizer puts around every text are included, once.
     """
-    ids = token_ids(tokenizer, text, special=not leading)
-    while leading and ids[: len(leading)].tolist() == list(leading):
-        ids = ids[len(leading) :]
+    ids = token_ids(tokenizer, text, special=not leading).tolist()
+    kept = without_repeats(ids, leading or leading_ids(tokenizer))
+    if leading and kept[: len(leading)] == list(leading):
+        kept = kept[len(leading) :]
+    return torch.tensor(kept, dtype=torch.int64)
+
+
+def without_repeats(ids: list[int], leading: Sequence[int]) -> list[int]:
+    """Return a text's tokens with `leading` at most once at their beginning, whether or not the text spells it out."""
+    size = len(leading)
+    while leading and ids[: 2 * size] == [*leading, *leading]:
+        ids = ids[size:]
     return ids
 
 

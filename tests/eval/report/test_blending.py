@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
-from tests.conftest import Books
+from tests.conftest import BOS, Books
+from tokenizers.processors import TemplateProcessing
 
 from cuvee.blend import Blender, Nothing, Segment
 from cuvee.codec.codec import Codec
@@ -101,3 +103,13 @@ def test_shares_where_there_is_nothing_to_recover() -> None:
     assert share_recovered([0.1], [0.4]) == (0.75, None)
     share, error = share_recovered([0.1, 0.3], [0.4, 0.4])
     assert share == pytest.approx(0.5) and error == pytest.approx(0.25)
+
+
+def test_a_prompt_begins_as_the_tokenizer_begins_a_text(with_bos: Any) -> None:
+    """With BOS, and without what it puts at a text's end."""
+    special = [(with_bos.convert_ids_to_tokens(token), token) for token in (BOS, BOS + 1)]
+    ends = copy.deepcopy(with_bos)
+    template = f"{special[0][0]} $A {special[1][0]}"
+    ends.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    (prompt,) = blend_prompts("passages", ends, (), 1, None, 7)
+    assert prompt.tokens[0] == BOS and (prompt.tokens[1:] > BOS + 1).all()
