@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
 from cuvee.integrations.checkpoint_files import load_config, open_file, read_header, resolve
 from cuvee.integrations.file_digests import file_digests, file_state
-from cuvee.integrations.weight_fingerprints import weight_fingerprints
+from cuvee.integrations.weight_fingerprints import reading_fingerprints
 from cuvee.integrations.weights_name import Make
 from cuvee.naming.identity import Identity, canonical
 
@@ -319,37 +319,61 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
     Raises:
         InputError: the path does not exist, or holds a damaged file.
     """
+    return _checking(profile, path, revision)(threading.Event())
+
+
+def _checking(profile: Profile, path: str | Path, revision: str | None) -> Callable[[threading.Event], str]:
+    """Return what does `check_profile`, on any thread."""
     if profile.model is None:
-        return f"unknown: the profile ({profile.source}) names no model"
+        return lambda stop: f"unknown: the profile ({profile.source}) names no model"
     if not profile.model.startswith(PREFIX):
-        return f"unknown: {SAMPLED}"
-    weights = weight_fingerprints(path, revision=revision)
-    if not weights.found:
-        return f"unknown: {weights.unknown}"
-    return "match" if profile.model in weights.found else "mismatch"
+        return lambda stop: f"unknown: {SAMPLED}"
+    read = reading_fingerprints(path, revision=revision)
+
+    def check(stop: threading.Event) -> str:
+        weights = read(stop)
+        if not weights.found:
+            return f"unknown: {weights.unknown}"
+        return "match" if profile.model in weights.found else "mismatch"
+
+    return check
 
 
-def refuse_other_weights(profile: Profile, shown: str, path: str | Path, *, revision: str | None = None) -> None:
-    """Refuse a profile that was calibrated on other weights than those of a checkpoint; log if that is unknown.
+def naming_with_profile(
+    make: Make, profile: Profile, shown: str, path: str | Path, *, revision: str | None = None
+) -> Make:
+    """Return a `Make` that first refuses a profile that was calibrated on other weights than those of a checkpoint, and
+    logs if that is unknown.
 
     Args:
+        make: makes the name.
         profile: any.
         shown: path of the profile, for messages.
         path: of the checkpoint, as in `checkpoint_identity`.
         revision: of a hub id.
 
+    Returns:
+        raises a ProfileMismatchError if the profile was calibrated on other weights, and an InputError as
+        `check_profile`.
+
     Raises:
-        ProfileMismatchError: it was calibrated on other weights.
-        InputError: as `check_profile`.
+        InputError: the path does not exist.
     """
-    verdict = check_profile(profile, path, revision=revision)
-    if verdict == "mismatch":
-        raise ProfileMismatchError(
-            f"profile: must be of the model's weights, got {shown}, calibrated on other weights than {path}; calibrate "
-            "one for this model, or set check_model to false if it is the same model quantized or converted"
-        )
-    if verdict != "match":
-        logger.info("cuvee: %s: calibrated on these weights? %s", shown, verdict)
+    check = _checking(profile, path, revision)
+
+    def checked(stop: threading.Event) -> str:
+        verdict = check(stop)
+        if verdict == "mismatch":
+            raise ProfileMismatchError(
+                f"profile: must be of the model's weights, got {shown}, calibrated on other weights than {path}; "
+                "calibrate one for this model, or set check_model to false if it is the same model quantized or "
+                "converted"
+            )
+        if verdict != "match":
+            logger.info("cuvee: %s: calibrated on these weights? %s", shown, verdict)
+        return make(stop)
+
+    return checked
 
 
 def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from cuvee.codec.errors import InputError
@@ -46,7 +45,6 @@ _SETTLED = 2e9  # nanoseconds: a file written so shortly before may be written a
 _SAY = 10.0  # seconds between two lines of the log
 _BLOB = re.compile("[0-9a-f]{64}")
 _REVISION = re.compile("[0-9a-f]{40}")
-_NICENESS = 10  # of the threads that read: an engine may serve meanwhile
 
 _once = Once(logger)
 
@@ -68,7 +66,7 @@ def file_digests(files: Sequence[Path], stop: threading.Event | None = None) -> 
         before = [file_state(file) for file in files]
         if not files:
             return []
-        pool = ThreadPoolExecutor(min(len(files), _THREADS), "cuvee-digest", initializer=_give_way)
+        pool = ThreadPoolExecutor(min(len(files), _THREADS), "cuvee-digest")
         try:
             digests = list(pool.map(work.digest, files, before))
         finally:
@@ -167,11 +165,6 @@ def _changed(file: Path) -> InputError:
     return InputError(f"model: must not change while it is read, got {file}: start again once it is complete")
 
 
-def _give_way() -> None:
-    with suppress(OSError, AttributeError):  # on Linux a priority belongs to a thread
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
 def _name_of_blob(file: Path, real: str) -> str:
     """Return the digest that the cache of huggingface_hub has made a file's name; "" if it is no such file."""
     blob = Path(real)
@@ -201,14 +194,30 @@ def remembered(kind: str, files: Sequence[Path], make: Callable[[], list[str]]) 
         OSError: there is no such file.
     """
     states, began = [file_state(file) for file in files], time.time_ns()
-    name = f"{kind} {[state[0] for state in states]}"
-    kept = _read_kept(name)
-    if kept is not None and kept[0] == states and kept[1]:
-        return kept[1]
+    if known := _recalled(kind, states):
+        return known
     made = make()
     if _settled(states, began) and [file_state(file) for file in files] == states:
-        _keep(name, states, made)
+        _keep(_name(kind, states), states, made)
     return made
+
+
+def recalled(kind: str, files: Sequence[Path]) -> list[str]:
+    """Return what `remembered` returns without making it; empty if it would have to be made.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    return _recalled(kind, [file_state(file) for file in files])
+
+
+def _recalled(kind: str, states: list[State]) -> list[str]:
+    kept = _read_kept(_name(kind, states))
+    return kept[1] if kept is not None and kept[0] == states else []
+
+
+def _name(kind: str, states: Sequence[State]) -> str:
+    return f"{kind} {[state[0] for state in states]}"
 
 
 def _settled(states: Sequence[State], began: int) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from cuvee.codec.errors import InputError
 from cuvee.codec.models.fingerprint import PREFIX, WeightHash, stored_tensors
 from cuvee.integrations.checkpoint_files import Tensor, load_config, open_file, read_header, resolve
-from cuvee.integrations.file_digests import remembered
+from cuvee.integrations.file_digests import recalled, remembered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,19 +54,40 @@ def weight_fingerprints(path: str | Path, *, revision: str | None = None) -> Wei
     Raises:
         InputError: the path does not exist, or holds a damaged file.
     """
+    return reading_fingerprints(path, revision=revision)(Event())
+
+
+def reading_fingerprints(path: str | Path, *, revision: str | None = None) -> Callable[[Event], WeightFingerprints]:
+    """Return what computes `weight_fingerprints`, which may be called on another thread, and is given an event: once
+    that is set, it raises an InputError soon.
+
+    The model's skeleton is built before this returns, because transformers sets torch's default dtype meanwhile.
+
+    Args and Raises as `weight_fingerprints`.
+    """
     root = resolve(path, revision)
     files = sorted(root.glob("*.safetensors"))
     if not files:
-        return WeightFingerprints(unknown="the checkpoint holds no safetensors files")
+        return lambda stop: WeightFingerprints(unknown="the checkpoint holds no safetensors files")
+    import transformers
+
+    kind = f"fingerprints {PREFIX} {transformers.__version__}"
+    sources = [*sorted(root.glob("*.json")), *files]
+    if known := recalled(kind, sources):
+        return lambda stop: WeightFingerprints(tuple(known))
     try:
         model = _skeleton(root)
-        import transformers
-
-        kind = f"fingerprints {PREFIX} {transformers.__version__}"
-        sources = [*sorted(root.glob("*.json")), *files]
-        return WeightFingerprints(tuple(remembered(kind, sources, lambda: _fingerprints(model, files))))
     except _Unknown as reason:
-        return WeightFingerprints(unknown=str(reason))
+        unknown = WeightFingerprints(unknown=str(reason))
+        return lambda stop: unknown
+
+    def read(stop: Event) -> WeightFingerprints:
+        try:
+            return WeightFingerprints(tuple(remembered(kind, sources, lambda: _fingerprints(model, files, stop))))
+        except _Unknown as reason:
+            return WeightFingerprints(unknown=str(reason))
+
+    return read
 
 
 class _Unknown(Exception):
@@ -90,7 +113,7 @@ def _skeleton(root: Path) -> PreTrainedModel:
     return model
 
 
-def _fingerprints(model: PreTrainedModel, files: list[Path]) -> list[str]:
+def _fingerprints(model: PreTrainedModel, files: list[Path], stop: Event) -> list[str]:
     """Return the fingerprint in each dtype, that of the files first."""
     dtypes = (None, torch.bfloat16, torch.float16)  # None: the files' dtype; float32 keeps its values
     hashes = [WeightHash() for _ in dtypes]
@@ -118,6 +141,8 @@ def _fingerprints(model: PreTrainedModel, files: list[Path]) -> list[str]:
             for each in hashes:
                 each.begin(name, tensor.shape)
             for at in range(tensor.begin, tensor.end, _READ):
+                if stop.is_set():
+                    raise InputError("model: must be read to its end to be compared with the profile, got a stop")
                 data = os.pread(stream.fileno(), min(_READ, tensor.end - at), at)
                 values = torch.frombuffer(bytearray(data), dtype=_DTYPES[tensor.dtype])
                 for dtype, each in zip(dtypes, hashes, strict=True):

@@ -17,19 +17,28 @@ Every key that an adapter stores under or looks up is derived from such a name, 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
+
+from cuvee.codec.errors import ProfileMismatchError
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 2.0
 """Seconds that an engine's start waits for the name: enough for small checkpoints, and for digests that are kept."""
 
+_NICENESS = 10  # of the threads that read: the engine serves meanwhile
+
 Make = Callable[[threading.Event], str]
-"""Makes the text of a name; may read all of a checkpoint. Once the event is set, it may give up with any error."""
+"""Makes the text of a name; may read all of a checkpoint. Once the event is set, it may give up with any error.
+
+It raises a ProfileMismatchError where nothing may be stored under any name, because the profile is of other weights.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,10 +55,11 @@ class Named:
 
 
 class WeightsName:
-    """The present name of an engine's weights. Thread-safe; nothing here waits but `wait`.
+    """The present name of an engine's weights. Thread-safe; nothing here waits but `wait` and `wait_at_start`.
 
     Args:
         make: makes the first name, on a thread of its own that starts now.
+        failed: called when the weights cannot be named.
 
     Attributes:
         current: the present name; None: it is not known.
@@ -66,8 +76,8 @@ class WeightsName:
         2
     """
 
-    def __init__(self, make: Make) -> None:
-        self._open()
+    def __init__(self, make: Make, failed: Callable[[], object] = lambda: None) -> None:
+        self._open(failed)
         self.make(make)
 
     @classmethod
@@ -78,12 +88,14 @@ class WeightsName:
         weights.use(text)
         return weights
 
-    def _open(self) -> None:
+    def _open(self, failed: Callable[[], object] = lambda: None) -> None:
         self.current: Named | None = None
         self._changed = threading.Condition()
         self._numbers = 0
         self._stop = threading.Event()  # of the thread that makes a name now, or of the last one
         self._making = False
+        self._failed = failed
+        self._refused: ProfileMismatchError | None = None
 
     def holds(self, named: Named | None) -> bool:
         """Return whether a name that was read before is still the present one; False for None."""
@@ -126,6 +138,19 @@ class WeightsName:
             self._changed.wait_for(lambda: self.current is not None or not self._making, seconds)
             return self.current
 
+    def wait_at_start(self) -> None:
+        """Wait a moment for the first name, as an engine's start may. Logs if it takes longer.
+
+        Raises:
+            ProfileMismatchError: the profile is of other weights, and that is known within this moment, as it is of
+                small checkpoints and of those that were read before.
+        """
+        self.wait(START_SECONDS)
+        if self._refused is not None:
+            raise self._refused
+        if self._making:
+            logger.info("cuvee: the checkpoint is being read to name it; until then nothing is stored or loaded")
+
     def close(self) -> None:
         """Have no name any more, and stop making one."""
         with self._changed:
@@ -145,6 +170,8 @@ class WeightsName:
         return named
 
     def _run(self, make: Make, stop: threading.Event) -> None:
+        with suppress(OSError, AttributeError):  # on Linux a priority belongs to a thread, and to those that it starts
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         began = time.monotonic()
         try:
             text = make(stop)
@@ -162,9 +189,14 @@ class WeightsName:
         with self._changed:
             if stop.is_set():
                 return
-            logger.error(
-                "cuvee: nothing is stored or loaded, because the weights cannot be named (%s: %s): set option "
-                "'model_id' to a name of your own that changes with the weights, and restart",
-                type(error).__name__, error,
-            )  # fmt: skip
+            if isinstance(error, ProfileMismatchError):
+                self._refused = error
+                logger.error("cuvee: nothing is stored or loaded: %s; then restart", error)
+            else:
+                logger.error(
+                    "cuvee: nothing is stored or loaded, because the weights cannot be named (%s: %s): set option "
+                    "'model_id' to a name of your own that changes with the weights, and restart",
+                    type(error).__name__, error,
+                )  # fmt: skip
+            self._failed()
             self._end()

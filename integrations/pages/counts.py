@@ -20,7 +20,7 @@ class Counts:
         raw_bytes, blob_bytes                      of what was stored: uncompressed, and in the store
         loaded_raw_bytes, loaded_blob_bytes        of what was restored, likewise
         encode_seconds, decode_seconds             of all threads together
-        failures{lookup,fetch,decode,encode,store,positions}    by what failed
+        failures{lookup,fetch,decode,encode,store,positions,weights}    by what failed
         weights_changed                            how often the engine's weights were said to be others
         contained{…}                               errors kept from the engine, by the call in which they happened
 

@@ -10,10 +10,10 @@ from threading import Event, Lock
 from uuid import uuid4
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.checkpoint import refuse_other_weights
+from cuvee.integrations.checkpoint import naming_with_profile
 from cuvee.integrations.guard import Recorder
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages.page_store import PageStore
@@ -21,7 +21,7 @@ from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profile_collection.collection import find_profile
 from cuvee.integrations.profile_collection.location import shown_profile
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.weights_name import START_SECONDS, Make, Named, WeightsName
+from cuvee.integrations.weights_name import Make, Named, WeightsName
 from cuvee.naming.identity import Identity, PageNames, Scope
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class PageStores:
         weights: names the weights as the engine uses them (`naming_of_weights`), in the background, once all else is
             accepted. Until then no page is found, loaded or stored.
         checkpoint: the served model's folder or hub id, and its revision. A profile must have been calibrated on its
-            weights, unless `options.check_model` is false.
+            weights, unless `options.check_model` is false; they are compared in the background, too.
         engine: names the engine and its way of naming pages; entries of other engines are never found.
         page_tokens: tokens per page of the engine.
         counts: as in `PageStore`.
@@ -53,7 +53,8 @@ class PageStores:
         InputError: an option out of range, a store or a secret that cannot be used; a lossy quality where positions are
             neither told nor recognized.
         ProfileError, FormatError: the profile cannot be read or cannot do what the options ask.
-        ProfileMismatchError: a profile of another model.
+        ProfileMismatchError: a profile of another model, or of other weights if that is known soon
+            (`WeightsName.wait_at_start`). Later, it is logged, and no page is found, loaded or stored.
         FileNotFoundError, CuveeError: there is no profile where option `profile` says (`find_profile`).
     """
 
@@ -82,8 +83,10 @@ class PageStores:
         self._layout = layout
         self._lock = Lock()
         self._codecs: dict[tuple[int, int], Codec] = {}
-        if options.profile is not None and options.check_model:
-            refuse_other_weights(self._profile, shown_profile(options.profile), path, revision=revision)
+        self._checks = options.check_model and options.profile is not None
+        if options.check_model and options.profile is not None:
+            shown = shown_profile(options.profile)
+            weights = naming_with_profile(weights, self._profile, shown, path, revision=revision)
         codec = self._codec(rank, ranks)
         if not positions and not codec.lossless and not tells_positions(codec.profile):
             raise InputError(
@@ -104,9 +107,12 @@ class PageStores:
         )  # fmt: skip
         self.withdrawn = False
         self._make, self._base = weights, ""
-        self._weights = WeightsName(self._name)
-        if self._weights.wait(START_SECONDS) is None:
-            logger.info("cuvee: the checkpoint is being read to name it; until then no pages are stored or loaded")
+        self._weights = WeightsName(self._name, partial(counts.count, "failures", label="weights"))
+        try:
+            self._weights.wait_at_start()
+        except ProfileMismatchError:
+            self.close()
+            raise
 
     def of(self, rank: int, ranks: int, tenant: str, counts: Recorder | None = None) -> PageStore:
         """Return the page store of a tensor-parallel rank and a tenant, under the present name of the weights.
@@ -144,7 +150,7 @@ class PageStores:
         """
         self.withdrawn = False
         suffix = f" live {uuid4().hex}" if version is None else f" version {version}"
-        if self._base or version is None:
+        if self._base or (version is None and not self._checks):
             self._weights.use(self._base + suffix)
         else:  # the weights changed before their files were read
             self._weights.make(partial(self._name, suffix=suffix))

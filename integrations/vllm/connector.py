@@ -16,6 +16,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,7 @@ from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
 from cuvee.integrations.vllm.state_pages import StatePages
 from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm.weights import Weights, named_weights
-from cuvee.integrations.weights_name import START_SECONDS, WeightsName
+from cuvee.integrations.weights_name import WeightsName
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
 # of llvmlite's. So whatever imports Numba is imported later.
@@ -140,14 +141,11 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             if backend != "uni":
                 _give_workers_time(getattr(vllm_config, "shutdown_timeout", 0))
             model = vllm_config.model_config
-            self._setup.check_profile(model.model, model.revision)
             identity, make = self._setup.naming(vllm_config)
             if self._setup.changed_while_loading(vllm_config):
                 self._setup = replace(self._setup, loads=False, stores=False)
-            weights = WeightsName(make)
-            weights.wait(START_SECONDS)
-            if weights.current is None:
-                logger.info("cuvee: the checkpoint is being read to name it; until then requests are not cached")
+            weights = WeightsName(make, partial(self._recorder.count, "failures", label="weights"))
+            weights.wait_at_start()
             adapters = Adapters()
             if vllm_config.lora_config is not None:
                 watch_loads(adapters, Executor)

@@ -33,7 +33,7 @@ from cuvee.integrations.vllm.engine_pages import find_pages
 from cuvee.integrations.vllm.layer_groups import CachedLayers, is_latent, read_layers
 from cuvee.integrations.vllm.refusals import codes_of_cache, dtype_of_cache
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.integrations.weights_name import START_SECONDS, WeightsName
+from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import beside_digest, canonical
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Drafts:
         key = setup.options.secrets() or None
         codec = Codec(Profile.unlearned(layout), quality="lossless", dtype=layout.dtype, threads=1, key=key)
         name = WeightsName(make)
-        name.wait(START_SECONDS)
+        name.wait_at_start()
         return cls(layers, pages, codes, codec, name)
 
 

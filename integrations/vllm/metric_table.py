@@ -36,7 +36,7 @@ _LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
 _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _KINDS = ("chunk", "tail", "segment", "drafts", "state")
-_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "refinement", "drafts")
+_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "refinement", "drafts", "weights")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "unnamed", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "reset", "stats",
@@ -82,7 +82,8 @@ METRICS: dict[str, Metric] = {
         Metric("lookup_seconds", "histogram", "Seconds of a lookup of a prompt's chunks in the store.",
                buckets=_LOOKUP_BUCKETS),
         Metric("failures", "counter", "Operations that failed or took too long; their tokens are computed or not "
-               "stored.", "kind", _FAILURES),
+               "stored. After one of kind weights, nothing is: they cannot be named, or the profile is of others.",
+               "kind", _FAILURES),
         Metric("contained", "counter", "Errors inside the connector that were kept from the engine, by the hook it "
                "called; affected tokens are computed, or not stored.", "entry", _ENTRIES),
         Metric("uncached", "counter", "Requests that are neither loaded nor stored: the prompt is given as embeddings "

@@ -28,7 +28,7 @@ from cuvee.integrations.checkpoint import (
     Checkpoint,
     changed_since,
     name_of_weights,
-    refuse_other_weights,
+    naming_with_profile,
     tokenizer_identity,
 )
 from cuvee.integrations.engine_config import vllm_options
@@ -245,7 +245,7 @@ class Setup:
 
     def naming(self, vllm_config: Any) -> tuple[Identity, Make]:
         """Return the identity of this engine's blobs with another `model`, and what makes its own, which takes as long
-        as reading the checkpoint's files.
+        as reading the checkpoint's files, and refuses a profile that was calibrated on other weights.
 
         Raises:
             InputError: there are no such files, or they are not what the engine reads; an option that processes write
@@ -266,6 +266,15 @@ class Setup:
                     raise InputError("model: must not change while the engine starts")
             return name_of_weights(weights, model.dtype, options)
 
+        if self.options.profile is None:
+            logger.info(
+                "cuvee: no profile is configured, so the quality is %s. With a profile learned for this model, entries "
+                "are several times smaller, at a measured KL (`cuvee profile learn`, then option 'profile')",
+                self.quality,
+            )
+        elif self.options.check_model:
+            shown = shown_profile(self.options.profile)
+            make = naming_with_profile(make, self.profile, shown, model.model, revision=model.revision)
         identity = Identity(
             model="unnamed",
             tokenizer=_tokenizer(model),
@@ -288,22 +297,6 @@ class Setup:
                 "others than those in %s now; restart it", file, path,
             )  # fmt: skip
         return file is not None
-
-    def check_profile(self, model_path: str, revision: str | None = None) -> None:
-        """Refuse a profile that was calibrated on other weights than those in `model_path`, a folder or a hub id.
-
-        Raises:
-            ProfileMismatchError: it was calibrated on other weights.
-        """
-        if self.options.profile is None:
-            logger.info(
-                "cuvee: no profile is configured, so the quality is %s. With a profile learned for this model, entries "
-                "are several times smaller, at a measured KL (`cuvee profile learn`, then option 'profile')",
-                self.quality,
-            )
-            return
-        if self.options.check_model:
-            refuse_other_weights(self.profile, shown_profile(self.options.profile), model_path, revision=revision)
 
     def codec(self, rank: int) -> Codec:
         """Return the codec of one rank, which is this process. It starts no threads, because the worker codes several

@@ -18,7 +18,7 @@ DOCUMENTED: dict[str, tuple[bool, str]] = {
     "loaded_blob_bytes": (False, "Bytes of restored chunks in the store."),
     "encode_seconds": (False, "Seconds that threads coded."),
     "decode_seconds": (False, "Seconds that threads decoded."),
-    "failures": (True, "Failures, by what failed: lookup, fetch, decode, encode, store or positions."),
+    "failures": (True, "Failures, by what failed: lookup, fetch, decode, encode, store, positions or weights."),
     "weights_changed": (False, "How often vLLM's weights may have changed; what was stored before is not found."),
     "contained": (True, "Errors that were kept from the engine, by the call in which they happened."),
 }

@@ -572,7 +572,7 @@ def test_what_a_checkpoint_can_be_is_computed_once(
     tiny_model("llama").save_pretrained(path)
     found = weight_fingerprints(path)
     computed = weight_fingerprints_module._fingerprints
-    monkeypatch.setattr(weight_fingerprints_module, "_fingerprints", lambda model, files: ["computed again"])
+    monkeypatch.setattr(weight_fingerprints_module, "_fingerprints", lambda *_: ["computed again"])
     assert weight_fingerprints(path) == found and len(found.found) == 3
     change_tensor(path / "model.safetensors", "model.norm.weight", lambda t: t + 1)
     monkeypatch.setattr(weight_fingerprints_module, "_fingerprints", computed)

@@ -17,10 +17,11 @@ from tests.recognizing import cached, ids_of, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.integrations.file_digests import file_digests
 from cuvee.integrations.pages.entries import Entries
 from cuvee.integrations.stores import StoreError
+from cuvee.integrations.weight_fingerprints import _fingerprints
 
 PAGES = 6
 Make = Callable[..., Adapter]
@@ -83,6 +84,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         assert go.wait(60)
         return file_digests(files, stop)
 
+    def fingerprints(*given: Any) -> list[str]:
+        assert go.wait(60)
+        return _fingerprints(*given)
+
     def let() -> None:
         naming = [each for each in threading.enumerate() if each.name == "cuvee-weights"]
         go.set()
@@ -90,7 +95,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
             each.join(60)
 
     monkeypatch.setattr("cuvee.integrations.checkpoint.file_digests", digests)
-    monkeypatch.setattr("cuvee.integrations.pages.opening.START_SECONDS", 0.0)
+    monkeypatch.setattr("cuvee.integrations.weight_fingerprints._fingerprints", fingerprints)
+    monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 0.0)
     yield let
     go.set()
 
@@ -110,6 +116,31 @@ def test_until_the_weights_have_a_name_nothing_is_stored_or_found(
     held()
     assert again.load(PAGES) == PAGES
     assert "contained" not in " ".join(a.counters)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_an_engine_starts_before_its_profile_is_compared_with_the_weights(
+    make: Make, store: DictStore, held: Callable[[], None], others: bool, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """If it is of others, that is said once, and nothing is ever stored; the next start, which knows it, fails."""
+    small_model(seed=int(others)).save_pretrained(tmp_path / "model")
+    learned_profile().save(tmp_path / "profile.safetensors")
+    options = {"model": str(tmp_path / "model"), "profile": str(tmp_path / "profile.safetensors"), "step": 0.25}
+    a = make(options, chunk=cached(small_model(), torch.bfloat16))
+    a.save(1)
+    assert a.found(1) == 0 and not store.entries
+    held()
+    a.save(1)
+    assert a.found(1) == len(store.entries) == int(not others)
+    assert a.counters.get("failures{weights}", 0) == int(others)
+    errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == int(others)
+    if others:
+        assert "nothing is stored or loaded: profile: must be of the model's weights" in errors[0]
+        monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 60)
+        with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
+            make(options)
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(bytes(9))])

@@ -86,7 +86,7 @@ def test_an_events_recorder_of_ones_own_is_told() -> None:
 
 def test_weights_that_change_before_they_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their version is a part of a name that others have, too; the name that was being made is never used."""
-    monkeypatch.setattr("cuvee.integrations.pages.opening.START_SECONDS", 0.0)
+    monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 0.0)
     go, stops = threading.Event(), list[bool]()
 
     def slow(stop: threading.Event) -> str:
@@ -124,17 +124,40 @@ def test_weights_that_change_before_they_have_a_name(monkeypatch: pytest.MonkeyP
 def test_a_profile_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "profile.safetensors")
     Profile.unlearned(LAYOUT).save(path)
-    asked: list[tuple[str, str | None]] = []
-
-    def mismatch(profile: Profile, path: str, *, revision: str | None = None) -> str:
-        asked.append((path, revision))
-        return "mismatch"
-
-    monkeypatch.setattr("cuvee.integrations.checkpoint.check_profile", mismatch)
+    monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 60.0)
+    monkeypatch.setattr("cuvee.integrations.checkpoint._checking", lambda *_: lambda stop: "mismatch")
     with pytest.raises(ProfileMismatchError, match="calibrated on other weights than nowhere"):
         opened(profile=path)
-    assert asked == [("nowhere", None)]
     opened(profile=path, check_model=False).close()
+
+
+@pytest.mark.parametrize("version", [None, "2"])
+@pytest.mark.parametrize("verdict", ["match", "mismatch"])
+def test_weights_that_change_while_a_profile_is_compared_with_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str, version: str | None
+) -> None:
+    """They have a name once the profile is known to be of those that the engine was started with."""
+    path, go = str(tmp_path / "profile.safetensors"), threading.Event()
+    Profile.unlearned(LAYOUT).save(path)
+
+    def slow(stop: threading.Event) -> str:
+        assert go.wait(60)
+        return verdict
+
+    monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 0.0)
+    monkeypatch.setattr("cuvee.integrations.checkpoint._checking", lambda *_: slow)
+    stores = opened(profile=path, quality="lossless")
+    stores.withdraw("of a test")
+    stores.rename(version)
+    memory = [torch.randn(1, 16, 4, 8) for _ in range(4)]
+    cache = PagedCache(LAYOUT, memory[:2], memory[2:])
+    assert stores.of(0, 1, "").save(cache, torch.arange(16), [b"name"], 0) == [False]
+    named = [each for each in threading.enumerate() if each.name == "cuvee-weights"]
+    go.set()
+    for each in named:
+        each.join(60)
+    assert stores.of(0, 1, "").save(cache, torch.arange(16), [b"name"], 0) == [verdict == "match"]
+    stores.close()
 
 
 def test_without_positions_a_lossy_quality_wants_a_profile_that_recognizes_them(tmp_path: Path) -> None:

@@ -503,7 +503,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Say what the checkpoint's files are, and whether a profile is of them."""
 
     def say(verdict: str = "match", weights: str = "weights") -> None:
-        monkeypatch.setattr(checkpoint_module, "check_profile", lambda profile, path, **_: verdict)
+        monkeypatch.setattr(checkpoint_module, "_checking", lambda *_: lambda stop: verdict)
         monkeypatch.setattr(setup, "Checkpoint", lambda path, **_: SimpleNamespace(identity=lambda stop: weights))
         monkeypatch.setattr(setup, "tokenizer_identity", lambda path, **_: "tokenizer")
 
@@ -516,13 +516,15 @@ def test_a_profile_of_other_weights_is_refused(tmp_path: Path, checkpoint: Calla
     _profile("head").save(tmp_path / "p")
     where = f"file://{tmp_path}/collection"
     for name in (str(tmp_path / "p"), f"{where}#{_push(_profile('head'), where).hex()}"):
-        made = Setup.of_engine(*_engine(extra={"profile": name}))
+        config, cache = _engine(extra={"profile": name})
+        made = Setup.of_engine(config, cache)
         checkpoint()
-        made.check_profile("folder")
+        made.identity(config)
         checkpoint("mismatch")
         with pytest.raises(ProfileMismatchError, match=r"other weights than folder.*check_model to false"):
-            made.check_profile("folder")
-        Setup.of_engine(*_engine(extra={"profile": name, "check_model": False})).check_profile("folder")
+            made.identity(config)
+        config, cache = _engine(extra={"profile": name, "check_model": False})
+        Setup.of_engine(config, cache).identity(config)
 
 
 @pytest.fixture
@@ -567,8 +569,9 @@ def test_what_could_not_be_checked_is_said(
     _profile("head").save(tmp_path / "p")
     checkpoint("unknown: no weights")
     with caplog.at_level(logging.INFO, "cuvee"):
-        Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")})).check_profile("folder")
-        Setup.of_engine(*_engine()).check_profile("folder")
+        for extra in ({"profile": str(tmp_path / "p")}, {}):
+            config, cache = _engine(extra=extra)
+            Setup.of_engine(config, cache).identity(config)
     assert "unknown: no weights" in caplog.text
     assert "no profile is configured, so the quality is lossless" in caplog.text
 

@@ -186,7 +186,7 @@ def test_a_reset_before_the_weights_have_a_name_changes_no_name(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cuvee.integrations.checkpoint.file_digests", digests)
-        patch.setattr("cuvee.integrations.pages.opening.START_SECONDS", 0.0)
+        patch.setattr("cuvee.integrations.weights_name.START_SECONDS", 0.0)
         e = engine()
     e.reset()
     named = [each for each in threading.enumerate() if each.name == "cuvee-weights"]
