@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from cuvee.codec.support.forks import tell_after_fork
+from cuvee.codec.support.torch_threads import computing_alone
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +39,12 @@ class Pool:
 
         Each thread takes the next job when it finishes one, so a slow thread delays only its own job. If the system
         starts no more threads, the running ones do all the work. No job is running when this returns or raises,
-        because jobs write into the caller's memory, which may then be reused.
+        because jobs write into the caller's memory, which may then be reused. Torch shares out no operation of a job,
+        so a job's bits do not depend on how many jobs there are.
         """
         workers = min(workers, self._threads, len(jobs))
         if workers <= 1:
-            with torch.no_grad():
+            with torch.no_grad(), computing_alone():
                 return [job() for job in jobs]
         results: dict[int, T] = {}
         waiting, taking = iter(range(len(jobs))), threading.Lock()
@@ -50,9 +52,7 @@ class Pool:
 
         def work() -> None:
             try:
-                # One thread per product: torch would start more threads from every worker.
-                torch.set_num_threads(1)
-                with torch.no_grad():  # a setting per thread
+                with torch.no_grad(), computing_alone():  # settings per thread
                     while not failed.is_set():
                         with taking:
                             number = next(waiting, None)
@@ -63,7 +63,6 @@ class Pool:
                 failed.set()
                 raise
 
-        before = torch.get_num_threads()
         helpers: list[Future[None]] = []
         interrupt: BaseException | None = None
         try:
@@ -86,8 +85,6 @@ class Pool:
                 except BaseException as raised:
                     failed.set()
                     interrupt = raised if interrupt is None else interrupt
-            # After the helpers: a new thread inherits the number that any thread has set last.
-            torch.set_num_threads(before)
             if interrupt is not None:
                 raise interrupt
         for error in errors:

@@ -1,4 +1,4 @@
-"""Cores, priorities and torch's threads for the connector's threads beside an engine that is bound to cores.
+"""Cores and priorities for the connector's threads beside an engine that is bound to cores.
 
 vLLM's CPU engine binds each of its OpenMP threads, the main thread among them, to a core, and keeps one or two cores
 free. A thread inherits the cores of the thread that starts it. So by default the connector's threads would all run on
@@ -11,8 +11,6 @@ import logging
 import os
 import threading
 from pathlib import Path
-
-import torch
 
 logger = logging.getLogger(__name__)
 
@@ -62,30 +60,3 @@ def give_way(niceness: int) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
     except (OSError, AttributeError) as error:
         logger.warning("cuvee: store_niceness: threads that store keep their priority: %s", error)
-
-
-def compute_alone(default: int) -> None:
-    """Let torch run the operations of the calling thread in this thread only.
-
-    Otherwise the thread's first operation starts OpenMP threads of its own, which stay. As soon as a process has more
-    of GNU's OpenMP threads than cores, all of them sleep while they wait for each other, and no longer spin, also those
-    of an engine in the same process: a step of vLLM that generates with SmolLM2-135M on two cores takes 35 to 45 ms
-    then, in place of 25.
-
-    Args:
-        default: number of threads for threads that start later, because they take over what any thread set last.
-    """
-    torch.get_num_threads()  # or the first operation would take the thread's number from the default
-    _set(1)
-    keeper = threading.Thread(target=_set, args=(default,), name="cuvee-default-threads")
-    try:
-        keeper.start()
-    except RuntimeError:  # the system starts no more threads
-        _set(default)
-    else:
-        keeper.join()
-
-
-def _set(number: int) -> None:
-    # vLLM's CPU worker replaces `torch.set_num_threads` by a function that does nothing.
-    torch._C.set_num_threads(number)
