@@ -3,7 +3,7 @@
     Codec --requests--> Backend --> sections (encode), or tokens in a cache (decode)
 
 A `Backend` codes whole chunks where they lie. One serves the CPU (`codec/cpu/backend.py`, with the stages of
-`codec/stages/implementations.py`), and one serves GPUs (`cuvee.kernels.backend`). Their modules are imported on
+`codec/stages`), and one serves GPUs (`cuvee.kernels.backend`). Their modules are imported on
 request: nothing else in the codec depends on a backend.
 """
 
@@ -193,14 +193,12 @@ class Backend(Protocol):
         ...
 
 
-# Imported on request: the codec depends on none of them. Each has a function `make_backend(name, threads)`.
-_MODULES = {
-    "reference": "cuvee.codec.cpu.backend",
-    "numba": "cuvee.codec.cpu.backend",
-    "triton": "cuvee.kernels.backend",
-}
-_OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
-_OF_HOST = ("reference", "numba")
+MODULES = {"numba": ("cuvee.codec.cpu.backend", "cpu"), "triton": ("cuvee.kernels.backend", "cuda")}
+"""The module of each backend, and the type of device that it serves.
+
+Modules are imported on request: the codec depends on none of them. Each has a function `make_backend(name, threads)`.
+"""
+_OF_DEVICE = {device: name for name, (_, device) in MODULES.items()}
 
 
 class Backends:
@@ -211,7 +209,7 @@ class Backends:
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        known = ["auto", *_MODULES]
+        known = ["auto", *MODULES]
         if name not in known:
             raise InputError(f"backend: must be one of {known}, got {name!r}")
         self.name, self._threads = name, threads
@@ -228,7 +226,7 @@ class Backends:
         """
         if self.name == "auto":
             return device_type in _OF_DEVICE
-        return device_type == "cpu" or self.name not in _OF_HOST
+        return device_type == "cpu" or MODULES[self.name][1] != "cpu"
 
     def of(self, device_type: str) -> Backend:
         """Return the backend for tensors on `device_type`.
@@ -242,7 +240,8 @@ class Backends:
 
     def prepare(self, coding: Coding) -> None:
         """Build what a coding needs on the host, so that a step beyond the profile's plan fails here and not later."""
-        host = self._make(self.name if self.name in _OF_HOST else "auto", "cpu")
+        of_host = self.name != "auto" and MODULES[self.name][1] == "cpu"
+        host = self._make(self.name if of_host else "auto", "cpu")
         host.prepare(coding)
         if self.name in ("auto", host.name):
             self._known["cpu"] = host
@@ -255,7 +254,7 @@ class Backends:
                 )
             name = _OF_DEVICE[device_type]
         try:
-            module = import_module(_MODULES[name])
+            module = import_module(MODULES[name][0])
         except ModuleNotFoundError as error:
             raise InputError(
                 f"backend: must be installed, got {name!r}, which needs the package {error.name!r}"

@@ -47,7 +47,7 @@ class Codec:
         profile: a profile learned for the model, or `Profile.unlearned(layout)`, which is lossless.
         quality: `"lossless"`, `"high"`, `"balanced"`, `"small"` or a `Quality`, which says what they promise. Default:
             `"balanced"`, but `"lossless"` with an unlearned profile, which takes no other.
-        backend: `"auto"` (by the tensors' device), `"numba"` or `"reference"` on the CPU, `"triton"` on a GPU.
+        backend: `"auto"` (by the tensors' device), `"numba"` on the CPU, `"triton"` on a GPU.
         threads: sections coded at the same time, in chunks of a million values or more. Default: the number of CPUs.
         refinements: 1 to encode with `encode_parts` a base and a refinement, each a blob of its own. The quality is
             that of both together, which take a few percent more bytes than one blob of it; the base alone has four

@@ -4,7 +4,7 @@
     encode   offsets --choose_classes--> classes --sort_columns--> columns,   classes --write_classes--> class streams
 
 All jobs of a batch go through one compiled loop each: a stream has one symbol per token, and NumPy would take tens of
-calls for each of them. The coder is that of `codec/stages/reference/rans.py`.
+calls for each of them. The coder is that of the planes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def write_classes(classes: U8, first: I64, tokens: I64, freq: U16, table: I64) -
 
 
 def sort_columns(classes: U8, first: I64, tokens: I64) -> tuple[U8, U8, I64]:
-    """Sort the tokens of each window by class: `stages.reference.token_order.coding_order`; a job's begin at `first`.
+    """Sort the tokens of each window by class: the order of `codec/FORMAT.md`; a job's begin at `first`.
 
     Returns the class of each column; its token, counted from the first of its window; and `[J, 16]`, tokens per class.
     """

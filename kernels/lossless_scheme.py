@@ -15,8 +15,8 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.schemes.coefficients import tokens_per_stream
+from cuvee.codec.stages.byte_planes import choose_tables, write_model
 from cuvee.codec.stages.compiled import byte_plane_parts as parts
-from cuvee.codec.stages.reference.byte_planes import choose_tables, write_model
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join, of_layers, raise_status, touched
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming

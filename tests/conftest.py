@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.codec import reference  # noqa: F401 - the backend "reference"
 from tests.emulation import KERNELS_RUN_ON, start
 from tests.learned import learned_once, shared_folder
 

@@ -21,9 +21,9 @@ from cuvee.codec.profiles.sections import tile_tokens
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.setting import Setting
-from cuvee.codec.stages.implementations import Stages, get_stages
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import cache_rows, has_rows
+from cuvee.codec.stages.stages import Stages, compiled_stages
 
 T = TypeVar("T")
 
@@ -160,5 +160,5 @@ def _split(span: range, parts: int, unit: int) -> list[range]:
 
 
 def make_backend(name: str, threads: int) -> CpuBackend:
-    """Make the backend whose stages are called `name`. They are imported only now, and may have to be compiled."""
-    return CpuBackend(get_stages(name), threads)
+    """Make the backend. Its stages are imported only now, and may have to be compiled."""
+    return CpuBackend(compiled_stages(), threads)

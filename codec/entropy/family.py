@@ -1,7 +1,7 @@
 """The shared family of entropy tables, indexed by scale, and its quantizer.
 
 The ratio of a component's deviation to the step selects its table, in quarter octaves from 2**-2 to 2**4. Below that
-range a component is not coded at all. Above it, low bits are split off (`codec/stages/reference/symbols.py`) until the
+range a component is not coded at all. Above it, low bits are split off (`codec/stages/compiled/symbols.py`) until the
 rest fits. Scales and steps are integers in units of 1/64 octave, so the choice is exact on every machine.
 
 `fit_family` learns a family with a profile; `default_family` needs no data.

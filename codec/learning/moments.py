@@ -16,8 +16,8 @@ from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.profiles.section_basis import WEIGHT_RANGE
 from cuvee.codec.profiles.sections import Section, partition
-from cuvee.codec.stages.reference.transform import gather, require_finite
 from cuvee.codec.stages.rotation import Rotation
+from cuvee.codec.stages.transform import gather, require_finite
 
 SINKS = 4  # leading positions that may have separate means
 SINK_EXCESS = 1.0  # energy of the deviation of such a mean, over that of an ordinary token, from which it is kept

@@ -23,8 +23,8 @@ from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.sections import Section, columns_in_cache, partition
 from cuvee.codec.profiles.token_prediction import LARGEST_FEATURE, LARGEST_WEIGHT, TokenMap, TokenTable
-from cuvee.codec.stages.reference.transform import gather
 from cuvee.codec.stages.rotation import Rotation
+from cuvee.codec.stages.transform import gather
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -210,5 +210,5 @@ def choose_classes(offsets: torch.Tensor, finest: int) -> U8:
     return classes
 
 
-# `cuvee.codec.stages.reference.class_predictor.predict_classes`
+# The stage `predict_classes`
 PredictClasses = Callable[[Predictor, torch.Tensor, Predictions | None, int, int, torch.Tensor, int], U8]

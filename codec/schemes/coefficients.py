@@ -18,7 +18,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM, Escapes, Streams
 from cuvee.codec.profiles.step_coding import SectionCoding
-from cuvee.codec.stages.implementations import Stages
+from cuvee.codec.stages.stages import Stages
 from cuvee.codec.support.arrays import F32, F64, I32, I64, U8
 
 Piece = tuple[U8, U8, F32]  # classes of tokens, classes of columns, and coefficients of columns

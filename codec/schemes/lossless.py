@@ -1,4 +1,4 @@
-"""Bit-exact coding. A section is one layer: see `codec/stages/reference/byte_planes.py`."""
+"""Bit-exact coding. A section is one layer: see `codec/stages/byte_planes.py`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles_around
 from cuvee.codec.schemes import overlap
 from cuvee.codec.schemes.coefficients import tokens_per_stream
-from cuvee.codec.stages.implementations import Stages
-from cuvee.codec.stages.reference.byte_planes import BytePlane, choose_tables, write_model
+from cuvee.codec.stages.byte_planes import BytePlane, choose_tables, write_model
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
+from cuvee.codec.stages.stages import Stages
 from cuvee.codec.support.arrays import U16
 
 _Bytes = list[bytes | bytearray | memoryview]

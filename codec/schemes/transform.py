@@ -23,13 +23,11 @@ from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.schemes import batches, overlap
 from cuvee.codec.schemes.coefficients import CoefficientCoder, Piece
 from cuvee.codec.setting import Setting
-from cuvee.codec.stages.implementations import Stages
+from cuvee.codec.stages.columns import Coefficients, class_runs, padded
 from cuvee.codec.stages.products import Products, products_for
-from cuvee.codec.stages.reference.sections import Coefficients, padded
-from cuvee.codec.stages.reference.symbols import class_runs
-from cuvee.codec.stages.reference.transform import as_numpy
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
+from cuvee.codec.stages.stages import Stages
 from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32, I64, U8
 
@@ -163,7 +161,7 @@ class TransformScheme:
             known = 0 if leading is None else min(len(leading), rows)
             for run, ranks in self._stages.product_runs(columns, class_ranks):
                 self._stages.analyze(ordered, coding.learned.basis, run, ranks, products, known, y)
-            yield classes, columns, as_numpy(y)
+            yield classes, columns, y.numpy()
 
     def decode(
         self,

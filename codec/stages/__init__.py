@@ -1,4 +1,1 @@
-"""The stages of the codec on the CPU, implemented twice: `reference` is plain NumPy, `compiled` is Numba.
-
-A file in `compiled` implements the stages of the `reference` file of the same name, and gives the same bytes.
-"""
+"""The stages of the codec on the CPU: those of `compiled` in Numba, and what they share or leave to PyTorch."""

@@ -15,6 +15,9 @@ from cuvee.codec.support.arrays import F32
 SLAB = 64  # rows of a map that share a decision: 32 KiB of a tile of `compiled/product.py`
 # Share of coefficients other than zero from which on a dense product of bfloat16, or of integers, is faster.
 DENSE_BFLOAT16, DENSE_INT16 = 0.25, 0.4
+# A product is as deep as its finest column. Every 32 columns it ends if the next one needs less than this
+# share of its depth: shallower products have fewer operations, but more calls, and more shapes, cost time, too.
+PRODUCT_DEPTH, PRODUCT_COLUMNS = 0.75, 32
 
 
 def _may_use_avx512() -> bool:

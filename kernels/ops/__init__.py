@@ -1,1 +1,1 @@
-"""The kernels, each beside its launcher; `tests/kernels` compares each with the codec's reference stages."""
+"""The kernels, each beside its launcher; `tests/kernels` compares each with the stages of `tests/codec/reference`."""

@@ -1,4 +1,4 @@
-"""Byte planes to coefficients: unpack, dequantize. `codec/stages/reference/symbols.py` is the reference.
+"""Byte planes to coefficients: unpack, dequantize. `tests/codec/reference/symbols.py` is the reference.
 
 `dequantize` runs two kernels. The first treats every ESCAPE byte as the number -128 and counts such bytes. The second
 has one lane per entry of the escape list: it checks the list and computes the escaped values again. The tables cut off

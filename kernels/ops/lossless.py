@@ -1,7 +1,7 @@
 """Lossless sections: the table of byte planes, and the parts that `merge_planes.py` and `split_planes.py` share.
 
 A section is one layer, K then V. The job of a tile is chunk * sections + TileField.SECTION - first_section. Values are
-rotated left by one bit before they are cut into bytes: see `codec/stages/reference/byte_planes.py`.
+rotated left by one bit before they are cut into bytes: see `codec/stages/byte_planes.py`.
 """
 
 from __future__ import annotations

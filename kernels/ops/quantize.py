@@ -1,6 +1,6 @@
 """Coefficients to byte planes: quantize, pack, and list the values that escape.
 
-`codec/stages/reference/symbols.py` is the reference.
+`tests/codec/reference/symbols.py` is the reference.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     decode   data --rans_decode--> planes [P, T]
     encode   planes --rans_encode--> words, states, lengths --coded_part--> out
 
-`codec/stages/reference/rans.py` specifies the coder, `codec/FORMAT.md` ("Coded part") the bytes. Each lane codes one
+`codec/FORMAT.md` ("Coded part") specifies the coder and the bytes. Each lane codes one
 stream, and the symbols that the lanes of a program store or load lie side by side. The columns of the lanes may belong
 to several classes, which differ in their planes and tables. Columns are sorted, so the classes at one time are few.
 Every lane looks up its own table, and a row of columns, one per lane, is coded in *segments* that end where the planes
@@ -375,7 +375,7 @@ def rans_encode(
     classes: torch.Tensor,
     streams: EncodedStreams,
 ) -> None:
-    """Code the planes of all jobs: the words of the reference's `rans_encode`.
+    """Code the planes of all jobs: the words of the stage `rans_encode`.
 
     A byte whose frequency is zero corrupts its stream, but no other (escape it instead). STATES, LENGTHS and WORDS of
     the jobs index `streams`; `entries` is uint32 `[K, 256, 2]` of `coding_table`, all else as for `rans_decode`.

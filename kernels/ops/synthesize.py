@@ -189,7 +189,7 @@ def synthesize(
 ) -> None:
     """Write a cache in one pass: inverse transform, mean or center, rotation, rounding.
 
-    A program computes one tile of `block_t` tokens: the reference's `synthesize` and `place`. A slot beyond the cache
+    A program computes one tile of `block_t` tokens: the stages `synthesize` and `place`. A slot beyond the cache
     is flagged (Status.SLOT) and not written, like one of -1.
 
     Args:

@@ -22,6 +22,8 @@ from tests.codec.forging import (
     sections_of,
     with_section,
 )
+from tests.codec.reference.rans import decode_classes, encode_classes
+from tests.codec.reference.sections import read_part
 
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan, class_table
@@ -29,8 +31,6 @@ from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
 from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.container import read_header
 from cuvee.codec.format.streams import NO_ESCAPES, Escapes
-from cuvee.codec.stages.reference.rans import decode_classes, encode_classes
-from cuvee.codec.stages.reference.sections import read_part
 from cuvee.codec.support.arrays import U8, U16
 
 SCHEMES = ("lossless", "classes")

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.codec.reference import get_stages
 
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan, default_family, scale_codes
@@ -26,8 +27,7 @@ from cuvee.codec.errors import ProfileError
 from cuvee.codec.format.streams import Escapes, Streams
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.stages.implementations import get_stages
-from cuvee.codec.stages.reference.sections import Coefficients
+from cuvee.codec.stages.columns import Coefficients
 from cuvee.codec.support.arrays import I16
 
 TABLE = class_table(class_frequencies(2.0 ** -np.abs(np.arange(CLASSES) - NEUTRAL)))

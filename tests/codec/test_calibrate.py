@@ -34,7 +34,7 @@ from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, Curve, CurvePoint
 from cuvee.codec.profiles.sections import partition
-from cuvee.codec.stages.reference.transform import gather
+from cuvee.codec.stages.transform import gather
 
 
 def tokens_of(count: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from tests.classed import with_classes
+from tests.codec.reference import get_stages, stage_names
+from tests.codec.reference.class_predictor import predict_classes
 from tests.codec.vectors import LAYOUT, golden_chunk
 from transformers import DynamicCache
 
@@ -34,8 +36,6 @@ from cuvee.codec.profiles.class_predictor import (
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.profiles.token_prediction import Predictions
-from cuvee.codec.stages.implementations import get_stages, stage_names
-from cuvee.codec.stages.reference.class_predictor import predict_classes
 from cuvee.integrations.transformers import encode_cache
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.codec.reference import symbols
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT
 from cuvee.codec.entropy.family import (
@@ -28,7 +29,6 @@ from cuvee.codec.errors import FormatError, ProfileError
 from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import F32, I16
 from cuvee.codec.support.steps import OCTAVE, step_value
 

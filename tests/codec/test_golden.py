@@ -25,6 +25,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.classed import with_classes
 from tests.codec.planned import Planned, coding_of
+from tests.codec.reference import get_stages, stage_names
+from tests.codec.reference.rans import decode_classes, rans_decode
+from tests.codec.reference.sections import read_part
+from tests.codec.reference.symbols import from_planes
+from tests.codec.reference.token_order import coding_order
 from tests.codec.vectors import (
     DTYPES,
     EXPECTED,
@@ -50,11 +55,7 @@ from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
-from cuvee.codec.stages.reference.rans import decode_classes, rans_decode
-from cuvee.codec.stages.reference.sections import read_part
-from cuvee.codec.stages.reference.symbols import from_planes
-from cuvee.codec.stages.reference.token_order import coding_order
+from cuvee.codec.stages.stages import Stages
 from cuvee.codec.support.arrays import I32, I64, U8
 
 TOKENS = 37

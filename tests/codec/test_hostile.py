@@ -39,6 +39,7 @@ from tests.codec.forging import (
     reseal,
     sections_of,
 )
+from tests.codec.reference import stage_names
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
@@ -51,7 +52,6 @@ from cuvee.codec.errors import (
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages.implementations import stage_names
 
 ROOT = Path(__file__).parents[2]
 TRITON = pytest.param("triton", marks=pytest.mark.gpu)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.classed import with_classes
+from tests.codec.reference import get_stages
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -18,7 +19,6 @@ from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages.implementations import get_stages
 
 LAYOUT = KVLayout("mine", (LayerLayout(1, 8, 8, Rope((1.0,) * 4)),) * 2, "bfloat16", None)
 SCHEMES = ("classes", "transform", "lossless")

@@ -8,6 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tests.codec.reference import get_stages, stage_names
+from tests.codec.reference.byte_planes import read_layer
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -18,8 +20,6 @@ from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.compiled.coded_part import joined
-from cuvee.codec.stages.implementations import get_stages, stage_names
-from cuvee.codec.stages.reference.byte_planes import read_layer
 from cuvee.codec.stages.rows import Rows, dense_rows
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.codec.reference import product as reference
 from tests.conftest import fitted_profile, synthetic_chunk
 from tests.cpus import needs_avx2
 from tests.predicting import VOCABULARY, predicting
@@ -18,11 +19,10 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.section_basis import InverseMaps, SectionBasis
 from cuvee.codec.schemes import transform as transform_scheme
+from cuvee.codec.stages.columns import padded
 from cuvee.codec.stages.compiled import integer_product
 from cuvee.codec.stages.compiled import product as compiled
 from cuvee.codec.stages.products import DENSE_BFLOAT16, DENSE_INT16, SLAB, Products
-from cuvee.codec.stages.reference import product as reference
-from cuvee.codec.stages.reference.sections import padded
 from cuvee.codec.support.arrays import F32
 
 INTEGER_ERROR = 3e-4  # of a value, of the norms of a column and of the value's map

@@ -16,8 +16,8 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.pages import PermutedPages
 from cuvee.codec.profiles.sections import partition
+from cuvee.codec.stages import transform
 from cuvee.codec.stages.compiled import transform as transform_numba
-from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, cache_rows, dense_rows, has_rows
 

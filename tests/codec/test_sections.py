@@ -14,6 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.planned import Planned, coding_of, decode, planned, same
+from tests.codec.reference import get_stages, rans, stage_names
+from tests.codec.reference.sections import check_classes, read_part
+from tests.codec.reference.token_order import coding_order
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL
 from cuvee.codec.entropy.family import default_family
@@ -23,11 +26,7 @@ from cuvee.codec.format.coded_part import write_coded
 from cuvee.codec.format.streams import WINDOW, Escapes
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.schemes.coefficients import CoefficientCoder
-from cuvee.codec.stages.implementations import get_stages, stage_names
-from cuvee.codec.stages.reference import rans
-from cuvee.codec.stages.reference.sections import Coefficients, check_classes, read_part
-from cuvee.codec.stages.reference.symbols import class_runs
-from cuvee.codec.stages.reference.token_order import coding_order
+from cuvee.codec.stages.columns import Coefficients, class_runs
 from cuvee.codec.support.arrays import F32, U8
 
 FAMILY = default_family()

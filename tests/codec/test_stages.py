@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.inner_loops import decode_class_stream
 from tests.codec.planned import TABLE, same_escapes, same_streams, section_plan, various_tables
+from tests.codec.reference import get_stages, rans, stage_names, symbols
+from tests.codec.reference.symbols import from_planes
+from tests.codec.reference.token_order import coding_order
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
@@ -31,10 +35,7 @@ from cuvee.codec.entropy.token_classes import (
 )
 from cuvee.codec.errors import CorruptError, ProfileError
 from cuvee.codec.format.streams import WINDOW, Escapes, Streams
-from cuvee.codec.stages.implementations import STAGES, Stages, get_stages, stage_names
-from cuvee.codec.stages.reference import rans, symbols
-from cuvee.codec.stages.reference.symbols import from_planes
-from cuvee.codec.stages.reference.token_order import coding_order
+from cuvee.codec.stages.stages import STAGES, Stages
 from cuvee.codec.support.arrays import F32, I32, U8, U16
 
 FAMILY = default_family()
@@ -55,6 +56,7 @@ def sorted_classes(tokens: int, seed: int, finest: int = 0) -> U8:
 
 WITHOUT_A_COMPILER = """
 import sys, torch
+import tests.codec.reference
 from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile
 from cuvee.codec.learning.calibrate import fit
 layout = KVLayout("tiny", (LayerLayout(1, 4, 4, None),), "float32", None)
@@ -67,7 +69,10 @@ print([name for name in sys.modules if name.split(".")[0] == "numba" or ".stages
 
 
 def test_the_reference_needs_no_compiler() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_A_COMPILER], capture_output=True, text=True, check=False)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_COMPILER], cwd=root, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 

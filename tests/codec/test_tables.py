@@ -11,7 +11,7 @@ import pytest
 
 from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import FormatError
-from cuvee.codec.stages.reference.byte_planes import choose_tables
+from cuvee.codec.stages.byte_planes import choose_tables
 
 
 def counts_of(**used: float) -> npt.NDArray[np.float64]:

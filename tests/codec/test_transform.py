@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.codec.reference import get_stages, stage_names
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
@@ -13,12 +14,11 @@ from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.profiles.token_prediction import Predictions
+from cuvee.codec.stages import transform
 from cuvee.codec.stages.compiled import transform as transform_numba
-from cuvee.codec.stages.implementations import get_stages, stage_names
-from cuvee.codec.stages.reference import transform
-from cuvee.codec.stages.reference.transform import gather
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
+from cuvee.codec.stages.transform import gather
 from cuvee.codec.support.arrays import F32
 
 CPU = torch.device("cpu")

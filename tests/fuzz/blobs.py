@@ -15,6 +15,9 @@ import torch
 import xxhash
 from tests.classed import with_classes
 from tests.codec.forging import ENTRY, HEADER, OFFSETS, codec_of, correlated_chunk, reseal, reseal_header, sections_of
+from tests.codec.reference import get_stages
+from tests.codec.reference.byte_planes import read_model
+from tests.codec.reference.token_order import coding_order
 from tests.codec.vectors import FOLDER as GOLDEN
 from tests.codec.vectors import KEY, golden_codec
 from tests.conftest import decoded_layers
@@ -38,10 +41,8 @@ from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
-from cuvee.codec.stages.implementations import get_stages
+from cuvee.codec.stages.byte_planes import write_model
 from cuvee.codec.stages.products import Products, products_for
-from cuvee.codec.stages.reference.byte_planes import read_model, write_model
-from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import U8
 
 MAX_TOKENS = 1 << 12  # tokens that a case may restore

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.codec.reference import rans
 from tests.fuzz import engine
 from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.dice import Dice
@@ -26,7 +27,6 @@ from tests.fuzz.targets import TARGETS, named
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.format import rules
 from cuvee.codec.stages.compiled import sections
-from cuvee.codec.stages.reference import rans
 from cuvee.integrations.stores.envelope import verify
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
         [REFERENCE, ("cuvee.codec.stages.compiled.sections._decode", without_escapes)],
     ),
     "values": (
-        BlobTarget, 300, "reference", [REFERENCE, ("cuvee.codec.stages.reference.sections.rans_decode", off_by_one)],
+        BlobTarget, 300, "reference", [REFERENCE, ("tests.codec.reference.sections.rans_decode", off_by_one)],
     ),
     "rules of profiles": (
         ProfileTarget, 1500, "Error|Warning",  # NumPy warns, or refuses, depending on its version

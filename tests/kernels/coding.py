@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from tests.classed import with_classes
+from tests.codec.reference import rans
+from tests.codec.reference.sections import read_part
 from tests.conftest import LAYOUTS, fitted_profile, synthetic_chunk
 from tests.predicting import VOCABULARY, predicting, with_sinks
 
@@ -22,8 +24,6 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages.reference import rans
-from cuvee.codec.stages.reference.sections import read_part
 from cuvee.codec.support.arrays import I64, U8
 
 CPU = torch.device("cpu")

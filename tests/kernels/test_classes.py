@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.codec.reference import rans
+from tests.codec.reference.token_order import coding_order
 from tests.kernels.coding import profile_of as profile_with
 from tests.kernels.world import FAMILY, LAYOUT, STEP, mix, plan_of, profile_of
 from tests.predicting import VOCABULARY
@@ -16,8 +18,6 @@ from cuvee.codec.errors import ProfileError
 from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.profiles.class_predictor import finer_near_end
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages.reference import rans
-from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.kernels.class_predictor import DevicePredictor
 from cuvee.kernels.class_streams import sort_columns, write_classes
 from cuvee.kernels.ops.arguments import ChunkBatch

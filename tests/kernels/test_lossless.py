@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.codec.reference.byte_planes import byte_planes
 from tests.conftest import LAYOUTS
 from tests.kernels.chunk_world import HOLE, POISON, Batch, Cache, fill, make_cache, random_units, round_trips
 from tests.kernels.coding import ROUNDING
@@ -19,7 +20,6 @@ from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages.reference.byte_planes import byte_planes
 from cuvee.kernels.jobs import ChunkField
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes

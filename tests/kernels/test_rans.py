@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pytest
 import torch
 from tests.codec.planned import various_tables
+from tests.codec.reference import rans
 
 from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ColumnPlan, SectionPlanes, one_class
 from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, WINDOW, Escapes, Streams, stream_count, windows
-from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8
 from cuvee.kernels.jobs import JobField, PartField, PlanField, Status
 from cuvee.kernels.ops import coded_part

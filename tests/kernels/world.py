@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.codec.reference import symbols
 
 from cuvee.codec.entropy.coding_plan import Quantizer
 from cuvee.codec.entropy.family import default_family
@@ -21,7 +22,6 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import partition
-from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import F32, U8
 from cuvee.kernels.class_streams import sort_columns
 from cuvee.kernels.jobs import JobField, PlanField, job_table

@@ -15,12 +15,10 @@ PACKAGES = ("codec", "kernels", "naming", "blend", "integrations", "calibration"
 IN_SRC = ("naming", "calibration", "cli")  # the others lie in the root
 # The door for users imports everything public when it is first asked for, so that `import cuvee` loads nothing.
 FACADES = ("cuvee",)
-# Folders of `codec` that know nothing of others: the entropy coder of blobs, the container of coders, the reference of
-# what is compiled.
+# Folders of `codec` that know nothing of others: the entropy coder of blobs, the container of coders.
 APART = (
     ("codec.entropy", "codec.format"), ("codec.entropy", "codec.profiles"), ("codec.entropy", "codec.stages"),
     ("codec.format", "codec.entropy"), ("codec.format", "codec.profiles"), ("codec.format", "codec.stages"),
-    ("codec.stages.reference", "codec.stages.compiled"),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Bit-exact coding of layers, compiled: sections are read once, then decoded and written tile by tile.
 
-The results are those of `reference/byte_planes.py`, which explains the parts of a section.
+`codec/stages/byte_planes.py` explains the parts of a section.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from cuvee.codec.entropy.tables import PROB_BITS, SYMBOLS, TOTAL
 from cuvee.codec.layout import LayerLayout
+from cuvee.codec.stages.byte_planes import BytePlane
 from cuvee.codec.stages.compiled import byte_plane_parts as parts
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
@@ -23,7 +24,6 @@ from cuvee.codec.stages.compiled.compiler import compiled, inner
 from cuvee.codec.stages.compiled.memory import array_at
 from cuvee.codec.stages.compiled.rans import decode_streams
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.reference.byte_planes import BytePlane
 from cuvee.codec.stages.rows import Rows, dense_rows
 from cuvee.codec.support.arena import Arena
 
@@ -254,7 +254,11 @@ class LayersIndex:
 def index_layers(
     sections: Sequence[memoryview], layers: Sequence[LayerLayout], dtype: torch.dtype, tokens: int
 ) -> LayersIndex:
-    """See `cuvee.codec.stages.reference.byte_planes.index_layers`."""
+    """Read the sections of layers, one of each, once for all of their tiles; values have the dtype `dtype`.
+
+    Raises:
+        FormatError, CorruptError: the bytes break a rule.
+    """
     itemsize, count = dtype.itemsize, len(layers)
     channels = np.array([[layer.key_values, layer.value_values] for layer in layers], np.int64).repeat(itemsize, 1)
     data, spans = joined(sections)
@@ -274,7 +278,14 @@ def decode_layers(
     values: Sequence[Rows | None],
     first_row: int,
 ) -> None:
-    """See `cuvee.codec.stages.reference.byte_planes.decode_layers`."""
+    """Write the exact bits of a tile of layers.
+
+    Args:
+        which: the layers to decode, by their places in the index; at least one.
+        at: the tokens of the tile, which begins where a window begins.
+        keys: for each of these layers, rows of the tokens' keys; None to leave them out.
+        first_row: row of the tile's first token. Tokens without a row are left out.
+    """
     found = index.found[which]
     run_of = np.empty(len(found), np.int64)
     _list_runs(found, at.start, at.stop, run_of)
@@ -387,7 +398,7 @@ def _split(memory, begins, stride, heads, size, planes, reference, counts):  # t
 
 
 def split_unit(unit: torch.Tensor) -> list[BytePlane]:
-    """See `cuvee.codec.stages.reference.byte_planes.split_unit`."""
+    """Split a unit `[T, H, D]` of a 16- or 32-bit dtype into byte planes, least significant first."""
     if unit.stride(2) != 1:
         unit = unit.contiguous()
     rows = dense_rows(unit)

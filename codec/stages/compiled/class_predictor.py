@@ -1,4 +1,4 @@
-"""The classes of a section's tokens, compiled: the results of `reference/class_predictor.py`.
+"""The classes of a section's tokens, compiled.
 
 Logarithms and sums are left to PyTorch, whose last bits decide where an offset is between two classes.
 """
@@ -66,7 +66,10 @@ def predict_classes(
     finer: torch.Tensor,
     finest: int,
 ) -> U8:
-    """See `cuvee.codec.stages.reference.class_predictor.predict_classes`."""
+    """Return the classes `[t]` uint8 of a run of tokens, none finer than `finest`: see `Predictor.offsets`.
+
+    `y`, `[K, t]` float32, lacks what tokens predict of the coefficients that the predictor reads, if they do.
+    """
     count, tokens = y.shape
     features = tile_arena.array(SECOND, 3 * count * tokens, np.float32).reshape(3, count, tokens)
     predicted, row_of = _NO_PREDICTIONS if predictions is None else (predictions.rows.numpy(), predictions.index)

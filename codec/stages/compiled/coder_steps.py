@@ -1,4 +1,4 @@
-"""Sixteen symbols at a time: the steps of `reference/rans.py`, and the quantizer of `reference/symbols.py`."""
+"""Sixteen symbols at a time: the steps of the entropy coder (`codec/FORMAT.md`), and the quantizer."""
 
 from __future__ import annotations
 

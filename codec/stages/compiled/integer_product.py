@@ -15,7 +15,6 @@ from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.integer_steps import TOKENS, multiply_step, pair_rows, turn_step
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.products import Products
-from cuvee.codec.stages.reference import product
 from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32
 from cuvee.codec.support.integer_maps import IntegerMaps
@@ -106,9 +105,22 @@ def analyze(
     known: int,
     y: torch.Tensor,
 ) -> None:
-    """See `cuvee.codec.stages.reference.product.analyze`, which serves other products."""
+    """Write the coefficients of some columns: `y[: sum(ranks), run]`.
+
+    Args:
+        x: `[T, N]` float32, the values of all columns minus their means.
+        basis: the section's.
+        run: the columns.
+        ranks: the number of leading components of each block.
+        products: how to multiply.
+        known: this many components of the first block are there, as products of float32: they are the largest. In
+            bfloat16 they cost a tenth of the KL at fine steps, because attention sinks are large, and finest of all
+            tokens. If none are there, bfloat16 serves no other component either.
+        y: `[R, T]` float32.
+    """
     if products is not Products.INT16:
-        product.analyze(x, basis, run, ranks, products, known, y)
+        dtype = products.dense if known else torch.float32
+        basis.coefficients(x[run], tuple(ranks), y[: sum(ranks), run], known, dtype)
         return
     maps = basis.forward_integers
     terms = int(maps.fields[:, _TERMS].max())

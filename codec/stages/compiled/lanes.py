@@ -4,7 +4,7 @@ Streams are coded sixteen at a time (`decode_steps`, `encode_step`): a *group* o
 section. A step of a group waits for the step before it, through two loads and a product. So several groups take
 turns: however few streams a section has, the chunk has enough to keep the CPU busy.
 
-The order of the columns is that of `reference/rans.py`: if a window has S streams, its row r holds the columns
+The order of the columns is that of the format: if a window has S streams, its row r holds the columns
 r S … r S + S - 1, one of each stream. The class of its column determines how many planes a lane decodes in a row.
 """
 

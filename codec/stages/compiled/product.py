@@ -8,7 +8,7 @@ are zero are left to a dense product.
 If products are `MIXED`, a dense product of bfloat16 serves the leading slabs in which few coefficients are expected to
 be zero, see `Products.leading_rows`. If they are `INT16`, one of 16-bit integers does, see `integer_product.py`.
 
-Sums are those of `reference/product.py` in another order, so they differ in their last bits, and bfloat16 has fewer.
+Sums are those of dense products in another order, so they differ in their last bits, and bfloat16 has fewer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from cuvee.codec.profiles.section_basis import InverseMaps
+from cuvee.codec.stages.columns import class_runs, padded
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.integer_product import analyze, multiply_leading  # noqa: F401 - a stage
 from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.products import SLAB, Products
-from cuvee.codec.stages.reference import product
-from cuvee.codec.stages.reference.sections import padded
+from cuvee.codec.stages.dense_product import most_rows, multiply, stacked_rows
+from cuvee.codec.stages.products import PRODUCT_COLUMNS, PRODUCT_DEPTH, SLAB, Products
 from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32, I64, U8, U32
 from cuvee.codec.support.integer_maps import IntegerMaps, integer_maps
@@ -105,12 +105,21 @@ def _list_runs(classes, depths, share, multiple, bounds, deepest):  # type: igno
 
 
 def product_runs(columns: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:
-    """See `cuvee.codec.stages.reference.product.product_runs`."""
+    """Yield runs of columns that share a product, and how many components of each block they need.
+
+    With several blocks, a run has one class: an encoder's rows are those of the class, and a shard, which has some of
+    the blocks, must come out bit for bit as in the whole.
+
+    Args:
+        columns: `[T]` uint8, the class of each column, sorted within windows.
+        class_ranks: `SectionCoding.class_ranks`.
+    """
     if len(class_ranks[0]) > 1:
-        yield from product.product_runs(columns, class_ranks)
+        for run, k in class_runs(columns):
+            yield run, class_ranks[k]
         return
     bounds, deepest = np.empty(len(columns) + 1, np.int64), np.empty(len(columns), np.int64)
-    count = _list_runs(columns, _depths(class_ranks), product.PRODUCT_DEPTH, product.PRODUCT_COLUMNS, bounds, deepest)
+    count = _list_runs(columns, _depths(class_ranks), PRODUCT_DEPTH, PRODUCT_COLUMNS, bounds, deepest)
     for i in range(count):
         yield slice(int(bounds[i]), int(bounds[i + 1])), (int(deepest[i]),)
 
@@ -124,15 +133,27 @@ def _depths(class_ranks: Sequence[tuple[int, ...]]) -> I64:
 def prepare_inverse(
     maps: InverseMaps, rank: int, products: Products, shares: Sequence[F32]
 ) -> tuple[torch.Tensor, ...] | TiledInverse:
-    """See `cuvee.codec.stages.reference.product.prepare_inverse`, which serves what is dense and bfloat16."""
+    """Return a section's inverse maps as `synthesize` takes them.
+
+    Args:
+        maps: of the section; they keep what is made here.
+        rank: the most components of a block that are ever used.
+        products: how to multiply.
+        shares: for each block and component the expected share of coefficients that are not zero, which says which of
+            them MIXED multiplies as bfloat16.
+
+    Returns:
+        the transposed maps, padded with zeros to a common number of rows; equal blocks are stacked: `[b, rows, n]`. If
+        some rows are bfloat16 and others float32, a `MixedInverse` of each block.
+    """
     rows = padded(rank)
     leading = [products.leading_rows(share, rows) for share in shares]
     if products is Products.BFLOAT16 or (products is Products.MIXED and min(leading) == rows > 0):
-        return product.stacked_rows(maps, rows, torch.bfloat16)
+        return stacked_rows(maps, rows, torch.bfloat16)
     tiled = maps.form("tiles", _tile_blocks)
     narrow: list[torch.Tensor] = []
     if products is Products.MIXED and any(leading):
-        narrow = [matrix for alike in product.stacked_rows(maps, rows, torch.bfloat16) for matrix in alike]
+        narrow = [matrix for alike in stacked_rows(maps, rows, torch.bfloat16) for matrix in alike]
     blocks = tuple(
         TiledBlock(values, narrow[number][:first] if narrow else _NOTHING, first, tiles)
         for number, (values, tiles, first) in enumerate(zip(tiled.sizes, tiled.tiles, leading, strict=True))
@@ -157,7 +178,7 @@ class _Tiled:
 
 
 def _tile_blocks(matrices: Sequence[torch.Tensor]) -> _Tiled:
-    depth, sizes = product.most_rows(matrices), tuple(len(matrix) for matrix in matrices)
+    depth, sizes = most_rows(matrices), tuple(len(matrix) for matrix in matrices)
     alike = len(set(sizes)) == 1 and 0 < sizes[0] <= TILE
     widths = [-(-values // WIDTH) * WIDTH for values in sizes]
     memory = torch.zeros(len(matrices), depth, widths[0], dtype=torch.float32) if alike else None
@@ -175,9 +196,21 @@ def synthesize(
     runs: Iterable[tuple[slice, Sequence[int]]],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """See `cuvee.codec.stages.reference.product.synthesize`, which serves what is dense and bfloat16."""
+    """Turn coefficients into values.
+
+    Args:
+        y: `[B, pad, t]`, each block's leading components, then zeros.
+        inverse: the result of `prepare_inverse`. If it is bfloat16, so are values, whatever `y` and `out` are.
+        runs: columns of each product, and the rows of each block that it needs. In bfloat16, which only CPUs that
+            multiply it fast use, one product serves all columns of equal blocks, because a call costs as much as it
+            would save. Mixed products have all rows of all columns.
+        out: `[t N]` of the dtype of `y`, receives the values.
+
+    Returns:
+        `[t, N]`, or `[B, t, N / B]` if one product took all blocks: a view of `out`.
+    """
     if not isinstance(inverse, TiledInverse):
-        return product.synthesize(y, inverse, runs, out)
+        return multiply(y, inverse, runs, out)
     count, depth, width = y.shape
     whole = not _has_leading(inverse) and _share_there(y.numpy()) > DENSE
     if whole and inverse.together is not None:

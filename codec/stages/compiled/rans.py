@@ -1,4 +1,4 @@
-"""Interleaved rANS, compiled: the same bytes as `reference/rans.py`, for many sections at once."""
+"""Interleaved rANS, compiled, for many sections at once: see `codec/FORMAT.md`, "Streams"."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _encode(  # type: ignore[no-untyped-def]
 
 
 def rans_encode(sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]:
-    """See `cuvee.codec.stages.reference.rans.rans_encode`."""
+    """Return the streams of the planes of each section of one chunk; their plans index `tables`."""
     count, tokens = len(sections), len(sections[0].columns)
     per_stream = np.array([own.tokens_per_stream for own in sections])
     streams_at = _ends([stream_count(tokens, own.tokens_per_stream) for own in sections])
@@ -127,7 +127,7 @@ def _ends(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def encode_classes(classes: U8, table: EntropyTables) -> Streams:
-    """See `cuvee.codec.stages.reference.rans.encode_classes`."""
+    """Encode the classes `[T]` uint8 of a section's tokens as one stream: one column of T steps with one table."""
     words = np.empty(len(classes), np.uint16)
     state, count = encode_class_stream(classes, table.coders[0], words)
     return Streams(np.array([state], np.uint32), np.array([count], np.uint32), words[:count])

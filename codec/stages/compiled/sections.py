@@ -22,6 +22,7 @@ from cuvee.codec.format import rules
 from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.profiles import flat_plans as plans
 from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.stages.columns import ROW_MULTIPLE, Coefficients, padded
 from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.bfloat16 import rounded
@@ -33,7 +34,6 @@ from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.compiled.symbols import count_escapes
 from cuvee.codec.stages.compiled.token_order import sort_columns
 from cuvee.codec.stages.compiled.transform import plain
-from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, padded
 from cuvee.codec.support.arena import Arena
 
 _NEVER = 1 << 62  # the row of the escape after the last one
@@ -300,7 +300,11 @@ class SectionIndex:
 
 
 def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> SectionIndex:
-    """See `cuvee.codec.stages.reference.sections.index_sections`."""
+    """Read sections, once for all of their tiles; `parts` are the number and the bytes of each.
+
+    Raises:
+        FormatError, CorruptError: the bytes break a rule.
+    """
     index, problem = read_index(coding, parts, tokens)
     if problem[part.RULE]:
         raise part.problem_error(problem, index.found, tokens)
@@ -324,7 +328,7 @@ def read_index(
 
 
 def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:
-    """See `cuvee.codec.stages.reference.sections.decode_sections`."""
+    """Return a tile of sections, which begins where a window begins, in float32 or bfloat16."""
     coding, numbers = index.coding, index.numbers
     packed, tables = coding.plans, coding.family.tables
     count, width = len(numbers), at.stop - at.start

@@ -1,4 +1,9 @@
-"""Coefficients to byte planes and back, compiled: the results of `reference/symbols.py`."""
+"""Coefficients to byte planes, compiled: quantizer and symbols.
+
+A component whose deviation is many steps (`shift` k > 0) is *wide*: `q = (high << k) + low - half`, where
+`half = 2**(k - 1)` and `0 <= low < 2**k`. Its high part is one of the first R planes. Its low bits get another plane.
+A high part that its table cannot code is written as ESCAPE and listed separately, as (row * T + column, value).
+"""
 
 from __future__ import annotations
 
@@ -135,7 +140,20 @@ def _list_escapes(  # type: ignore[no-untyped-def]
 def to_planes(
     y: F32, columns: U8, plan: ClassedPlan, quantizer: Quantizer, tables: EntropyTables
 ) -> tuple[U8, Escapes]:
-    """See `cuvee.codec.stages.reference.symbols.to_planes`. Bytes below a column's last plane are left unwritten."""
+    """Quantize and pack.
+
+    Args:
+        y: `[R, T]` float32, columns sorted by class within windows. R is at least the number of components of the
+            finest class in `columns`.
+        columns: `[T]` uint8, the class of each column; none is finer than `plan.finest`.
+
+    Returns:
+        planes `[P, T]` uint8, zero below a column's last plane, where P is the number of planes of the finest class in
+        `columns`; and the escapes, numbered row * T + column.
+
+    Raises:
+        InputError: a coefficient is too many steps large, or not a number.
+    """
     deepest = int(plan.planes[columns.min(initial=len(plan.planes) - 1)])
     planes = np.empty((deepest, len(columns)), np.uint8)
     inverses = np.float32(1.0) / plan.steps

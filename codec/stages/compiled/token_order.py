@@ -1,4 +1,4 @@
-"""The order of the columns, compiled: the results of `reference/token_order.py`."""
+"""The order in which the tokens of a tile are coded, compiled: the columns of its planes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,18 @@ def _copy_columns(order, x, leading, ordered, y):  # type: ignore[no-untyped-def
 def arrange(
     classes: U8, x: torch.Tensor, leading: torch.Tensor | None, rows: int
 ) -> tuple[U8, torch.Tensor, torch.Tensor]:
-    """See `cuvee.codec.stages.reference.token_order.arrange`. Coefficients take the place of values that move."""
+    """Bring the tokens of a tile into the order in which they are coded.
+
+    Args:
+        classes: `[t]` uint8.
+        x: `[t, N]` float32, their values. This memory may be used for the results.
+        leading: `[K, t]` float32, their first coefficients if these are known; None otherwise.
+        rows: R, at most N, the number of coefficients to make room for.
+
+    Returns:
+        the classes of the columns; their values `[t, N]`; and room for their coefficients `[R, t]`, whose first
+        min(K, R) rows hold the known ones. They are valid until the thread gathers its next tile.
+    """
     tokens = len(classes)
     order, columns = np.empty(tokens, np.intp), np.empty(tokens, np.uint8)
     sort_columns(classes, order, columns)

@@ -1,4 +1,4 @@
-"""`place`, `move_keys` and `gather_centered`, compiled: the same bytes as `reference/transform.py`."""
+"""`place`, `move_keys` and `gather_centered`, compiled: the same bytes as `stages/transform.py`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import Predictions
+from cuvee.codec.stages import transform
 from cuvee.codec.stages.compiled.bfloat16 import rounded, saturated, to_float
 from cuvee.codec.stages.compiled.compiler import compiled, inlined, inner
 from cuvee.codec.stages.compiled.linear_steps import (
@@ -22,7 +23,6 @@ from cuvee.codec.stages.compiled.linear_steps import (
 )
 from cuvee.codec.stages.compiled.memory import array_at
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arena import FIRST, tile_arena
@@ -110,7 +110,7 @@ def place(
     order: I64 | None = None,
     predictions: Predictions | None = None,
 ) -> None:
-    """See `reference.transform.place`, which also serves interleaved caches and float16."""
+    """See `stages.transform.place`, which also serves interleaved caches and float16."""
     if not served(section, layout):
         transform.place(x, mean, section, layout, rotation, at, keys, values, order, predictions)
         return
@@ -166,7 +166,7 @@ def _move(  # type: ignore[no-untyped-def]
 def move_keys(
     stored: torch.Tensor, layer: LayerLayout, unrotation: Rotation, rotation: Rotation, at: slice, rows: Rows
 ) -> None:
-    """See `reference.transform.move_keys`, which also serves interleaved caches, float16 and keys beyond the range."""
+    """See `stages.transform.move_keys`, which also serves interleaved caches, float16 and keys beyond the range."""
     if stored.dtype != torch.float16 and not _interleaved(layer):
         tables = [_NO_TABLE] * 4
         if layer.rope is not None:
@@ -285,7 +285,7 @@ def gather_centered(
     mean: torch.Tensor,
     predictions: Predictions | None = None,
 ) -> torch.Tensor:
-    """See `reference.transform.gather_centered`, which also serves all other layouts."""
+    """See `stages.transform.gather_centered`, which also serves all other layouts."""
     units, interleaved = _units.of(section, chunk.layout)
     alike = _ALIKE.get(chunk.keys[0].dtype)
     if alike is None or interleaved:

@@ -1,24 +1,7 @@
-"""Bit-exact coding of a layer: byte planes, each entropy-coded where that pays and stored where it does not.
-
-Every 16- or 32-bit value is rotated left by one bit, so that its most significant byte is the exponent (bfloat16,
-float32) or exponent and leading mantissa bits (float16); the sign goes to the other end. Exponents of one channel
-lie close together, mantissas are noise: about 8 + 2.7 bits for a bfloat16.
-
-A section is one layer:
-
-    per unit (K as stored, then V), per byte of a value from the least significant:
-        uint8            mode: 0 stored, 1 coded
-        if coded:        uint8 [C] reference byte of each channel
-                         uint16 m, then m pairs (uint8 symbol, uint16 frequency): the plane's table
-    padding to four bytes
-    all stored planes, in order: uint8 [C, T]
-    padding to four bytes
-    the coded planes, one step per channel: symbol = (byte - reference) mod 256; all tokens have one class
-"""
+"""Bit-exact coding of a layer, which `codec/stages/byte_planes.py` describes."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,19 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.codec.reference.rans import rans_decode
 
-from cuvee.codec.entropy.tables import PROB_BITS, SYMBOLS, TOTAL, EntropyTables, normalize_counts
+from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables
 from cuvee.codec.entropy.token_classes import one_class
 from cuvee.codec.format import rules
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
 from cuvee.codec.format.rules import rule_error
 from cuvee.codec.layout import LayerLayout
-from cuvee.codec.stages.reference.rans import rans_decode
+from cuvee.codec.stages.byte_planes import COUNT, PAIRS, BytePlane
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import U8
-
-_PAIRS = np.dtype([("symbol", "u1"), ("frequency", "<u2")])
-_COUNT = struct.Struct("<H")
 
 
 def byte_planes(x: torch.Tensor) -> list[U8]:
@@ -62,21 +43,6 @@ def from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(signed).view(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class BytePlane:
-    """One byte of all values of a unit.
-
-    Attributes:
-        data: `[C, T]`.
-        reference: `[C]`, the central byte of each channel.
-        counts: `[256]`, how often each difference between a byte and its channel's reference occurs.
-    """
-
-    data: U8
-    reference: U8
-    counts: npt.NDArray[np.int64]
-
-
 def split_unit(unit: torch.Tensor) -> list[BytePlane]:
     """Split a unit `[T, H, D]` of a 16- or 32-bit dtype into byte planes, least significant first: the reference."""
     planes = []
@@ -88,42 +54,6 @@ def split_unit(unit: torch.Tensor) -> list[BytePlane]:
     return planes
 
 
-def choose_tables(
-    counts: npt.NDArray[np.integer], channels: npt.NDArray[np.integer]
-) -> list[npt.NDArray[np.uint16] | None]:
-    """Return the tables that code planes.
-
-    Args:
-        counts: `[P, 256]`, how often each symbol occurs in each plane.
-        channels: `[P]`, channels of each plane.
-
-    Returns:
-        For each plane its table, or None if coding saves less than a hundredth, table and references included: the
-        plane is stored.
-    """
-    total = counts.sum(1)
-    most = 0.99 * total
-    safe = np.where(counts > 0, counts, 1)
-    # No table takes fewer bits than the entropy: mantissas need no table.
-    entropy = (counts * np.log2(total[:, None] / safe)).sum(1) / 8
-    wanted = np.flatnonzero(entropy + channels < most)
-    freq = normalize_counts(counts[wanted])
-    size = (counts[wanted] * (PROB_BITS - np.log2(np.where(freq > 0, freq, 1)))).sum(1) / 8
-    saves = size + channels[wanted] + 3 * (freq > 0).sum(1) < most[wanted]
-    tables: list[npt.NDArray[np.uint16] | None] = [None] * len(counts)
-    for plane, table, better in zip(wanted.tolist(), freq, saves.tolist(), strict=True):
-        tables[plane] = table if better else None
-    return tables
-
-
-def write_model(reference: U8, freq: npt.NDArray[np.uint16]) -> bytes:
-    """Write references and table of a coded plane."""
-    used = np.flatnonzero(freq)
-    pairs = np.empty(len(used), _PAIRS)
-    pairs["symbol"], pairs["frequency"] = used, freq[used]
-    return reference.tobytes() + _COUNT.pack(len(used)) + pairs.tobytes()
-
-
 def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16]] | None:
     """Read references and table of a coded plane; return None for a stored plane."""
     mode = reader.take(1)[0]
@@ -132,8 +62,8 @@ def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16
     if mode == 0:
         return None
     reference = reader.array("u1", channels).view(np.uint8)
-    (count,) = reader.unpack(_COUNT)
-    pairs = np.frombuffer(reader.take(count * _PAIRS.itemsize), _PAIRS)
+    (count,) = reader.unpack(COUNT)
+    pairs = np.frombuffer(reader.take(count * PAIRS.itemsize), PAIRS)
     symbols, frequencies = pairs["symbol"].astype(np.int64), pairs["frequency"].astype(np.int64)
     if np.any(np.diff(symbols, prepend=-1) <= 0) or not frequencies.all():
         raise rule_error(rules.TABLE_ORDER)

@@ -143,8 +143,3 @@ def move_keys(
     finite = stored.isfinite()
     which = None if bool(finite.all()) else moved(stored.where(~finite, 0.0)).isfinite()
     rows.write(saturated(moved(stored), stored.dtype, which), at)
-
-
-def as_numpy(y: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Return a float32 CPU tensor as an array, without a copy."""
-    return np.asarray(y.numpy(), dtype=np.float32)

@@ -9,15 +9,11 @@ import numpy as np
 import torch
 
 from cuvee.codec.profiles.section_basis import InverseMaps, SectionBasis
-from cuvee.codec.stages.products import Products
-from cuvee.codec.stages.reference.sections import padded
-from cuvee.codec.stages.reference.symbols import class_runs
+from cuvee.codec.stages.columns import class_runs, padded
+from cuvee.codec.stages.dense_product import stacked_rows
+from cuvee.codec.stages.products import PRODUCT_COLUMNS, PRODUCT_DEPTH, Products
 from cuvee.codec.support.arrays import F32, U8
 from cuvee.codec.support.integer_maps import LONGEST
-
-# A product is as deep as its finest column. Every 32 columns it ends if the next one needs less than this
-# share of its depth: shallower products have fewer operations, but more calls, and more shapes, cost time, too.
-PRODUCT_DEPTH, PRODUCT_COLUMNS = 0.75, 32
 
 
 class MixedInverse(NamedTuple):
@@ -126,28 +122,6 @@ def prepare_inverse(
     return tuple(
         MixedInverse(low[:first], own[first:]) for low, own, first in zip(narrow, blocks, leading, strict=True)
     )
-
-
-def stacked_rows(maps: InverseMaps, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the leading rows of transposed maps of a dtype; adjacent blocks of a size share a tensor."""
-    return tuple(alike[:, :rows] for alike in maps.form(dtype, lambda matrices: _stack_blocks(matrices, dtype)))
-
-
-def most_rows(matrices: Sequence[torch.Tensor]) -> int:
-    """Return how many rows the transposed maps of some blocks have, with zeros behind a block's own."""
-    return padded(max((matrix.shape[1] for matrix in matrices), default=0))
-
-
-def _stack_blocks(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    rows = most_rows(matrices)
-    runs: list[list[torch.Tensor]] = []
-    for matrix in matrices:
-        turned = torch.zeros(rows, matrix.shape[0], dtype=dtype)
-        turned[: matrix.shape[1]] = matrix.T
-        if not runs or runs[-1][0].shape != turned.shape:
-            runs.append([])
-        runs[-1].append(turned)
-    return tuple(torch.stack(run) for run in runs)
 
 
 def synthesize(

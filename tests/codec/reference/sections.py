@@ -12,40 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from tests.codec.reference.rans import decode_classes, rans_decode
+from tests.codec.reference.symbols import from_planes
+from tests.codec.reference.token_order import coding_order
 
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.format import rules
 from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
 from cuvee.codec.format.rules import rule_error
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.stages.reference.rans import decode_classes, rans_decode
-from cuvee.codec.stages.reference.symbols import class_runs, from_planes
-from cuvee.codec.stages.reference.token_order import coding_order
+from cuvee.codec.stages.columns import Coefficients, class_runs, padded
 from cuvee.codec.support.arrays import I64, U8
-
-# The rows of a block are a multiple of this: matrix instructions take this many at a time, and products of few shapes
-# are prepared once.
-ROW_MULTIPLE = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """A decoded tile of a section.
-
-    Attributes:
-        order: `[t]`, the token of each column, counted from the tile's first token.
-        classes: `[t]` uint8, the class of each column.
-        y: `[blocks, pad, t]`; zero below a column's last component. Valid until the thread decodes its next tile.
-    """
-
-    order: I64
-    classes: U8
-    y: torch.Tensor
-
-
-def padded(rank: int) -> int:
-    """Return the rows of a block whose deepest column has `rank` components."""
-    return -(-rank // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def read_part(data: memoryview, plan: ClassedPlan, tokens: int) -> CodedPart:

@@ -1,12 +1,13 @@
-"""The stages that code a section on the CPU, in two implementations that give the same bytes.
+"""The stages that code a section on the CPU: loops that Numba compiles, which release the GIL.
 
-`reference` is plain NumPy, written to be read: with `codec/FORMAT.md`, it specifies the bitstream. `numba` is compiled,
-and its loops release the GIL. Both have the same modules and functions, which are imported when they are first asked
-for. The schemes call the stages in order, and work with either.
+The schemes call them in order, through a record: tests put stages in plain NumPy in their place, which with
+`codec/FORMAT.md` specify the bitstream (`tests/codec/reference`). Modules are imported when stages are first asked for,
+because Numba takes a second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
-    from cuvee.codec.stages.reference import (
+    from cuvee.codec.stages.compiled import (
         byte_planes,
         class_predictor,
         product,
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     )
 
     class Stages:
-        """All stages. Each is explained where `stages/reference` defines it, and has the same results elsewhere.
-
-        An index is only valid for the stages and in the thread that made it, until that thread makes the next.
+        """All stages. An index is only valid for the stages and in the thread that made it, until that thread makes the
+        next.
         """
 
         name: str
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 else:
     Stages = SimpleNamespace
 
-_PACKAGES = {"reference": "cuvee.codec.stages.reference", "numba": "cuvee.codec.stages.compiled"}
 STAGES = {
     "byte_planes": ("decode_layers", "index_layers", "split_unit"),
     "class_predictor": ("predict_classes",),
@@ -65,26 +64,24 @@ STAGES = {
     "token_order": ("arrange",),
     "transform": ("gather_centered", "move_keys", "place"),
 }
-"""The stages by the module that defines them, in either implementation."""
+"""The stages by the module that defines them."""
 
 
-def stage_names() -> list[str]:
-    """Return the names that `get_stages` accepts."""
-    return list(_PACKAGES)
+def gather_stages(name: str, modules: Mapping[str, str]) -> Stages:
+    """Return the stages that these modules define: their full names by those of `STAGES`."""
+    found = {stage: getattr(import_module(modules[own]), stage) for own, stages in STAGES.items() for stage in stages}
+    return cast("Stages", SimpleNamespace(name=name, **found))
 
 
 @cache
-def get_stages(name: str) -> Stages:
-    """Return the implementation of one of `stage_names()`.
+def compiled_stages() -> Stages:
+    """Return the compiled stages.
 
     Raises:
         InputError: Numba's compiler is switched off.
     """
-    if name == "numba" and import_module("numba").config.DISABLE_JIT:
+    if import_module("numba").config.DISABLE_JIT:
         raise InputError(
-            "NUMBA_DISABLE_JIT: must not be set, because the codec's loops need Numba's compiler: unset it, or take "
-            "backend='reference', which is a hundred times slower"
+            "NUMBA_DISABLE_JIT: must not be set, because the codec's loops need Numba's compiler: unset it"
         )
-    modules = {module: import_module(f"{_PACKAGES[name]}.{module}") for module in STAGES}
-    found = {stage: getattr(modules[module], stage) for module, stages in STAGES.items() for stage in stages}
-    return cast("Stages", SimpleNamespace(name=name, **found))
+    return gather_stages("numba", {module: f"cuvee.codec.stages.compiled.{module}" for module in STAGES})

@@ -6,15 +6,10 @@
 There are R components (rows) and T tokens (columns). Columns of one class share a plan and a step; `to_planes` and
 `from_planes` take the columns of all classes, run by run.
 
-**Planes.** A component whose deviation is many steps (`shift` k > 0) is *wide*: `q = (high << k) + low - half`, where
-`half = 2**(k - 1)` and `0 <= low < 2**k`. Its high part is one of the first R planes. Its low bits get another plane.
-A high part that its table cannot code is written as ESCAPE and listed separately, as (row * T + column, value).
+`codec/stages/compiled/symbols.py` says what planes are.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,15 +20,8 @@ from cuvee.codec.entropy.token_classes import ClassedPlan
 from cuvee.codec.format import rules
 from cuvee.codec.format.rules import rule_error
 from cuvee.codec.format.streams import Escapes
+from cuvee.codec.stages.columns import class_runs
 from cuvee.codec.support.arrays import F32, I32, U8
-
-
-def class_runs(columns: U8) -> Iterator[tuple[slice, int]]:
-    """Yield the runs of adjacent columns of one class, each with its class."""
-    edges = [0, *(np.flatnonzero(np.diff(columns)) + 1).tolist(), len(columns)]
-    for start, stop in pairwise(edges):
-        if start < stop:
-            yield slice(start, stop), int(columns[start])
 
 
 def to_planes(
