@@ -40,7 +40,7 @@ from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.cached_reading import CachedReader, Read, Statistics
 from cuvee.eval.methods import baseline, method_identity
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method
-from cuvee.eval.tasks import shorter
+from cuvee.eval.tasks import facts_of
 
 try:
     from lm_eval.api.registry import register_model
@@ -473,7 +473,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
             remedy = (
                 "only with truncation=True is its left end cut off" if cut else "its continuation alone is too long"
             )
-            settings = {setting for task in tasks if (setting := shorter(task))}
+            settings = {facts.shorter for task in tasks if (facts := facts_of(task)) and facts.shorter}
             if cut and settings:
                 remedy = f"give it less context, as with --metadata {' '.join(sorted(settings))}; {remedy}"
             raise InputError(

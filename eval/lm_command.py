@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
+
+import torch
 
 from cuvee.codec.errors import InputError
 from cuvee.eval.lm import CuveeLM  # which registers the model
-from cuvee.eval.tasks import TASKS_PATH
+from cuvee.eval.tasks import NO_DATA, TASKS_PATH
 
 __all__ = ["complete_arguments", "run_cli"]
 
 _HELP = """
 cuvee's own arguments:
-  --data DIR            the folder with the files of cuvee's tasks on public data
   --model_args          of the model cuvee, which is the default; beside those of hf:
     profile=FILE        a learned profile
     quality=NAME        lossless, high, balanced (default with a profile) or small; or one of kl=, bits=, ratio=, step=
@@ -29,13 +28,15 @@ cuvee's own arguments:
 def run_cli(args: list[str]) -> int:
     """Run lm-eval's own command line with the model `cuvee` registered, and return the exit status.
 
-    As in lm-eval, the word `run` may be left out. If no model is named, `run` takes `cuvee`. All commands also look for
-    tasks in cuvee's own folder, unless `--include_path` names another one. `--data DIR` names the folder with the files
-    of cuvee's tasks on public data. After a run with the model `cuvee`, the last line tells the quality, the bits per
-    value and the ratio.
+    As in lm-eval, the word `run` may be left out. If no model is named, `run` takes `cuvee`; if no device is, it takes
+    the CPU where there is no GPU. All commands also look for tasks in cuvee's own folder, unless `--include_path` names
+    another one. After a run with the model `cuvee`, the last line tells the quality, the bits per value and the ratio.
 
     Args:
         args: without the program's name, such as `["--model_args", "pretrained=…,quality=balanced", "--tasks", "…"]`.
+
+    Raises:
+        InputError: the data of a task cannot be downloaded.
     """
     from lm_eval.__main__ import cli_evaluate
 
@@ -45,6 +46,8 @@ def run_cli(args: list[str]) -> int:
         cli_evaluate()
         if CuveeLM.last_summary:
             print(CuveeLM.last_summary)
+    except ConnectionError as error:
+        raise InputError(f"--tasks: {error}: {NO_DATA}") from error
     except SystemExit as exit_:
         if not exit_.code and {"-h", "--help"} & {*args} and args[0] not in ("ls", "validate"):
             print(_HELP)
@@ -58,36 +61,19 @@ def run_cli(args: list[str]) -> int:
 
 
 def complete_arguments(args: list[str]) -> list[str]:
-    """Add what `run_cli` promises before the user's own arguments, so that these override it.
-
-    Raises:
-        InputError: `--data` names no folder.
-    """
-    args = _without_data(args)
+    """Add what `run_cli` promises before the user's own arguments, so that these override it."""
     if not args or args[0] in ("-h", "--help") or args == ["run"]:
         return args  # which print help
     if args[0] not in ("run", "ls", "validate"):
         args = ["run", *args]
-    defaults = {"include_path": str(TASKS_PATH)} | ({"model": "cuvee"} if args[0] == "run" else {})
+    defaults = {"include_path": str(TASKS_PATH)}
+    if args[0] == "run":
+        defaults["model"] = "cuvee"
+        if not torch.cuda.is_available():  # lm-eval's own default is cuda:0
+            defaults["device"] = "cpu"
     decided = _yaml_settings(args)
     added = [word for name, value in defaults.items() if name not in decided for word in (f"--{name}", value)]
     return [args[0], *added, *args[1:]]
-
-
-def _without_data(args: list[str]) -> list[str]:
-    """Replace `--data DIR`, which lm-eval does not know, by the metadata that tasks get."""
-    kept, given = [], list(args)
-    while given:
-        name, equals, folder = given.pop(0).partition("=")
-        if name != "--data":
-            kept.append(name + equals + folder)
-            continue
-        if not equals:
-            folder = given.pop(0) if given else ""
-        if not folder or not Path(folder).expanduser().is_dir():
-            raise InputError(f"--data: must be the folder with the files of the tasks, got {folder!r}")
-        kept += ["--metadata", json.dumps({"data": folder})]
-    return kept
 
 
 def _yaml_settings(args: list[str]) -> set[str]:

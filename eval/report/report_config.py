@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS
 from cuvee.calibration.corpus import BUNDLED_MODEL
@@ -48,7 +47,6 @@ class ReportConfig:
             `SMALL_PARAMETERS`, else `LARGE_LIMIT`.
         controls: also score each task with the question alone, and say whether the task distinguishes the exact cache
             from none.
-        data: the folder with the files of public data, for tasks.
         metadata: "name=value" for tasks that need it, such as "lines=10".
         blend: also blend cached chunks, exact ones and those that the first profile decodes at `high` and `balanced`.
         blend_prompts: how many prompts of them, at most.
@@ -76,7 +74,6 @@ class ReportConfig:
     tasks: tuple[str, ...] = LOCAL_TASKS
     limit: int | None = None
     controls: bool = False
-    data: str | None = None
     metadata: tuple[str, ...] = ()
     blend: bool = False
     blend_prompts: int = 48
@@ -96,8 +93,6 @@ class ReportConfig:
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit: must be at least 1, got {self.limit}")
         metadata_pairs(self.metadata)
-        if self.data is not None and not Path(self.data).expanduser().is_dir():
-            raise InputError(f"data: must be the folder with the files of public data, got {self.data}")
         if self.controls and not self.tasks:
             raise InputError("controls: must be left out without tasks, got a report that scores none")
         if self.profiles and self.groups:

@@ -88,12 +88,11 @@ class ReportPlan:
 
     def _scorer(self, **metadata: str) -> TaskScorer:
         config = self.config
-        data = {} if config.data is None else {"data": config.data}
         return TaskScorer(
             self.model,
             config.model,
             config.tasks,
-            metadata={**data, **metadata_pairs(config.metadata), **metadata},
+            metadata={**metadata_pairs(config.metadata), **metadata},
             limit=self.limit,
             chunk_tokens=config.chunk_tokens,
             cache_dtype=config.cache_dtype,
@@ -160,7 +159,7 @@ class ReportPlan:
         )
         model = ModelInfo(**self.measured.describe(), positions=self.layout.max_positions)
         decided = {
-            **{k: v for k, v in asdict(config).items() if k not in ("profiles", "groups", "data")},
+            **{k: v for k, v in asdict(config).items() if k not in ("profiles", "groups")},
             "calibration": [asdict(text) for text in calibration],
             "evaluation": [asdict(text) for text in evaluation],
             "calibration_sequences": config.learned_sequences,

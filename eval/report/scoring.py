@@ -24,7 +24,7 @@ from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.quality import Method
 from cuvee.eval.report.schema import Score, Task
 from cuvee.eval.stats import paired_difference
-from cuvee.eval.tasks import TASKS_PATH, chance, description, is_ours, main_metric
+from cuvee.eval.tasks import LINES_TASK, NO_DATA, TASKS_PATH, facts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +91,10 @@ class TaskScorer:
             if not self._manager.match_tasks([name]):
                 raise InputError(f"tasks: {name!r} is not known; {_suggested_tasks(name, known)}")
         with _quiet():
-            self.names: list[str] = list(self._load(tasks)["tasks"])
+            try:
+                self.names: list[str] = list(self._load(tasks)["tasks"])
+            except OSError as error:
+                raise InputError(f"tasks: {', '.join(tasks)} cannot load their data ({error}): {NO_DATA}") from error
 
     @cached_property
     def _lm(self) -> CuveeLM:
@@ -137,7 +140,8 @@ class TaskScorer:
             torch.manual_seed(self._seed)
             results: Any = lm_eval.evaluate(self._lm, self._load([name]), limit=self._limit, log_samples=True)
         measured = results["results"][name]
-        metric, higher = main_metric(name) if is_ours(name) else _first_metric(results, name)
+        ours = facts_of(name)
+        metric, higher = (ours.metric, ours.higher_is_better) if ours else _first_metric(results, name)
         column = next(key for key in measured if key.partition(",")[0] == metric)
         samples = [s for s in results["samples"][name] if s.get("filter", "none") == column.partition(",")[2]]
         per_doc = [s[metric] for s in sorted(samples, key=lambda s: s["doc_id"])]
@@ -148,8 +152,8 @@ class TaskScorer:
             metric,
             higher,
             len(per_doc),
-            chance(name) if is_ours(name) else None,
-            description(name) if is_ours(name) else "",
+            ours.chance if ours else None,
+            ours.description if ours else "",
             hashlib.sha256("".join(sorted(s["doc_hash"] for s in samples)).encode()).hexdigest(),
         )
         value, own = float(measured[column]), [float(one) for one in per_doc] if scalar else None
@@ -185,8 +189,8 @@ def shows_something(task: Task, scores: Sequence[Score]) -> bool | None:
 
 
 def _suggested_tasks(name: str, known: Sequence[str]) -> str:
-    """The end of an error about an unknown task: the nearest names, or cuvee's groups. lm-eval knows 15,000 names."""
-    groups = "cuvee's groups are cuvee_local and cuvee_public; `lm-eval ls tasks` lists lm-eval's"
+    """The end of an error about an unknown task: the nearest names, or cuvee's own. lm-eval knows 15,000 names."""
+    groups = f"cuvee's are the group cuvee_local and {LINES_TASK}; `lm-eval ls tasks` lists lm-eval's"
     return suggestion(name, known, most=3) if difflib.get_close_matches(name, known, 1) else groups
 
 

@@ -5,13 +5,11 @@ Reports read the facts about a task from its YAML file.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
 
-from cuvee.codec.errors import InputError
-
-__all__ = ["LOCAL_TASKS", "PUBLIC_TASKS", "TASKS_PATH", "chance", "description", "is_ours", "main_metric", "shorter"]
+__all__ = ["LINES_TASK", "LOCAL_TASKS", "NO_DATA", "TASKS_PATH", "TaskFacts", "facts_of"]
 
 TASKS_PATH = Path(__file__).parent
 
@@ -27,60 +25,53 @@ LOCAL_TASKS = (
     "cuvee_reread_nll",
 )
 """The tasks of the group `cuvee_local`, in the order of a report."""
-
-PUBLIC_TASKS = (
-    "cuvee_xquad",
-    "cuvee_kv_uuid_75",
-    "cuvee_lines_100",
-    "cuvee_wikitext2",
-    "cuvee_musique_nll",
+LINES_TASK = "cuvee_lines_100"  # of no group: too long for the bundled model
+NO_DATA = (
+    "lm-eval's own tasks download their data once, to Hugging Face's cache: run this where there is a network, or let "
+    "a task read local files (eval/tasks/README.md)"
 )
-"""The tasks on public data, which is not part of cuvee: all but `cuvee_lines_100` load it (`sources`)."""
+"""The remedy where the data of a task cannot be loaded."""
 
 
-def is_ours(task_name: str) -> bool:
-    """Return whether a task of this name has a YAML file here."""
-    return task_name in _configs()
+@dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """What the YAML file of one of our tasks says.
+
+    Attributes:
+        metric: to report, by lm-eval's name; `higher_is_better` is its direction.
+        chance: the score of a guess; None for likelihoods.
+        description: of what the model is to do, in one line.
+        shorter: the setting that gives the task less context, in the form of `--metadata`.
+    """
+
+    metric: str
+    higher_is_better: bool
+    chance: float | None
+    description: str
+    shorter: str | None
 
 
-def shorter(task_name: str) -> str | None:
-    """Return the setting that gives a task less context, in the form of `--metadata`, or None."""
-    return cast("str | None", _config(task_name)["metadata"].get("shorter")) if is_ours(task_name) else None
-
-
-def chance(task_name: str) -> float | None:
-    """Return the score of a guess, or None for likelihoods and free answers.
+def facts_of(task_name: str) -> TaskFacts | None:
+    """Return the facts about one of our tasks; None for all other names.
 
     Raises:
-        InputError: none of our tasks has that name.
         ImportError: lm-eval is not installed.
     """
-    return cast("float | None", _config(task_name)["metadata"].get("chance"))
-
-
-def description(task_name: str) -> str:
-    """Return the task of the model in one line. Errors: see `chance`."""
-    return cast(str, _config(task_name)["metadata"]["description"])
-
-
-def main_metric(task_name: str) -> tuple[str, bool]:
-    """Return the metric to report, by lm-eval's name, and whether higher is better. Errors: see `chance`."""
-    first = _config(task_name)["metric_list"][0]
-    return first["metric"], first["higher_is_better"]
-
-
-def _config(task_name: str) -> dict[str, Any]:
-    tasks = _configs()
-    if task_name not in tasks:
-        raise InputError(f"task_name: must be one of {', '.join(tasks)}, got {task_name!r}")
-    return tasks[task_name]
+    return _facts().get(task_name)
 
 
 @cache
-def _configs() -> dict[str, dict[str, Any]]:
+def _facts() -> dict[str, TaskFacts]:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as missing:
         raise ImportError("the tasks need lm-eval: pip install 'cuvee[eval]'") from missing
     manager = TaskManager(include_path=str(TASKS_PATH), include_defaults=False)
-    return {name: cast(dict[str, Any], manager.task_index[name].cfg) for name in manager.all_subtasks}
+    found = {}
+    for name in manager.all_subtasks:
+        config = manager.task_index[name].cfg
+        (metric,), says = config["metric_list"], config["metadata"]
+        found[name] = TaskFacts(
+            metric["metric"], metric["higher_is_better"], says.get("chance"), says["description"], says.get("shorter")
+        )
+    return found

@@ -695,8 +695,9 @@ def test_the_command_line_runs_a_local_task(
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
-def test_arguments_are_completed_and_not_overruled(tmp_path: Path) -> None:
+def test_arguments_are_completed_and_not_overruled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, model = ["--include_path", str(TASKS_PATH)], ["--model", "cuvee"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert complete_arguments(["run", "--tasks", "a"]) == ["run", *ours, *model, "--tasks", "a"]
     assert complete_arguments(["--tasks", "a"]) == ["run", *ours, *model, "--tasks", "a"]
     # The user's own come last, and the last one counts.
@@ -709,6 +710,29 @@ def test_arguments_are_completed_and_not_overruled(tmp_path: Path) -> None:
     config.write_text("model: hf\ntasks: [a]\n")
     for args in (["--config", str(config)], [f"--config={config}"], ["-C", str(config)]):
         assert complete_arguments(args) == ["run", *ours, *args]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # lm-eval's default would be refused
+    assert complete_arguments(["-t", "a", "--device", "x"]) == [
+        "run",
+        *ours,
+        *model,
+        "--device",
+        "cpu",
+        "-t",
+        "a",
+        "--device",
+        "x",
+    ]
+
+
+def test_without_a_network_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable() -> None:
+        raise ConnectionError("Couldn't reach 'google/xquad' on the Hub")
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", unreachable)
+    with pytest.raises(
+        InputError, match=r"^--tasks: Couldn't reach 'google/xquad' on the Hub: .* or let a task read local"
+    ):
+        run_cli(["--tasks", "xquad_en"])
 
 
 @pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (3, 3), ("no such task", 1)])
@@ -722,4 +746,4 @@ def test_the_exit_status(
 
 def test_the_help_names_our_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["run", "--help"]) == 0
-    assert re.search(r"--tasks.*--data DIR.*profile=FILE.*quality=NAME", capsys.readouterr().out, re.DOTALL)
+    assert re.search(r"--tasks.*profile=FILE.*quality=NAME", capsys.readouterr().out, re.DOTALL)

@@ -5,7 +5,8 @@
     model     a trained model: profile, cache, KL beside the CPU's, restoring beside computing
 
 Each step is a process of its own, which is killed at its limit: a kernel that faults or hangs takes nothing from the
-other steps. The results are STEP.json and STEP.log, kept up to date while a step runs, and results.json and report.md.
+other steps. STEP.json and STEP.log are kept up to date while a step runs; results.json says how each ended. A log has
+the figures as people read them, and is shown when its step is over.
 `--device emulated` rehearses all steps on the CPU, at sizes that the emulator of PTX can do.
 """
 
@@ -27,8 +28,7 @@ from typing import Any
 import torch
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.bench.gpu.gpu_report import gpu_markdown
-from cuvee.eval.files import write_atomically, write_json
+from cuvee.eval.files import write_json
 from cuvee.eval.machine import hardware
 
 __all__ = ["EMULATED_SECONDS", "STEPS", "main", "run_step"]
@@ -39,6 +39,7 @@ STEPS = {
     "speed": ("cuvee.eval.bench.gpu.speed", 120),
     "model": ("cuvee.eval.bench.gpu.model", 90),
 }
+SHOWN = 6000  # characters of a log
 EMULATED_SECONDS = 1800  # of each step: a shared machine may be slow, and nothing waits for it
 
 
@@ -51,9 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--inside", choices=STEPS, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     try:
+        if given.device == "cuda" and not torch.cuda.is_available():
+            raise InputError(
+                "device: must be a GPU that torch sees, got none; run this where `nvidia-smi` lists one, with a build "
+                f"of torch for CUDA (this is {torch.__version__}), or rehearse it: --device emulated"
+            )
         if given.inside:
-            module = import_module(STEPS[given.inside][0])
-            module.run_step(_prepare(given.device), partial(write_json, given.out / f"{given.inside}.json"))
+            device = torch.device("cuda", torch.cuda.current_device()) if given.device == "cuda" else _emulated()
+            save = partial(write_json, given.out / f"{given.inside}.json")
+            import_module(STEPS[given.inside][0]).run_step(device, save)
             return 0
         return _run_all(given.device, given.out, given.step or list(STEPS))
     except CuveeError as error:
@@ -61,37 +68,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _prepare(device: str) -> torch.device:
-    """Return the device of this process; install the emulator if it is emulated."""
-    if device == "emulated":
-        import_module("tests.emulation").start()
-        return torch.device("cpu")
-    return _need_gpu()
-
-
-def _need_gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        raise InputError(
-            "device: must be a GPU that torch sees, got none; run this where `nvidia-smi` lists one, with a build of "
-            f"torch for CUDA (this is {torch.__version__}), or rehearse it: --device emulated"
-        )
-    return torch.device("cuda", torch.cuda.current_device())
+def _emulated() -> torch.device:
+    import_module("tests.emulation").start()
+    return torch.device("cpu")
 
 
 def _run_all(device: str, out: Path, steps: Sequence[str]) -> int:
-    data: dict[str, Any] = {"device": device, "hardware": hardware("triton") | _gpu(device), "steps": {}}
+    data: dict[str, Any] = {"device": device, "hardware": hardware("triton"), "steps": {}}
+    if device == "cuda":
+        data["hardware"] |= _gpu()
     out.mkdir(parents=True, exist_ok=True)
     for name in steps:
         limit = STEPS[name][1] if device == "cuda" else EMULATED_SECONDS
         print(f"{name}: at most {limit} s", flush=True)
         own = ["-m", "cuvee.eval.bench.gpu", "--device", device, "--out", str(out), "--inside", name]
         (out / f"{name}.json").unlink(missing_ok=True)
-        began = time.monotonic()
-        status = run_step([sys.executable, *own], out / f"{name}.log", limit)
-        data["steps"][name] = {"status": status, "seconds": round(time.monotonic() - began, 1), "limit": limit}
+        log, began = out / f"{name}.log", time.monotonic()
+        status, seconds = run_step([sys.executable, *own], log, limit), time.monotonic() - began
+        data["steps"][name] = {"status": status, "seconds": round(seconds, 1), "limit": limit}
         write_json(out / "results.json", data)
-        write_atomically(out / "report.md", gpu_markdown(data, out).encode())
-    print((out / "report.md").read_text()[-8000:])
+        print(log.read_text(errors="replace")[-SHOWN:].rstrip())
+        print(f"{name}: {status} after {seconds:.0f} s", flush=True)
     return int(any(step["status"] != "done" for step in data["steps"].values()))
 
 
@@ -111,11 +108,9 @@ def run_step(command: Sequence[str], log: Path, seconds: float) -> str:
             process.wait()
 
 
-def _gpu(device: str) -> dict[str, Any]:
+def _gpu() -> dict[str, Any]:
     """What figures depend on beyond `hardware()`: the GPU and its driver."""
-    if device != "cuda":
-        return {}
-    properties = torch.cuda.get_device_properties(_need_gpu())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     driver: str | None = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader"]

@@ -1,6 +1,7 @@
 """The step `model`: a trained model on the device. Its profile, the cache of a long prompt, KL, restoring it.
 
-The model is SmolLM2 where its files are available, or else the bundled one.
+The model is SmolLM2 where its files are available, or else the bundled one. A rehearsal takes the bundled one's first
+layer alone: the emulator decodes a thousand values in a second.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 import cuvee
-from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_text
+from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, bundled_text
 from cuvee.calibration.corpus import load_bundled_model, load_model, load_tokenizer
 from cuvee.calibration.real_model import REAL_MODEL, ModelUnavailableError
 from cuvee.codec.codec import Codec
@@ -29,127 +30,89 @@ from cuvee.eval.bench.gpu.speed import Clock
 from cuvee.eval.bench.timing import spread
 from cuvee.eval.quality import CodecMethod, QualityBench, spans
 
-__all__ = ["ModelScope", "measure_model", "run_step"]
+__all__ = ["run_step"]
 
-QUALITY = "balanced"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelScope:
-    """What is measured.
-
-    Attributes:
-        length, sequences: of the text that the profile is learned from.
-        prefix: tokens in the cache, at most; the model's positions and the text may allow fewer.
-        scored: tokens after it.
-        chunk_tokens: tokens coded together.
-        effort: how long a timing may take.
-    """
-
-    length: int = 512
-    sequences: int = 24
-    prefix: int = 4096
-    scored: int = 256
-    chunk_tokens: int = 256
-    effort: Effort = field(default=Effort(1.0, 5, 30))
-
-
-# The first layers alone: the emulator decodes a thousand values in a second.
-_REHEARSAL = ModelScope(128, 16, 64, 32, 32, Effort(0.0, 1, 1))
-_LAYERS = 1
+QUALITY, GROUP = "balanced", "head"
 
 
 def run_step(device: torch.device, save: Callable[[object], None]) -> None:
-    """Measure and save."""
-    rehearsed = device.type != "cuda"
-    model, texts, title = _load(rehearsed)
-    if rehearsed:
-        model.model.layers = model.model.layers[:_LAYERS]
-        model.config.num_hidden_layers = _LAYERS
-        title += "; rehearsed on the first of them"
-    measure_model(model, texts, title, _REHEARSAL if rehearsed else ModelScope(), device, save)
-
-
-def _load(small: bool) -> tuple[Any, dict[str, torch.Tensor], str]:
-    """A model in float32, the ids of the bundled texts, and what it is."""
-    title = "books-3m, the bundled model"
-    model, tokenizer = load_bundled_model()
-    if not small:
-        try:
-            model, tokenizer = load_model(REAL_MODEL, "float32"), load_tokenizer(REAL_MODEL)
-            title = "SmolLM2-135M-Instruct"
-        except (ImportError, ModelUnavailableError) as error:
-            print(f"the bundled model stands in for SmolLM2: {error}")
-    return model, {name: torch.tensor(tokenizer(bundled_text(name)).input_ids) for name in TEXTS}, title
-
-
-def measure_model(
-    model: Any, texts: dict[str, torch.Tensor], title: str, scope: ModelScope, device: torch.device,
-    save: Callable[[object], None],
-) -> dict[str, Any]:  # fmt: skip
     """Calibrate on the device; code the cache of a prompt there; compare its KL with the CPU's, and restore it.
 
     Args:
-        model: in float32, on the CPU.
-        texts: ids of tokens by the names of the bundled texts.
-        title: of the model.
-        scope: sizes.
-        device: where kernels run.
+        device: where kernels run; the CPU rehearses.
         save: called with the report whenever it has grown.
     """
-    clock = Clock(device, scope.effort)
-    prompt = torch.cat([texts[name] for name in EVALUATION_TEXTS])
-    prefix = min(scope.prefix, model.config.max_position_embeddings - scope.scored, len(prompt) - scope.scored)
-    report: dict[str, Any] = {"model": title, "prefix": prefix, "quality": QUALITY, "group": "head"}
-    learned = torch.cat([texts[name] for name in CALIBRATION_TEXTS])
-    count = min(scope.sequences, len(learned) // scope.length)
-    sequences = learned[: count * scope.length].view(count, scope.length)
+    model, tokenizer, title = _load(device)
+    if device.type == "cuda":
+        length, sequences, prefix, scored, chunk_tokens, effort = 512, 24, 4096, 256, 256, Effort(1.0, 5, 30)
+    else:
+        length, sequences, prefix, scored, chunk_tokens, effort = 128, 16, 64, 32, 32, Effort(0.0, 1, 1)
+    learned, prompt = (
+        torch.cat([torch.tensor(tokenizer(bundled_text(name)).input_ids) for name in names])
+        for names in (CALIBRATION_TEXTS, EVALUATION_TEXTS)
+    )
+    prefix = min(prefix, model.config.max_position_embeddings - scored, len(prompt) - scored)
+    report: dict[str, Any] = {"model": title, "prefix": prefix, "quality": QUALITY, "group": GROUP}
+    count = min(sequences, len(learned) // length)
     model.to(device)
     began = time.perf_counter()
-    profile = cuvee.calibrate(model, sequences, "head", progress=False)
-    report["calibrate"] = {"sequences": count, "length": scope.length, "seconds": time.perf_counter() - began}
+    profile = cuvee.calibrate(model, learned[: count * length].view(count, length), GROUP, progress=False)
+    report["calibrate"] = {"sequences": count, "length": length, "seconds": time.perf_counter() - began}
+    print(f"{title}: learned in {report['calibrate']['seconds']:.1f} s; a cache of {prefix:,} tokens", flush=True)
     save(report)
-    tokens = prompt[None, : prefix + scope.scored]
-    report["device"] = _quality(model, tokens, prefix, profile, scope, "triton", device)
+    tokens = prompt[None, : prefix + scored]
+    report["device"] = _quality(model, tokens, prefix, Codec(profile, QUALITY, backend="triton"), chunk_tokens, device)
     save(report)
-    report["restore"] = _restore(clock, model, tokens[:, :prefix], profile, scope)
+    report["restore"] = _restore(Clock(device, effort), model, tokens[:, :prefix], profile, chunk_tokens)
     save(report)
-    report["cpu"] = _quality(model.to("cpu"), tokens, prefix, profile, scope, "numba", torch.device("cpu"))
+    codec, cpu = Codec(profile, QUALITY, backend="numba"), torch.device("cpu")
+    report["cpu"] = _quality(model.to("cpu"), tokens, prefix, codec, chunk_tokens, cpu)
     report["kl_difference"] = report["device"]["kl"] - report["cpu"]["kl"]
     save(report)
-    return report
+
+
+def _load(device: torch.device) -> tuple[Any, Any, str]:
+    """A model in float32, its tokenizer, and what it is."""
+    model, tokenizer = load_bundled_model()
+    if device.type != "cuda":
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+        return model, tokenizer, "books-3m, the bundled model; rehearsed on its first layer"
+    try:
+        return load_model(REAL_MODEL, "float32"), load_tokenizer(REAL_MODEL), "SmolLM2-135M-Instruct"
+    except (ImportError, ModelUnavailableError) as error:
+        print(f"the bundled model stands in for SmolLM2: {error}")
+        return model, tokenizer, "books-3m, the bundled model"
 
 
 def _quality(
-    model: Any, tokens: torch.Tensor, prefix: int, profile: Profile, scope: ModelScope, backend: str,
-    device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
+    model: Any, tokens: torch.Tensor, prefix: int, codec: Codec, chunk_tokens: int, device: torch.device
+) -> dict[str, Any]:
     """The KL and the size after the cache was coded where the model is."""
     bench = QualityBench(model, tokens, prefix, dtype="bfloat16", device=device)
-    method = CodecMethod(Codec(profile, QUALITY, backend=backend))
-    found = bench.run(QUALITY, method, scope.chunk_tokens).to_dict()
+    found = bench.run(QUALITY, CodecMethod(codec), chunk_tokens).to_dict()
+    print(f"coded on {device}: KL {found['kl']:.5f}, {found['bits_per_value']:.3f} bits per value", flush=True)
     kept = ("kl", "nll", "top1", "bits_per_value", "ratio", "encode_seconds", "decode_seconds")
     return {name: found[name] for name in kept}
 
 
-def _restore(clock: Clock, model: Any, tokens: torch.Tensor, profile: Profile, scope: ModelScope) -> dict[str, Any]:
+def _restore(clock: Clock, model: Any, tokens: torch.Tensor, profile: Profile, chunk_tokens: int) -> dict[str, Any]:
     """Seconds to encode and to decode the cache of `tokens [1, T]` in place, and to compute it again in bfloat16."""
     model = deepcopy(model)
     for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay as they are
         parameter.data = parameter.data.bfloat16()
-    layout = replace(profile.layout, dtype="bfloat16")
-    tokens = tokens.to(clock.device)
+    layout, tokens = replace(profile.layout, dtype="bfloat16"), tokens.to(clock.device)
     with frozen(model), torch.no_grad():
         (chunk,) = prefill(model, tokens, layout, clock.device)
         compute = spread(clock.whole(partial(prefill, model, tokens, layout, clock.device)))
-    cut = spans(chunk.tokens, scope.chunk_tokens)
-    cache = PagedCache.of_chunk(chunk)
+    cache, cut = PagedCache.of_chunk(chunk), spans(chunk.tokens, chunk_tokens)
     slots = [torch.arange(begin, end, device=clock.device) for begin, end in cut]
     starts = [begin for begin, _ in cut]
     codec = Codec(profile, QUALITY, backend="triton")
     blobs = codec.encode(PagedChunks(cache, slots, starts))
     encode = spread(clock.whole(lambda: codec.encode(PagedChunks(cache, slots, starts))))
     decode = spread(clock.whole(lambda: codec.decode_paged(blobs, cache, slots, starts).check()))
+    timed = {"encode": encode, "decode": decode, "recompute": compute}
+    print(*(f"{name}: {1e3 * one['median']:.2f} ms" for name, one in timed.items()), sep=", ", flush=True)
     return {
         "tokens": chunk.tokens,
         "raw_bytes": chunk.nbytes,

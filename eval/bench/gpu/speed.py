@@ -112,15 +112,22 @@ def measure_speed(scope: GpuScope, device: torch.device, save: Callable[[object]
     clock = Clock(device, scope.effort)
     report: dict[str, Any] = {"scope": scope.name, "ceilings": _ceilings(clock, scope)}
     report |= {"runs": [], "kernels": {}, "errors": {}}
+    print(*(f"{name}: {rate['median']:,.0f} GB/s" for name, rate in report["ceilings"].items()), sep=", ", flush=True)
     save(report)
     pages = Pages(scope.layout, max(scope.chunks), scope.tokens, scope.block_tokens, device)
     for group in scope.groups:
         print(f"group {group}", flush=True)
         try:
-            report["runs"] += measure_group(clock, group, scope, pages, report["kernels"])
+            found = measure_group(clock, group, scope, pages, report["kernels"])
         except CuveeError as error:
             report["errors"][group] = str(error)
+            found = []
+        report["runs"] += found
         save(report)
+        for run in found:
+            encode, decode = (f"{run[f'{way}_gb_per_s']['median']:.1f} GB/s" for way in ("encode", "decode"))
+            size = f"{run['tokens']:,} tokens, {run['bits_per_value']:.2f} bits per value"
+            print(f"  {size}: encode {encode}, decode {decode}, {1e3 * run['decode_seconds']['median']:.2f} ms")
     return report
 
 

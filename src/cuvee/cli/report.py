@@ -84,8 +84,7 @@ def report(
         list[str] | None,
         typer.Option(
             "--tasks", metavar="NAME", show_default=False, rich_help_panel=_TASKS,
-            help="Score this lm-eval task or group, or none. Repeatable. Default: the group cuvee_local. Public data: "
-            "the group cuvee_public.",
+            help="Score this lm-eval task or group, or none. Repeatable. Default: the group cuvee_local.",
         ),
     ] = None,
     controls: Annotated[
@@ -115,13 +114,6 @@ def report(
             "--blend", rich_help_panel=_TASKS, help="Also measure what blending recovers if chunks were cached alone."
         ),
     ] = False,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", show_default=False, rich_help_panel=_TASKS,
-            help="The folder with public data, for tasks that read some.",
-        ),
-    ] = None,
 ) -> None:  # fmt: skip
     """Measure what compression costs a model, next to the baselines: sizes, KL, task scores, blends, plots.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -35,27 +36,18 @@ from cuvee.eval.bench.gpu.cases import (
     synthetic_chunks,
     synthetic_profile,
 )
-from cuvee.eval.bench.gpu.gpu_report import gpu_markdown
 from cuvee.eval.bench.gpu.speed import Clock, measure_group, measure_speed
 from cuvee.eval.bench.shapes import llama_layout
-from cuvee.eval.machine import hardware
 
 ROOT = Path(__file__).parents[3]
 LAYOUT = GPU_REHEARSAL.layout
 TINY = replace(GPU_REHEARSAL, groups=("layer", LOSSLESS))
 
 
-def shown(folder: Path, status: str, name: str, found: object, said: str = "") -> str:
-    (folder / f"{name}.json").write_text(json.dumps(found))
-    (folder / f"{name}.log").write_text(said)
-    step = {"status": status, "seconds": 1.0, "limit": 2.0}
-    return gpu_markdown({"hardware": hardware("triton"), "steps": {name: step}}, folder)
-
-
 # Speed -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_figure_is_there(tmp_path: Path, device: torch.device) -> None:
+def test_every_figure_is_there(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     states: list[dict[str, Any]] = []
     report = measure_speed(TINY, device, lambda data: states.append(json.loads(json.dumps(data, allow_nan=False))))
     assert [len(state["runs"]) for state in states] == [0, 2, 4], "saved after each group"
@@ -72,14 +64,12 @@ def test_every_figure_is_there(tmp_path: Path, device: torch.device) -> None:
             seconds = run[f"{way}_seconds"]["median"]
             assert run[f"{way}_gb_per_s"]["median"] == pytest.approx(run["raw_bytes"] / seconds / 1e9)
         assert run["raw_copy_seconds"]["median"] > 0
-    timed = report | {"kernels": {"layer": [("rans_decode", 2, 12.4)]}}
-    text = shown(tmp_path, "done", "speed", timed)
-    assert "| layer | 16 |" in text and "| rans_decode | 2 | 12 |" in text
-    assert "Ceilings in GB/s: device copy" in shown(tmp_path, "cut", "speed", states[0])
+    said = capsys.readouterr().out
+    assert said.startswith("device copy: ") and len(re.findall(r"(?m)^  (8|16) tokens, .* GB/s, decode ", said)) == 4
 
 
 def test_lossless_bytes_unlike_the_cpus_are_refused_and_the_other_groups_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.device
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     right = Codec.encode
 
@@ -91,7 +81,6 @@ def test_lossless_bytes_unlike_the_cpus_are_refused_and_the_other_groups_measure
     report = measure_speed(TINY, device, lambda data: None)
     assert report["errors"] == {LOSSLESS: "lossless bytes are not those of the CPU; nothing is reported"}
     assert {run["group"] for run in report["runs"]} == {"layer"}
-    assert "**lossless is wrong**: lossless bytes are not" in shown(tmp_path, "failed", "speed", report)
 
 
 def other_values(right: Any, calls: int, codec: Codec, *given: Any) -> Any:
@@ -187,9 +176,7 @@ def test_a_step_that_fails_or_hangs_is_named_and_killed(tmp_path: Path) -> None:
 
     log = tmp_path / "log"
     assert run("print('good')") == "done" and log.read_text() == "good\n"
-    assert run("import sys; print('last words'); sys.exit(3)") == "failed"
-    nothing: dict[str, Any] = {"ceilings": {}, "runs": [], "kernels": {}, "errors": {}}
-    assert "```\nlast words\n```" in shown(tmp_path, "failed", "speed", nothing, log.read_text())
+    assert run("import sys; print('last words'); sys.exit(3)") == "failed" and log.read_text() == "last words\n"
     assert run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == "failed"
     child = "import subprocess, sys, time; sleep = 'import time; time.sleep(60)'\n"
     child += "print(subprocess.Popen([sys.executable, '-S', '-c', sleep]).pid, flush=True); time.sleep(60)"
@@ -207,21 +194,30 @@ def test_a_step_that_fails_or_hangs_is_named_and_killed(tmp_path: Path) -> None:
     assert not lives(), "what a step starts is killed"
 
 
+def test_how_each_step_ended_is_saved_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = {"tests": ("3 failed", "failed"), "speed": ("256 tokens", "done"), "model": ("coded", "cut")}
+
+    def ended(command: list[str], log: Path, seconds: float) -> str:
+        said, status = ends[command[-1]]
+        log.write_text(said)
+        return status
+
+    monkeypatch.setattr("cuvee.eval.bench.gpu.__main__.run_step", ended)
+    assert main(["--device", "emulated", "--out", str(tmp_path)]) == 1
+    steps = json.loads((tmp_path / "results.json").read_text())["steps"]
+    assert {name: step["status"] for name, step in steps.items()} == {name: end for name, (_, end) in ends.items()}
+    shown = capsys.readouterr().out
+    assert all(f"{said}\n{name}: {status} after 0 s" in shown for name, (said, status) in ends.items())
+    assert main(["--device", "emulated", "--out", str(tmp_path), "--step", "speed"]) == 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_remedy_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path / "out")]) == 1
     assert "--device emulated" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_failures_are_shown_in_full(tmp_path: Path) -> None:
-    result = {
-        "collected": 9, "passed": 5, "failed": 1, "skipped": 0, "not_run": 3, "seconds_by_file": {},
-        "failures": {"tests/kernels/test_rans.py::test_x": "E   CUDA error: an illegal memory access"},
-        "more_failures": [],
-    }  # fmt: skip
-    text = shown(tmp_path, "cut", "tests", result)
-    assert "5 passed, 1 failed, 0 skipped, 3 not run" in text and "an illegal memory access" in text
 
 
 @pytest.mark.nightly

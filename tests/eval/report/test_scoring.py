@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from cuvee.eval.quality import CodecMethod
 from cuvee.eval.report.schema import Score, Task
 from cuvee.eval.report.scoring import TaskScorer, shows_something
 from cuvee.eval.stats import paired_difference
-from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH
+from cuvee.eval.tasks import LINES_TASK, LOCAL_TASKS, TASKS_PATH
 
 pytest.importorskip("lm_eval")
 SETTINGS: dict[str, Any] = {"chunk_tokens": 256, "cache_dtype": "bfloat16", "batch_size": 4, "seed": 1}
@@ -69,20 +68,27 @@ def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
     assert score.per_doc == pytest.approx(exact.per_doc, rel=0.01)
 
 
-def test_a_task_gets_its_metadata(books: Any, tmp_path: Path) -> None:
-    item = {
-        "question": "Where does Ely lie?", "paragraphs": [{"title": "Ely", "paragraph_text": "Ely lies on a hill."}],
-        "answer": "on a hill",
-    }  # fmt: skip
-    (tmp_path / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item))
-    scores = scorer(books, "cuvee_musique_nll", metadata={"data": str(tmp_path), "any_version": "true"})
-    task, score = scores.score(Uncompressed(), "cuvee_musique_nll")
-    assert task.metric == "nats_per_word" and task.docs == 2 and len(score.per_doc or []) == 2
+def test_a_task_gets_its_metadata(books: Any) -> None:
+    scores = scorer(books, LINES_TASK, metadata={"lines": "12"}, limit=2)
+    task, score = scores.score(Uncompressed(), LINES_TASK)
+    assert (task.metric, task.docs, task.chance) == ("acc", 2, 0.1) and len(score.per_doc or []) == 2
 
 
-def test_unknown_tasks_are_named_with_a_hint(books: Any, tmp_path: Path) -> None:
+def test_unknown_tasks_are_named_with_a_hint(books: Any) -> None:
     with pytest.raises(InputError, match=r"^tasks: 'cuvee_needle_129' is not known; did you mean .*cuvee_needle_128"):
         scorer(books, "cuvee_kv_8", "cuvee_needle_129")
+
+
+def test_data_that_cannot_be_downloaded_is_named_with_a_remedy(books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of lm-eval's own, by its name, without a network."""
+
+    def unreachable(path: str, *given: Any, **more: Any) -> Any:
+        raise ConnectionError(f"Couldn't reach {path!r} on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    message = r"^tasks: xquad_en cannot load their data \(Couldn't reach 'google/xquad' on the Hub\): .* a network, or"
+    with pytest.raises(InputError, match=message):
+        scorer(books, "xquad_en")
 
 
 def test_what_a_failing_task_printed_is_shown(

@@ -17,8 +17,7 @@ from cuvee.eval.report.report_config import ReportConfig
     ("typed", "told"),
     [
         (["report", "--quick", "-o", "out/report"], "cuvee report --quick -o out/report"),
-        (["report", "--data", "/home/me/data", "--profile=/tmp/a/p.cuvee"],
-         "cuvee report --data data --profile=p.cuvee"),
+        (["report", "--out", "/home/me/run", "--profile=/tmp/a/p.cuvee"], "cuvee report --out run --profile=p.cuvee"),
         (["report", "--text", "/home/me/my notes.txt=0.5"], "cuvee report --text 'my notes.txt=0.5'"),
         (["report", "--model", "org/model", "--text", "a:b"],
          "cuvee report --model org/model --text a:b"),

@@ -36,6 +36,5 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
 def test_options_of_the_report_that_do_not_go_together(tmp_path: Path) -> None:
     fails("report", "-o", tmp_path / "r", "--profile", "a", "--group", "layer", match="groups: must be left out")
     fails("report", "-o", tmp_path / "r", "--model", tmp_path / "nowhere", match="nowhere")
-    fails("report", "-o", tmp_path / "r", "--data", tmp_path / "nowhere", match="data: must be the folder")
     fails("report", "-o", tmp_path / "r", "--tasks", "none", "--controls", match="controls: must be left out")
     assert not (tmp_path / "r").exists()
