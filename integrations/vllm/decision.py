@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cuvee.integrations.costs import LinearCost, prefill_quantities
@@ -32,6 +33,24 @@ _REMEMBERED = 64  # steps whose time no worker has reported yet
 FIXED_SHARE = 1 / 3
 
 Kind = Literal["load", "blend"]
+
+
+class Verdict(Enum):
+    """Whether something is restored, and why.
+
+    PAYS: that looks quicker than computing. TRIAL: it does not, but is tried. SLOW: it does not. WAITED: it has waited
+    for ranks as long as computing takes.
+    """
+
+    PAYS = "pays"
+    TRIAL = "trial"
+    SLOW = "slow"
+    WAITED = "waited"
+
+    @property
+    def restores(self) -> bool:
+        """Whether it is restored."""
+        return self in (Verdict.PAYS, Verdict.TRIAL)
 
 
 class Restored(NamedTuple):
@@ -70,7 +89,7 @@ class Pays:
         self.prefill = LinearCost(1e-3, 0.0)  # before anything is measured: 1,000 tokens per second
         self._timed_steps: dict[int, tuple[int, float]] = {}
         self._costs: dict[Kind, LinearCost] = {kind: LinearCost(1e-5, 1e-3, 1e-3) for kind in ("load", "blend")}
-        self._declined: Counter[Kind] = Counter()
+        self._slow: Counter[Kind] = Counter()
 
     def begin_step(self, plan: StepPlan, prompt_tokens: int, looked_at: float, scheduled: int) -> None:
         """Have a step timed if it tells the speed of prefill.
@@ -100,18 +119,21 @@ class Pays:
         """Note what a load or a blend took."""
         self._costs[done.kind].observe(done.decoded, done.computed, done.seconds)
 
-    def worth(self, kind: Kind, start: int, stop: int, sizes: Iterable[int], computed: float = 0.0) -> bool:
+    def judge(self, kind: Kind, start: int, stop: int, sizes: Iterable[int], computed: float = 0.0) -> Verdict:
         """Return whether to restore tokens `start … stop - 1` of a prompt from entries of these sizes, of which so many
-        are computed all the same. Call it once per request.
+        are computed all the same. Changes nothing: `note` does, once per request.
 
-        True until `MIN_SAMPLES` of both sides were measured, because only what is restored yields samples. Afterwards
-        one in `TRIAL_EVERY` that are declined is let through.
+        PAYS until `MIN_SAMPLES` of both sides were measured, because only what is restored yields samples. Afterwards
+        one in `TRIAL_EVERY` that look too slow is tried.
         """
         restoring = self._costs[kind](decoding_work(sizes, self._chunk), computed)
         if not self.knows(kind) or restoring <= self.prefill.marginal(*prefill_quantities(start, stop)):
-            return True
-        self._declined[kind] += 1
-        return self._declined[kind] % TRIAL_EVERY == 0
+            return Verdict.PAYS
+        return Verdict.SLOW if (self._slow[kind] + 1) % TRIAL_EVERY else Verdict.TRIAL
+
+    def note(self, kind: Kind, verdict: Verdict) -> None:
+        """Note a verdict by which a request was answered."""
+        self._slow[kind] += verdict in (Verdict.TRIAL, Verdict.SLOW)
 
     def knows(self, kind: Kind) -> bool:
         """Return whether both sides were measured often enough."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:  # it imports this module
-    from cuvee.integrations.vllm.scheduler_state import SchedulerState
+from cuvee.integrations.vllm.scheduler_state import SchedulerState
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ class Lookup(Generic[T]):
         answer: to come; cancel it to ask nothing more.
         asked: when it began.
         tokens: as given.
-        late: whether the answer was settled before everything was known.
+        timed_out: whether the answer was settled before everything was known.
 
     Raises:
         RuntimeError: the threads were dismissed, or none can be started.
@@ -44,8 +43,8 @@ class Lookup(Generic[T]):
         self, state: SchedulerState, tenant: str, find: Callable[[Lookup[T]], T], nothing: T, tokens: int
     ) -> None:
         self.answer: Future[T] = Future()
-        self.asked, self.tokens, self.late = state.clock(), tokens, False
-        self._state, self._tenant, self._known = state, tenant, nothing
+        self.asked, self.tokens, self.timed_out = state.clock(), tokens, False
+        self._state, self._tenant, self._so_far = state, tenant, nothing
         self._lock = threading.Lock()  # of the answer, which the asking and the waiting thread may both set
         state.lookup_threads.submit(self._run, find)
 
@@ -56,13 +55,13 @@ class Lookup(Generic[T]):
             Exception: the error of the lookup, or CancelledError if the answer was cancelled.
         """
         with self._state.waiting() as patience:
-            late = not wait([self.answer], patience).done
-        if late and self._state.clock() - self.asked <= self._state.options.lookup_timeout:
+            pending = not wait([self.answer], patience).done
+        if pending and self._state.clock() - self.asked <= self._state.options.lookup_timeout:
             return None
-        if late:
+        if pending:
             self._state.overdue()
-            self.late = True
-        self._answer(lambda: self.answer.set_result(self._known))
+            self.timed_out = True
+        self._answer(lambda: self.answer.set_result(self._so_far))
         return self.answer.result()
 
     @property
@@ -70,19 +69,19 @@ class Lookup(Generic[T]):
         """Most digests per call of the store, at least 1. Each call asks for all ranks' parts."""
         return max(CALL_KEYS // len(self._state.holders), 1)
 
-    def contains(self, digests: Sequence[bytes], known: T, guesses: int = 0) -> list[bool]:
+    def contains(self, digests: Sequence[bytes], so_far: T, guesses: int = 0) -> list[bool]:
         """Return whether the store has every rank's part of each entry, with a tag of any accepted secret.
 
         Args:
             digests: of the entries. Those that are not there count as misses.
-            known: the lookup's answer if it is settled before that.
+            so_far: the lookup's answer if it is settled before that.
             guesses: how many of the last digests are one entry in several lengths; none of them counts as missing.
 
         Raises:
             CancelledError: nobody waits for the answer any more.
             Exception: that of the store.
         """
-        self._known = known
+        self._so_far = so_far
         there: list[bool] = []
         state, size = self._state, self.batch
         ranks = list(state.holders)
@@ -104,8 +103,8 @@ class Lookup(Generic[T]):
         except CancelledError:
             return
         except Exception as error:
-            told = error
-            self._answer(lambda: self.answer.set_exception(told))
+            failure = error
+            self._answer(lambda: self.answer.set_exception(failure))
         else:
             self._answer(lambda: self.answer.set_result(answer))
 

@@ -6,7 +6,8 @@
 
 `SchedulerSide` has one method per call of the engine and hands each on: to `scheduler_load` (what the store has, and
 what is loaded by when), `blending.planning` (segments behind the prefix), `scheduler_save` (what is stored) and
-`decision` (what pays). They share `scheduler_state`; `scheduler_requests` knows the requests.
+`decision` (what pays). They share `scheduler_state`, and the record that `request_record` has of each request;
+`scheduler_requests` names requests.
 
 These modules run in the engine's loop: nothing waits for a store longer than a millisecond, and no error leaves them. A
 request with an error is not cached from there on: it is computed, and nothing of it is stored. If the engine already
@@ -26,16 +27,18 @@ from cuvee.integrations.adapters import Adapters
 from cuvee.integrations.costs import prefill_quantities
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
-from cuvee.integrations.vllm.blending.planning import BlendPlanner
+from cuvee.integrations.vllm.blending.planning import BlendMatch, BlendPlanner
 from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.phases import UNDER_WAY, RequestPhase
+from cuvee.integrations.vllm.request_record import NOTHING, RequestRecord, RequestTable
 from cuvee.integrations.vllm.scheduler_blend import SchedulerBlends
 from cuvee.integrations.vllm.scheduler_events import EventPair, SchedulerEvents
-from cuvee.integrations.vllm.scheduler_load import SchedulerLoads
+from cuvee.integrations.vllm.scheduler_load import PrefixMatch, SchedulerLoads
 from cuvee.integrations.vllm.scheduler_requests import Requests
 from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
-from cuvee.integrations.vllm.scheduler_state import NOTHING, PATIENCE, KnownEntries, SchedulerState, Tracked
+from cuvee.integrations.vllm.scheduler_state import PATIENCE, KnownEntries, SchedulerState
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import Identity
@@ -43,6 +46,8 @@ from cuvee.naming.identity import Identity
 logger = logging.getLogger(__name__)
 
 _CONFIRMING = 4  # steps without requests, at most
+_NEW = (RequestPhase.EARLY, RequestPhase.NAMING)
+_ASKED = (RequestPhase.ASKING, RequestPhase.PROMISED)  # phases in which the engine's question is more than refused
 
 
 class SchedulerSide:
@@ -57,7 +62,7 @@ class SchedulerSide:
         own_store: no worker has this store object, so its troubles are counted here.
         clock: seconds, monotonic.
         breaks: line breaks of the engine's vocabulary, by which blending finds paragraphs, if they are known.
-        make_events: makes the events about a request's tokens (`SchedulerEvents`); None: nobody is told.
+        make_events: makes the events about a request's tokens (`SchedulerEvents`); None: no router listens.
         weights: makes the identity's name of the weights; until that is known, requests are computed, and not cached.
             None: the identity has its name.
     """
@@ -80,12 +85,11 @@ class SchedulerSide:
         self._own_store = store if own_store else None
         self._step = 0
         self._confirmed = 0  # all ranks have ended this step and all steps before it
-        self._told = 0  # of these, the last that ranks know of
+        self._announced = 0  # of these, the last that ranks know of
         self._saving = 0  # the last step of which something is stored
         self._alone = setup.alone
         self._weights = weights
         self._named = weights is None
-        self._early: set[str] = set()  # requests that arrived before the weights had a name, and wait to be scheduled
         self._coding = setup.coding
         self._guard = Guard(recorder)
         self._state = state = SchedulerState(setup, store, recorder, clock)
@@ -93,91 +97,85 @@ class SchedulerSide:
         self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.beside)
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
+        self._records = RequestTable()
         self._events = SchedulerEvents(len(setup.holders), make_events)
         in_engine = setup.prefix_caching, setup.loads_in_part
-        self._loads = SchedulerLoads(state, known, self._events, self._pays, *in_engine)
-        self._blends = SchedulerBlends(state.shards, setup.step_tokens)
+        self._loads = SchedulerLoads(state, self._records, known, self._events, self._pays, *in_engine)
+        self._blends = SchedulerBlends(self._records, state.shards, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
 
     # Requests, in the order in which the engine calls ------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
         """Look up a new request now, so that the answer is there when its turn comes."""
-        with self._guard("arrived", partial(self._give_up, request.request_id)):
-            if not self._take_name():
-                self._early.add(request.request_id)
-                self._requests.is_named(request)  # vLLM keeps its images and its adapter for later requests
-            elif self._requests.is_named(request):
-                self._begin(request)
-
-    def _begin(self, request: Any) -> None:
-        tracked = self._track(request)
-        if tracked is None:
-            return
-        self._loads.begin(tracked)
-        self._planner.segment(tracked)
-        if self._loads.worth_asking(request, 0):
-            self._loads.ask(tracked)
-            self._planner.ask(tracked)
+        with self._guard("arrived", partial(self._give_up, request)):
+            self._begin(self._record_of(request))
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` can be loaded, and whether asynchronously; None: ask
-        again.
+        again. The engine asks as often as it likes, and need not take what it is told of (`allocated`).
         """
-        if request.request_id in self._early and self._take_name():  # it is scheduled now, and can still be cached
-            self._early.discard(request.request_id)
-            self.arrived(request)
-        with self._guard("matched_tokens", partial(self._give_up, request.request_id)):
-            if not self._requests.is_named(request):
+        with self._guard("matched_tokens", partial(self._give_up, request)):
+            record = self._record_of(request)
+            if not self._begin(record):
                 return None, False
-            if self._requests.was_naming(request):
-                self._begin(request)
-            tracked = self._track(request)
-            if tracked is None or tracked.refused:
+            if record.phase not in _ASKED:
                 return 0, False
             if self._requests.waits(self._step):
                 return None, False
-            tokens = self._loads.match(tracked, computed) if self._loads.worth_asking(request, computed) else 0
-            if tokens is not None:
-                tokens = self._planner.match(tracked, computed, tokens)
-            if tracked.blend is not None and tokens and not self._loads.has_place(request.request_id):
+            asks = self._loads.worth_asking(request, computed)
+            if not ((not asks or self._loads.learn(record)) and self._planner.learn(record)):
                 return None, False
-            if tokens:
-                self._loads.promise(request.request_id, computed)
+            if record.phase not in _ASKED:  # the answer took too long
+                return 0, False
+            tokens = self._promise(record, computed, *self._match(record, computed, asks))
             return tokens, bool(tokens)
         return 0, False
+
+    def _match(self, record: RequestRecord, computed: int, asks: bool) -> tuple[PrefixMatch, BlendMatch]:
+        """Return what can be loaded and blended after the first `computed` tokens. Changes nothing."""
+        prefix = self._loads.match(record, computed) if asks else PrefixMatch(0)
+        return prefix, BlendMatch() if prefix.tokens is None else self._planner.match(record, computed + prefix.tokens)
+
+    def _promise(self, record: RequestRecord, computed: int, prefix: PrefixMatch, blend: BlendMatch) -> int | None:
+        """Decide by a match, and return what the engine is told: tokens to load; None: it is to ask again."""
+        self._loads.settle(record, prefix)
+        decided = self._planner.settle(record, blend)
+        if prefix.tokens is None or not decided or (record.blend is not None and not self._loads.has_place(record)):
+            return None
+        tokens = prefix.tokens if record.blend is None else record.blend_end - computed
+        self._loads.promise(record, computed, tokens)
+        return tokens
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """Plan the load of a request for which the engine allocated blocks in each group of layers, and wants `tokens`
         loaded (0: none).
         """
-        first = self._loads.take_promise(request.request_id) // self._state.blocks[0]
 
         def give_up() -> None:
+            record = self._records.of(request)
             if tokens:  # the engine waits for them
-                self._loads.fail(request.request_id, first, list(tables[0][first:]))
-            self._give_up(request.request_id)
+                self._loads.fail(record, tables[0][record.first // self._state.blocks[0] :])
+            self._give_up(request)
 
         with self._guard("allocated", give_up):
-            tracked = self._track(request)
-            if tracked is not None:
-                tracked.computed = 0  # any blocks it had before were other ones
+            record = self._record_of(request)
+            record.computed = 0  # any blocks it had before were other ones
             if not tokens:
+                self._loads.withdraw(record)
                 return
-            if tracked is None:
-                raise LookupError(f"{tokens} tokens are to be loaded for a request that is not cached")
-            self._planner.allocate(tracked, tables[0])
-            if tracked.blend is not None:
-                self._blends.begin(request.request_id)
-            self._loads.allocate(tracked, tables, tokens)
+            if record.phase is not RequestPhase.PROMISED:
+                raise LookupError(f"{tokens} tokens are to be loaded for a request that was promised none")
+            self._planner.allocate(record, tables[0])
+            self._loads.allocate(record, tables, tokens)
 
     def outcome(self, request: Any) -> dict[str, Any] | None:
         """Return what the client of a request learns of its blend, and of options that were refused; None: nothing."""
         with self._guard("finished"):
-            tracked = self._requests.tracked.get(request.request_id)
-            if tracked is not None:
-                blended = {} if tracked.segmented is None else tracked.segmented.outcome
-                return {**blended, **({"error": tracked.error} if tracked.error else {})} or None
+            record = self._records.get(request.request_id)
+            if record is not None and record.cached:
+                blended = {} if record.segmented is None else record.segmented.outcome
+                return {**blended, **({"error": record.error} if record.error else {})} or None
         return None
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
@@ -185,23 +183,20 @@ class SchedulerSide:
 
         They keep their content until the next step begins: that is when the request's tail is copied.
         """
-        request_id = request.request_id
-        if request_id in self._early:
-            self._early.discard(request_id)
+        record = self._records.get(request.request_id)
+        if record is None:
+            return
+        if record.phase is RequestPhase.EARLY:
             self._recorder.count("uncached", label="unnamed")
-        tracked = self._requests.tracked.get(request_id)
         with self._guard("finished"):
-            if tracked is not None and self._state.stores and not tracked.unstored:
-                self._saves.end(tracked, tables)
+            if record.cached and self._state.stores and not record.unstored:
+                self._saves.end(record, tables)
         with self._guard("finished"):
-            if tracked is not None:
-                tracked.forget_lookups()
-        self._requests.end(request_id)
-        self._loads.forget(request_id)
+            self._blends.drop(record)
         with self._guard("finished"):
-            self._blends.drop(request_id)
+            self._loads.release(record)
         with self._guard("finished"):
-            self._load_is_over(request_id)
+            self._records.remove(record)
 
     # Steps -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +218,7 @@ class SchedulerSide:
         plan.drops = self._blends.take_drops()
         with self._guard("plan"):
             self._plan_requests(plan, output)
-        self._told = plan.confirmed
+        self._announced = plan.confirmed
         if plan.saves or plan.last_saves:
             self._saving = plan.step if plan.saves else max(self._saving, plan.step - 1)
         return plan
@@ -235,7 +230,7 @@ class SchedulerSide:
         With asynchronous scheduling, vLLM's own step after the last request is planned too early for that. A step that
         has failed is never confirmed; so an engine without requests does no more than a few for it.
         """
-        return not self._alone and self._told < self._saving and self._step < self._saving + _CONFIRMING
+        return not self._alone and self._announced < self._saving and self._step < self._saving + _CONFIRMING
 
     def _plan_requests(self, plan: StepPlan, output: Any) -> None:
         """Plan to store what a step completes, and time the step if it tells the speed of prefill."""
@@ -244,23 +239,23 @@ class SchedulerSide:
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         prompt_tokens, looked_at = 0, 0.0
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = self._requests.tracked.get(request_id)
-            if tracked is None:
+            record = self._records.get(request_id)
+            if record is None or not record.cached:
                 continue
-            with self._guard("plan", partial(self._give_up, request_id)):
+            with self._guard("plan", partial(self._give_up, record.request)):
                 before = computed[request_id]
                 after = before + scheduled
-                prompt = max(min(after, tracked.request.num_prompt_tokens), before)
+                prompt = max(min(after, record.request.num_prompt_tokens), before)
                 prompt_tokens += prompt - before
                 looked_at += prefill_quantities(before, prompt)[1]
-                self._loads.note_step(tracked, before, after, self._step)
-                tracked.computed = after
-                if self._state.stores and tracked.unstored:
-                    self._state.not_stored(tracked.unstored, scheduled)
+                self._loads.note_step(record, before, after, self._step)
+                record.computed = after
+                if self._state.stores and record.unstored:
+                    self._state.not_stored(record.unstored, scheduled)
                 elif self._state.stores:
-                    saves = self._saves.completed(tracked, before, after, output.kv_connector_block_state)
+                    saves = self._saves.completed(record, before, after, output.kv_connector_block_state)
                     plan.saves += saves
-                    self._events.planned(tracked.request, saves)
+                    self._events.planned(record.request, saves)
         self._pays.begin_step(plan, prompt_tokens, looked_at, output.total_num_scheduled_tokens)
 
     def take(self, report: Report) -> None:
@@ -270,18 +265,20 @@ class SchedulerSide:
                 self._confirmed += 1
         with self._guard("take", partial(self._blends.drop_all, report.placed)):
             self._blends.take(report)
-        for request_id in report.failed:
-            with self._guard("take", partial(self._give_up_known, request_id)):
-                self._refuse(request_id)
-            with self._guard("take"):
-                self._blends.drop(request_id)
+        for record in map(self._records.get, report.failed):
+            if record is not None:
+                with self._guard("take", partial(self._give_up, record.request)):
+                    self._refuse(record)
         for delivery in report.delivered:
-            with self._guard("take", partial(self._give_up_known, delivery.request)):
-                self._loads.note_delivery(delivery)
-        for request_id in report.ended:
-            with self._guard("take"):
-                if self._loads.ended(request_id):
-                    self._load_is_over(request_id)
+            record = self._records.get(delivery.request)
+            if record is not None:
+                with self._guard("take", partial(self._give_up, record.request)):
+                    self._loads.note_delivery(record, delivery)
+        for record in map(self._records.get, report.ended):
+            if record is not None:
+                with self._guard("take"):
+                    if self._loads.ended(record):
+                        self._loads.over(record)
         for digest in report.unsaved:
             self._known.forget(digest)
         for learn in (self._loads.take, self._events.take, self._record, self._pays.take):
@@ -346,20 +343,42 @@ class SchedulerSide:
 
     # Across tasks ----------------------------------------------------------------------------------------------
 
-    def _track(self, request: Any) -> Tracked | None:
-        """Return the state of a request; None: it is not cached."""
-        request_id = request.request_id
-        tracked = self._requests.tracked.get(request_id)
-        if tracked is not None and tracked.request is request:
-            return tracked
-        if request_id in self._requests.uncached or request_id in self._early or not self._take_name():
-            return None
-        begun = self._requests.begin(request)
-        if isinstance(begun, Tracked) and not self._loads.is_under_way(request_id):
-            return begun
-        # A load may be under way for another request of this id, which never ended.
-        self._give_up(request_id, begun if isinstance(begun, str) else "error")
-        return None
+    def _record_of(self, request: Any) -> RequestRecord:
+        """Return what is known of a request."""
+        record = self._records.of(request)
+        if record.request is request:
+            return record
+        # Another request of this id never ended. What ranks report of its load would be taken for this one's.
+        if record.phase in UNDER_WAY:
+            record.request = request
+            self._give_up(request)
+            return record
+        self._records.remove(record)
+        return self._records.of(request)
+
+    def _begin(self, record: RequestRecord) -> bool:
+        """Ask the store for a new request once the weights, its images and its adapter have names; return whether all
+        was done for that. A request that the engine schedules before the weights have a name is not cached.
+        """
+        if record.phase not in _NEW:
+            return True
+        if record.phase is RequestPhase.EARLY and self._take_name():
+            self._records.enter(record, RequestPhase.NAMING)
+        if not self._requests.is_named(record):  # also if it is early: vLLM keeps its images and its adapter for others
+            return False
+        if record.phase is RequestPhase.EARLY:
+            return True
+        reason = self._requests.begin(record)
+        if reason:
+            self._give_up(record.request, reason)
+            return True
+        self._records.enter(record, RequestPhase.ASKING)
+        self._loads.begin(record)
+        self._planner.segment(record)
+        if self._loads.worth_asking(record.request, 0):
+            self._loads.ask(record)
+            self._planner.ask(record)
+        return True
 
     def _take_name(self) -> bool:
         """Return whether the weights have a name, and take it when it is there."""
@@ -369,35 +388,25 @@ class SchedulerSide:
             self._named = True
         return self._named
 
-    def _give_up(self, request_id: str, reason: str = "error") -> None:
+    def _give_up(self, request: Any, reason: str = "error") -> None:
         """Neither load nor store anything for a request from here on. A load that a worker has begun goes on to its
         end, but is not blended any more.
         """
-        tracked = self._requests.tracked.pop(request_id, None)
-        known = request_id in self._requests.uncached
-        self._requests.uncached.add(request_id)
-        self._blends.drop(request_id)
-        if tracked is not None:
-            tracked.forget_lookups()
-        if not known:
+        record = self._records.of(request)
+        counts = record.cached or record.phase in _NEW
+        record.cached = False
+        self._blends.drop(record)
+        self._records.load_no_more(record)
+        record.forget_lookups()
+        if counts:
             self._recorder.count("uncached", label=reason)
 
-    def _give_up_known(self, request_id: str) -> None:
-        """Give a request up that a report names, unless it has ended meanwhile: nobody would forget it any more."""
-        if request_id in self._requests.tracked:
-            self._give_up(request_id)
-
-    def _refuse(self, request_id: str) -> None:
+    def _refuse(self, record: RequestRecord) -> None:
         """Load nothing more for a request whose load failed, because it would only fail again."""
-        tracked = self._requests.tracked.get(request_id)
-        if tracked is not None:
-            tracked.refused = True
-            if tracked.blend is not None:
-                self._planner.refuse(tracked, "failed")
-
-    def _load_is_over(self, request_id: str) -> None:
-        self._blends.over(request_id)
-        self._loads.over(request_id)
+        if record.cached and record.blend is not None:
+            self._planner.refuse(record, "failed")
+        self._blends.drop(record)
+        self._records.load_no_more(record)
 
     def _forget(self) -> None:
         """Find nothing that was stored until now, and store nothing under its names."""
@@ -409,21 +418,22 @@ class SchedulerSide:
     def _readdress(self, found: bool) -> None:
         """Give all requests that are under way names of the present identity, under which something is `found`."""
         self._planner.identity = self._requests.identity
-        for request_id, tracked in list(self._requests.tracked.items()):
-            with self._guard("reset", partial(self._give_up, request_id)):
-                tracked.forget_lookups()
-                tracked.chain = self._requests.chain(tracked.scope)
-                tracked.lookup, tracked.found, tracked.end, tracked.saved, tracked.stated = None, NOTHING, 0, 0, 0
-                tracked.learned = None
-                if tracked.request.num_computed_tokens > 0:
-                    tracked.unstored = tracked.unstored or "reset"
-                self._planner.rename(tracked)
-                if found and not tracked.request.num_computed_tokens:  # it waits for this
-                    self._planner.ask(tracked)
+        for record in self._records.cached():
+            with self._guard("reset", partial(self._give_up, record.request)):
+                self._loads.withdraw(record)
+                record.forget_lookups()
+                record.chain = self._requests.chain(record.scope)
+                record.lookup, record.learned, record.found = None, None, NOTHING
+                record.end, record.saved, record.stated = 0, 0, 0
+                if record.request.num_computed_tokens > 0:
+                    record.unstored = record.unstored or "reset"
+                self._planner.rename(record)
+                if found and not record.request.num_computed_tokens:  # it waits for this
+                    self._planner.ask(record)
 
     def _stop(self) -> None:
         """Load and store nothing until a reset succeeds."""
         self._state.enable(False)
         self._requests.rename()
-        for request_id in list(self._requests.tracked):
-            self._give_up(request_id)
+        for record in self._records.cached():
+            self._give_up(record.request)

@@ -12,7 +12,8 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 
 from cuvee.integrations.vllm.lookups import Lookup
-from cuvee.integrations.vllm.scheduler_state import NOTHING, Found, SchedulerState
+from cuvee.integrations.vllm.request_record import NOTHING, Found
+from cuvee.integrations.vllm.scheduler_state import SchedulerState
 from cuvee.naming.identity import PrefixChain
 
 logger = logging.getLogger(__name__)

@@ -1,21 +1,21 @@
-"""The requests that the scheduler's side knows: which of them are cached, for which tenant, and under which names."""
+"""Which requests are cached, for which tenant, and under which names."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from cuvee.integrations.adapters import AdapterFiles, Adapters
+from cuvee.integrations.adapters import Adapters
 from cuvee.integrations.guard import Once
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.media_names import MediaNames
 from cuvee.integrations.vllm.messages import Report
 from cuvee.integrations.vllm.request_params import may_store, refusal
-from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
+from cuvee.integrations.vllm.request_record import Names, Naming, RequestRecord
+from cuvee.integrations.vllm.scheduler_state import SchedulerState
 from cuvee.naming.identity import Identity, Media, PrefixChain, Scope
 
 logger = logging.getLogger(__name__)
@@ -24,11 +24,8 @@ _MOST_STEPS = 8  # that requests wait for the workers' word about weights; the e
 _LONGEST_NAME = 4096  # characters of a salt or of an image's id, which servers take from clients
 
 
-_Names = tuple[list[Media | None], AdapterFiles | None]
-
-
 class Requests:
-    """The engine's requests.
+    """Names the engine's requests and its weights.
 
     Args:
         state: of the scheduler's side.
@@ -39,8 +36,6 @@ class Requests:
         identity: as given; of other weights if the engine has changed them: their name is then the given one and a
             digest of what all ranks hold.
         changed: whether the weights that were read last are others than those before.
-        tracked: requests that are cached, by id.
-        uncached: ids of requests that are neither loaded nor stored until they end.
     """
 
     def __init__(self, state: SchedulerState, identity: Identity, adapters: Adapters) -> None:
@@ -52,68 +47,49 @@ class Requests:
         self._live = ""  # digest of the weights that were read last; empty: the first ones
         self._unread = False  # the workers are to be asked which weights they have
         self._asked = 0  # step in which they are asked; 0: they have answered
-        self.tracked: dict[str, Tracked] = {}
-        self.uncached: set[str] = set()
         self._media_names = MediaNames()
         # One thread hashes images and reads the files of adapters: megabytes, from disks that may hang.
         self._thread = ThreadPool(1, "cuvee-names", state.options.lookup_timeout)
-        self._naming: dict[str, tuple[float, int, Future[_Names]]] = {}  # since when, and `Adapters.changes` then
         self._once = Once(logger)
-
-    def end(self, request_id: str) -> None:
-        """Forget a request."""
-        self.tracked.pop(request_id, None)
-        self.uncached.discard(request_id)
-        if request_id in self._naming:
-            self._naming.pop(request_id)[-1].cancel()
 
     def close(self) -> None:
         """Name no more requests. Waits for nothing."""
         self._thread.dismiss(0, cancel=True)
 
-    def is_named(self, request: Any) -> bool:
+    def is_named(self, record: RequestRecord) -> bool:
         """Return whether a request's images and adapter have names, and begin to make them if not. What takes longer
         than `lookup_timeout` stays without.
         """
-        request_id = request.request_id
-        if (
-            request_id in self.tracked
-            or request_id in self.uncached
-            or not (request.mm_features or request.lora_request)
-        ):
+        request = record.request
+        if not (request.mm_features or request.lora_request):
             return True
-        if request_id not in self._naming:
-            changes, naming = self._adapters.changes, self._thread.submit(self._names, request)
-            self._naming[request_id] = self._state.clock(), changes, naming
-        begun, _, naming = self._naming[request_id]
-        return naming.done() or self._state.clock() - begun > self._state.options.lookup_timeout
+        if record.naming is None:
+            changes, names = self._adapters.changes, self._thread.submit(self._names, request)
+            record.naming = Naming(self._state.clock(), changes, names)
+        overdue = self._state.clock() - record.naming.begun > self._state.options.lookup_timeout
+        return record.naming.names.done() or overdue
 
-    def was_naming(self, request: Any) -> bool:
-        """Return whether a request's names were made after it arrived, and it has not begun."""
-        return request.request_id in self._naming
-
-    def _names(self, request: Any) -> _Names:
+    def _names(self, request: Any) -> Names:
         """Return the names of a request's images, and the files of its adapter. Used by the thread."""
         media, lora = [self._media(request, item) for item in request.mm_features], request.lora_request
         if lora is None:
-            return media, None
-        return media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path)
+            return Names(media, None)
+        return Names(media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path))
 
-    def _take_names(self, request: Any) -> _Names:
+    def _take_names(self, record: RequestRecord) -> Names:
         """Return and forget what `_names` has returned; no names if it has not ended in time, and none of an adapter
         if the engine has loaded one meanwhile.
         """
-        none: _Names = [None] * len(request.mm_features), None
-        if request.request_id not in self._naming:
-            return none
-        _, changes, naming = self._naming.pop(request.request_id)
-        if naming.done():
-            media, adapter = naming.result()
-            return media, adapter if changes == self._adapters.changes else None
-        naming.cancel()
+        request, naming, record.naming = record.request, record.naming, None
+        if naming is None:
+            return Names([None] * len(request.mm_features), None)
+        if naming.names.done():
+            names = naming.names.result()
+            return names if naming.changes == self._adapters.changes else names._replace(adapter=None)
+        naming.names.cancel()
         if request.lora_request is not None:
             self._adapters.overdue(request.lora_request.lora_int_id)
-        return none
+        return Names([None] * len(request.mm_features), None)
 
     def name(self, model: str) -> None:
         """Take the name of the weights that the engine has read, unless it has changed them since."""
@@ -161,12 +137,11 @@ class Requests:
         self.changed, self._live = live != self._live, live
         return True
 
-    def begin(self, request: Any) -> Tracked | str:
-        """Track a new request, or return why it is not cached: its tokens do not determine its KV, or its tenant is
-        unclear.
-        """
+    def begin(self, record: RequestRecord) -> str:
+        """Have a request cached, or return why not: its tokens do not determine its KV, or its tenant is unclear."""
+        request = record.request
         # Of every request: vLLM keeps the encoder's outputs and an adapter's weights for later ones.
-        (media, adapter), lora = self._take_names(request), request.lora_request
+        (media, adapter), lora = self._take_names(record), request.lora_request
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return "embeddings"
         if request.resumable:  # a session with streamed input: tokens that were hashed may be replaced
@@ -175,20 +150,20 @@ class Requests:
         salt = request.cache_salt
         if salt is not None and not (isinstance(salt, str) and len(salt) <= _LONGEST_NAME):
             return "salt"
-        known = [item for item in media if item is not None]
-        if len(known) < len(media):
+        named = [item for item in media if item is not None]
+        if len(named) < len(media):
             return "media"
         if lora is not None and adapter is None:
             return "adapter"
         name = "" if adapter is None else adapter.identity(lora.lora_name)
-        scope = Scope(salt or self._state.options.tenant, name, tuple(known))
-        tracked = Tracked(request, scope, self.chain(scope), adapter=adapter)
-        tracked.error = refusal(request.kv_transfer_params)
-        if tracked.error:
-            self._once("parameters", "cuvee: request %s is not stored: %s", request.request_id, tracked.error)
-        tracked.unstored = "" if not tracked.error and may_store(request.kv_transfer_params) else "asked"
-        self.tracked[request.request_id] = tracked
-        return tracked
+        record.scope = Scope(salt or self._state.options.tenant, name, tuple(named))
+        record.chain, record.adapter = self.chain(record.scope), adapter
+        record.error = refusal(request.kv_transfer_params)
+        if record.error:
+            self._once("parameters", "cuvee: request %s is not stored: %s", request.request_id, record.error)
+        record.unstored = "" if not record.error and may_store(request.kv_transfer_params) else "asked"
+        record.cached = True
+        return ""
 
     def chain(self, scope: Scope) -> PrefixChain:
         """Return a new chain of digests of the prefixes of requests of this scope."""

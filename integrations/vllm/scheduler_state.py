@@ -1,4 +1,4 @@
-"""What the tasks of the scheduler's side share: the engine's measures, the store, and what is known of each request."""
+"""What the tasks of the scheduler's side share: the engine's measures, the store, and which entries it has."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
-from cuvee.integrations.adapters import AdapterFiles
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.layer_groups import NULL_BLOCK
-from cuvee.integrations.vllm.lookups import Lookup
-from cuvee.integrations.vllm.messages import Blend, Entry
+from cuvee.integrations.vllm.messages import Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.naming.identity import PrefixChain, Scope, beside_digest
+from cuvee.naming.identity import PrefixChain, beside_digest
 
 logger = logging.getLogger(__name__)
 
@@ -41,97 +36,6 @@ _HANGS = 0.5
 _THREADS = 6
 _KNOWN = 1 << 20  # digests remembered as stored
 _KNOWN_AGE = 60.0  # seconds they are believed; then the worker asks the store again
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What the store has of a prompt, on every rank.
-
-    Attributes:
-        chunks: number of whole chunks in a row.
-        tail: tokens of the longest tail after them; 0: there is none.
-        digest: of that tail.
-        absent: digests of the tails and states that were asked for and are not there.
-        missing: digest of the chunk after the last one if the store said that it has none; empty otherwise.
-        stated: tokens before the last state that can be used, if the model has recurrent layers; 0: there is none.
-        state: digest of that state.
-    """
-
-    chunks: int = 0
-    tail: int = 0
-    digest: bytes = b""
-    absent: tuple[bytes, ...] = ()
-    missing: bytes = b""
-    stated: int = 0
-    state: bytes = b""
-
-
-NOTHING = Found()
-
-
-@dataclass(slots=True)
-class Tracked:
-    """What is known of a request.
-
-    Attributes:
-        request: the engine's.
-        scope: what its entries are shared within: its tenant, adapter and media.
-        chain: digests of its chunks and tails.
-        lookup: the question under way, or the last one.
-        found: the last answer.
-        end: number of the prompt's tokens that `found` can give.
-        computed: tokens that have KV in the blocks the request has now, once its last step is over.
-        learned: the lookup that `found` and `end` are of; the engine may ask again.
-        settled: whether its load pays was decided for the last lookup.
-        counted: the answer to the request was counted.
-        queued: since when it waits because ranks have enough loads; None: it does not.
-        refused: nothing is loaded for it any more, because that was too slow or failed once.
-        declined: its prefix is quicker to compute than to load.
-        unstored: why nothing of it is stored, of `UNSTORED`; empty: it is stored.
-        saved: number of chunks that need not be stored (again).
-        stated: tokens before the last state that need not be stored (again).
-        segmented: the segments of it that may be blended.
-        blend: the blend offered to the engine last, and the position where that ends.
-        due: by when its first token has to come, on the clock of the scheduler's side; None: whenever it comes, or a
-            step computes it.
-        adapter: the files of its adapter; None: it has none.
-        error: what is wrong with the options that its client has set; empty: nothing is.
-    """
-
-    request: Any
-    scope: Scope
-    chain: PrefixChain
-    lookup: Lookup[Found] | None = None
-    found: Found = NOTHING
-    end: int = 0
-    computed: int = 0
-    learned: Lookup[Found] | None = None
-    settled: bool = False
-    counted: bool = False
-    queued: float | None = None
-    refused: bool = False
-    declined: bool = False
-    unstored: str = ""
-    saved: int = 0
-    stated: int = 0
-    segmented: Segmented | None = None
-    blend: Blend | None = None
-    blend_end: int = 0
-    due: float | None = None
-    adapter: AdapterFiles | None = None
-    error: str = ""
-
-    @property
-    def tenant(self) -> str:
-        """Owner of its entries."""
-        return self.scope.tenant
-
-    def forget_lookups(self) -> None:
-        """Cancel the request's lookups: no one waits for them any more."""
-        if self.lookup is not None:
-            self.lookup.answer.cancel()
-        if self.segmented is not None:
-            self.segmented.forget_lookup()
 
 
 class SchedulerState:

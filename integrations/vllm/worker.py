@@ -28,6 +28,7 @@ from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.draft_layers import DraftPages, Drafts
 from cuvee.integrations.vllm.messages import Report, Seen
 from cuvee.integrations.vllm.metrics import Recorder, summary
+from cuvee.integrations.vllm.phases import LoadPhase
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.state_pages import StatePages
 from cuvee.integrations.vllm.step_times import StepTimes
@@ -221,7 +222,8 @@ class WorkerSide:
             pools.fetchers.dismiss(0, cancel=True)
         for job in jobs:  # not while pages are written: the engine is about to free them
             held = job.lock.acquire(timeout=max(deadline - time.monotonic(), 0))
-            job.over = True
+            if not job.over:
+                job.enter(LoadPhase.OVER)
             if held:
                 job.lock.release()
         with self._guard("close"):

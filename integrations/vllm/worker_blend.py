@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cuvee.codec.errors import CuveeError, allocations
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.messages import Blend
+from cuvee.integrations.vllm.phases import LoadPhase
 from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_restore import LoadJob
 from cuvee.integrations.vllm.worker_state import WorkerState
@@ -62,15 +63,16 @@ class WorkerBlends:
             blender.agree(False)  # the other ranks may have the blend, and must not wait
             return 0
         with job.lock:
-            if not blender.agree(job.placed and not job.over):
+            if not blender.agree(job.phase in (LoadPhase.PLACED, LoadPhase.BLENDING)):
                 self._loads.end(job, "blend")
                 return 0
             begun = time.monotonic()
             try:
                 with allocations(f"blending {job.load.end - blend.start} tokens"):
-                    if job.blending is None:
-                        job.blending = blender.begin(blend, job.load.end)
-                    spent = job.blending.advance(tokens)
+                    if job.blend is None:
+                        job.blend = blender.begin(blend, job.load.end)
+                        job.enter(LoadPhase.BLENDING)
+                    spent = job.blend.advance(tokens)
             except CuveeError as error:
                 logger.warning("cuvee: request %s is not blended but computed: %s", job.load.request, error)
                 self._loads.end(job, "blend")
@@ -81,8 +83,8 @@ class WorkerBlends:
                 return tokens
             job.compute_seconds += time.monotonic() - begun
             self._state.recorder.count("blend_slices")
-            if job.blending.done:
-                self._blended(job, blend, job.blending)
+            if job.blend.done:
+                self._blended(job, blend, job.blend)
             return spent
 
     def _blended(self, job: LoadJob, blend: Blend, done: PageBlend) -> None:

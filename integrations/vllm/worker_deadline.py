@@ -104,7 +104,7 @@ class DeadlineLoad:
         for each in self._chunks:
             if each.gone:
                 raise CuveeError(f"{self._restorer.name(each.entry)} is no longer in the store")
-        self._job.as_planned = True
+        self._job.goal = self._job.valid_until
 
     def _choose(self, now: float) -> Choice:
         rates, decode = self._state.rates, 1 / self._state.rates(_DECODING)

@@ -14,6 +14,7 @@ from cuvee.codec.errors import CuveeError
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.vllm.decision import Restored, decoding_work
 from cuvee.integrations.vllm.messages import Delivery, Load
+from cuvee.integrations.vllm.phases import LoadPhase
 from cuvee.integrations.vllm.worker_deadline import DeadlineLoad
 from cuvee.integrations.vllm.worker_restore import LoadJob, Restorer
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
@@ -47,7 +48,7 @@ class WorkerLoads:
         """Begin to restore. The engine learns of the end by `take_arrived`, and counts no block as cached before."""
         ready: Mark | None = None
         for load in loads:
-            job = LoadJob(load, time.monotonic(), load.start)
+            job = LoadJob(load, time.monotonic(), load.start, load.end)
             with self._state.lock:
                 self._jobs[load.request] = job
             if self._state.stale:
@@ -70,9 +71,9 @@ class WorkerLoads:
                 state.progress.wait_for(lambda: self._arrived or state.report.placed or not self._jobs, patience)
         now = time.monotonic()
         with state.lock:
-            open_jobs = [job for job in self._jobs.values() if not job.placed]
-            late = [job for job in open_jobs if now - (job.started or max(job.begun, self._moved)) > state.timeout]
-        for job in late:
+            restoring = [job for job in self._jobs.values() if job.phase is LoadPhase.RESTORING]
+            overdue = [job for job in restoring if now - (job.started or max(job.begun, self._moved)) > state.timeout]
+        for job in overdue:
             with self._guard("take_arrived"):
                 self._give_up(job)
         with state.lock:
@@ -160,7 +161,7 @@ class WorkerLoads:
         """Report that everything a blend reuses is placed; the scheduler's side says when the rest is computed."""
         with job.lock, self._state.lock:
             if not job.over:
-                job.placed = True
+                job.enter(LoadPhase.PLACED)
                 job.place_seconds = time.monotonic() - job.begun
                 self._state.report.placed.append(job.load.request)
                 self._state.progress.notify()
@@ -189,7 +190,7 @@ class WorkerLoads:
         """Book the outcome; `job.lock` is held. A second call does nothing."""
         if job.over:
             return
-        job.over = True
+        job.enter(LoadPhase.OVER)
         with self._guard("load", partial(self._book_as_failed, job)):
             self._book(job)
         with self._guard("load"):
@@ -199,7 +200,7 @@ class WorkerLoads:
         load, done, chunk = job.load, job.valid_until, self._state.chunk
         seconds = time.monotonic() - job.begun
         incomplete = done < load.end
-        failed = incomplete and not job.as_planned
+        failed = done < job.goal
         missing = load.blocks[done // self._state.block - load.start // self._state.block :] if incomplete else []
         work = decoding_work((entry.tokens for entry in load.entries if entry.kind != "state"), chunk)
         unsaved = [
@@ -272,7 +273,7 @@ class WorkerLoads:
         recorder.count("load_seconds", time.monotonic() - job.begun)
         recorder.count("loaded_tokens", done - load.start)
         if done < load.end:
-            if job.as_planned:
+            if job.valid_until == job.goal:
                 recorder.count("loaded_at", load.end - done, "0")
             else:
                 recorder.count("failures", label=failure)

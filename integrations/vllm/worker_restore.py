@@ -16,6 +16,7 @@ from cuvee.codec.open_blob import Expected
 from cuvee.integrations.chunk_io import Stored, fetch_ahead
 from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.messages import Entry, Load
+from cuvee.integrations.vllm.phases import LoadPhase, following
 from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
 from cuvee.kernels.devices import Mark
 from cuvee.naming.part_keys import part_key
@@ -55,33 +56,44 @@ class LoadJob:
         begun: when it was submitted.
         started: when a thread began with it; 0: it queues.
         valid_until: tokens before this position are restored.
-        lock: held while pages are written; only its holder may declare the load over.
-        over: its outcome is booked.
-        placed: everything is decoded, and its blend waits to be recomputed.
-        blending: the blend, once it has begun.
+        goal: tokens before this position are to be; a deadline may have the load end before.
+        lock: held while pages are written; only its holder changes the phase.
+        phase: see `LoadPhase`.
+        blend: what computes its blend, once that has begun.
         place_seconds: from submission until everything was placed.
         computed, compute_seconds: tokens that were recomputed, and the engine loop's seconds for them.
         bad: store keys of entries that are not sound, and the first part of each that is not.
         parts: of how many parts each of the prefix's entries was restored, by its position.
         answered: when the store last answered.
-        as_planned: what is restored will do, and the rest is computed because of a deadline.
     """
 
     load: Load
     begun: float
     valid_until: int
+    goal: int
     lock: threading.Lock = field(default_factory=threading.Lock)
-    over: bool = False
-    placed: bool = False
+    phase: LoadPhase = LoadPhase.RESTORING
     started: float = 0.0
-    blending: PageBlend | None = None
+    blend: PageBlend | None = None
     place_seconds: float = 0.0
     computed: float = 0.0
     compute_seconds: float = 0.0
     bad: list[tuple[str, int]] = field(default_factory=list)
     parts: dict[int, int] = field(default_factory=dict)
     answered: float = 0.0
-    as_planned: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether its outcome is booked."""
+        return self.phase is LoadPhase.OVER
+
+    def enter(self, phase: LoadPhase) -> None:
+        """Note that the load is in another phase; `lock` is held.
+
+        Raises:
+            RuntimeError: that phase does not follow the load's.
+        """
+        self.phase = following(self.phase, phase)
 
 
 class Restorer:

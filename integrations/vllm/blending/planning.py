@@ -21,20 +21,21 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cuvee.blend.segmentation import LineBreaks, Span
 from cuvee.codec.errors import InputError
 from cuvee.integrations.guard import Once
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.block_names import set_apart
-from cuvee.integrations.vllm.decision import Pays
+from cuvee.integrations.vllm.decision import Pays, Verdict
 from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Entry
+from cuvee.integrations.vllm.scheduler_state import SchedulerState
 from cuvee.naming.identity import Identity, Scope, canonical, content_digest
 
 if TYPE_CHECKING:  # it imports this module
-    from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
+    from cuvee.integrations.vllm.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -57,32 +58,35 @@ class Segmented:
         spans: their positions in the prompt.
         digests: digests of their tokens.
         cost: share of the reused tokens' computation to spend on recomputing some of them.
-        lookup: asks whether each is there; its answer is None for each that it could not ask for in time. None: no
-            lookup.
+        lookup: asks whether each is there. None: no lookup.
+        there: its answer, None for each that it could not ask for in time; None as a whole: it is to come.
         blends: whether reuse is allowed at all; otherwise segments are only harvested.
+        verdict: whether its blend pays; None: that was not asked.
         recipe: identifies the blend of this request; empty until it is decided.
         exact: tokens before this position are exact; None: all tokens are.
         min_context: tokens that must stand before a segment for it to be stored.
-        taken: numbers of the reused segments.
+        reused: numbers of the reused segments.
+        reused_tokens: number of tokens with cached KV.
         harvested: number of segments for which it was decided whether to store them.
         refused: why the request is not blended although it could have been.
         reason: why nothing is reused, unless it is refused or blended.
-        reused: number of tokens with cached KV.
     """
 
     spans: list[Span]
     digests: list[bytes]
     cost: float
     lookup: Lookup[list[bool | None]] | None = None
+    there: Sequence[bool | None] | None = None
     blends: bool = True
+    verdict: Verdict | None = None
     recipe: bytes = b""
     exact: int | None = None
     min_context: int = 0
-    taken: frozenset[int] = frozenset()
+    reused: frozenset[int] = frozenset()
+    reused_tokens: int = 0
     harvested: int = 0
     refused: str = ""
     reason: str = "unasked"
-    reused: int = 0
 
     def forget_lookup(self) -> None:
         """Cancel the lookup."""
@@ -99,8 +103,26 @@ class Segmented:
         """The part of the client's answer that describes the blend."""
         if self.refused:
             return {"blended": False, "refused": self.refused}
-        told = {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
-        return told if self.exact is not None else {**told, "reason": self.reason}
+        outcome = {"blended": self.exact is not None, "reused_tokens": self.reused_tokens, "cost": self.cost}
+        return outcome if self.exact is not None else {**outcome, "reason": self.reason}
+
+
+class BlendMatch(NamedTuple):
+    """What a request can be blended of, or why it is not.
+
+    Attributes:
+        blend: to offer to the engine; None: there is none.
+        end: position where it ends.
+        verdict: whether it pays; None: that was not asked.
+        reason: why nothing is reused; empty: something is, or nothing is known.
+        refused: why the request is not blended although it could be; empty: it may be.
+    """
+
+    blend: Blend | None = None
+    end: int = 0
+    verdict: Verdict | None = None
+    reason: str = ""
+    refused: str = ""
 
 
 class BlendPlanner:
@@ -112,8 +134,8 @@ class BlendPlanner:
         identity: of its blobs.
         pays: whether a blend pays; the caller measures.
         breaks: line breaks of the vocabulary, if they are known.
-        beside: whether other connectors see the engine's requests. Then blocks are renamed only once the engine has
-            taken a blend (`allocate`), and it does not find an equal blend that it has already.
+        renames_late: whether other connectors see the engine's requests. Then blocks are renamed only once the engine
+            has taken a blend (`allocate`), and it does not find an equal blend that it has already.
     """
 
     def __init__(
@@ -123,55 +145,60 @@ class BlendPlanner:
         identity: Identity,
         pays: Pays,
         breaks: LineBreaks | None,
-        beside: bool,
+        renames_late: bool,
     ) -> None:
         self._state = state
         self._options = options
-        self._beside = beside
+        self._renames_late = renames_late
         self.identity = identity
         self._chunker = (options or BlendOptions()).chunker(breaks)
         self._pays = pays
         self._once = Once(logger)
 
-    def segment(self, tracked: Tracked) -> None:
+    def segment(self, record: RequestRecord) -> None:
         """Find a new request's segments. A load with a deadline is not blended."""
-        if self._options is not None and tracked.due is None:
-            tracked.segmented = self._segmented(self._options, tracked)
+        if self._options is not None and record.due is None:
+            record.segmented = self._segmented(self._options, record)
 
-    def rename(self, tracked: Tracked) -> None:
+    def rename(self, record: RequestRecord) -> None:
         """Name a request's segments by a changed identity, forget the store's answer, and do not ask again."""
-        segmented = tracked.segmented
+        segmented = record.segmented
         if segmented is not None:
-            segmented.digests = self._digests(tracked.request, tracked.tenant, segmented.spans)
+            segmented.digests = self._digests(record.request, record.tenant, segmented.spans)
             segmented.forget_lookup()
-            segmented.lookup, segmented.harvested = None, 0
+            segmented.lookup, segmented.there, segmented.harvested = None, None, 0
 
-    def ask(self, tracked: Tracked) -> None:
+    def ask(self, record: RequestRecord) -> None:
         """Ask the store in the background which of a request's segments are there."""
-        segmented = tracked.segmented
+        segmented = record.segmented
         if segmented is not None and segmented.blends and segmented.lookup is None and segmented.digests:
             find = partial(self._find, list(segmented.digests), list(segmented.spans))
             nothing: list[bool | None] = [None] * len(segmented.digests)
-            segmented.lookup = Lookup(self._state, tracked.tenant, find, nothing, segmented.spans[-1][1])
+            segmented.lookup = Lookup(self._state, record.tenant, find, nothing, segmented.spans[-1][1])
 
-    def match(self, tracked: Tracked, computed: int, tokens: int) -> int | None:
-        """Return how many tokens after the first `computed` can be loaded and blended; None: ask again.
-
-        Args:
-            tracked: the request.
-            computed: tokens that the engine has.
-            tokens: that can be loaded exactly after them; returned where no blend follows them.
+    def learn(self, record: RequestRecord) -> bool:
+        """Take the store's answer about a request's segments; False: the engine is to ask again. A request whose answer
+        does not come is not blended.
         """
-        segmented, options = tracked.segmented, self._options
-        if segmented is None or options is None or tracked.refused:
-            return tokens
-        tracked.blend = None
-        if not segmented.blends or segmented.lookup is None:
-            return tokens
-        there = self._answer(segmented, segmented.lookup)
-        if there is None:
-            return None
-        request, base = tracked.request, computed + tokens
+        segmented = record.segmented
+        if segmented is None or not segmented.blends or segmented.lookup is None or segmented.there is not None:
+            return True
+        try:
+            segmented.there = segmented.lookup.in_time()
+        except Exception:
+            logger.exception("cuvee: a lookup of segments failed; its request is computed")
+            self._refuse(segmented, "failed")
+            return True
+        if segmented.there is not None and segmented.lookup.timed_out and not any(segmented.there):
+            self._refuse(segmented, "timeout")
+        return segmented.there is not None
+
+    def match(self, record: RequestRecord, base: int) -> BlendMatch:
+        """Return what can be blended behind a request's first `base` tokens, which are exact. Changes nothing."""
+        segmented, options = record.segmented, self._options
+        if segmented is None or options is None or not segmented.blends or segmented.there is None:
+            return BlendMatch()
+        request, there = record.request, segmented.there
         last = request.num_prompt_tokens - 1
         # The engine may have dropped blocks since they were renamed, so that fewer tokens are exact now. Tokens before
         # the first renamed block must stay exact.
@@ -182,36 +209,52 @@ class BlendPlanner:
             if found and end > max(base, options.min_position) and first <= start
         ]
         if not pieces:
-            segmented.reason = "exact" if any(there) else "absent"
-            return tokens
+            return BlendMatch(reason="exact" if any(there) else "absent")
         end: int = min(pieces[-1].end, last)
         blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [], options.min_position)
         reused = blend.reused(end)
         if reused < options.min_reused:
-            segmented.reason = "few"
-            return tokens
-        if not segmented.recipe:
+            return BlendMatch(reason="few")
+        verdict = segmented.verdict
+        if segmented.recipe:
+            return BlendMatch(blend, end, verdict)
+        if verdict is None and self._state.options.decide != "always":
             to_compute = end - base - (1 - segmented.cost) * reused
-            sizes = (piece.tokens for piece in pieces)
-            if self._state.options.decide != "always" and not self._pays.worth("blend", base, end, sizes, to_compute):
-                self.refuse(tracked, "declined")
-                return tokens
-            if not self._are_named(request, blend):
-                self.refuse(tracked, "hashes")
-                return tokens
-            if not self._beside:
-                self._take(request, segmented, blend, end)
-                return None  # the engine may have this blend already, under its new hashes
-        tracked.blend, tracked.blend_end, segmented.reason = blend, end, "untaken"
-        return end - computed
+            verdict = self._pays.judge("blend", base, end, (piece.tokens for piece in pieces), to_compute)
+        if verdict is not None and not verdict.restores:
+            return BlendMatch(verdict=verdict, refused="declined")
+        if not self._are_named(request, blend):
+            return BlendMatch(verdict=verdict, refused="hashes")
+        return BlendMatch(blend, end, verdict)
 
-    def allocate(self, tracked: Tracked, blocks: Sequence[int]) -> None:
+    def settle(self, record: RequestRecord, match: BlendMatch) -> bool:
+        """Note what a match decides, by which the engine is answered: `record.blend`, or none. False: the engine is to
+        ask again, because it may have this blend already, under the new names of its blocks.
+        """
+        segmented, record.blend = record.segmented, None
+        if segmented is None:
+            return True
+        if segmented.verdict is None and match.verdict is not None:
+            self._pays.note("blend", match.verdict)
+        segmented.verdict = match.verdict or segmented.verdict
+        segmented.reason = match.reason or segmented.reason
+        if match.refused:
+            self._refuse(segmented, match.refused)
+        if match.blend is None:
+            return True
+        if not segmented.recipe and not self._renames_late:
+            self._decide(record.request, segmented, match.blend, match.end)
+            return False
+        record.blend, record.blend_end, segmented.reason = match.blend, match.end, "untaken"
+        return True
+
+    def allocate(self, record: RequestRecord, blocks: Sequence[int]) -> None:
         """Decide on the blend that the engine has taken, if there is one, and give it its blocks."""
-        blend, segmented, block = tracked.blend, tracked.segmented, self._state.block
+        blend, segmented, block = record.blend, record.segmented, self._state.block
         if blend is not None and segmented is not None:
             if not segmented.recipe:
-                self._take(tracked.request, segmented, blend, tracked.blend_end)
-            blend.blocks = list(blocks[: -(-tracked.blend_end // block)])
+                self._decide(record.request, segmented, blend, record.blend_end)
+            blend.blocks = list(blocks[: -(-record.blend_end // block)])
             blend.pieces = [piece.within([blend.blocks], [block]) for piece in blend.pieces]
 
     def harvest(self, segmented: Segmented, computed: int) -> list[int]:
@@ -220,23 +263,23 @@ class BlendPlanner:
         while segmented.harvested < len(segmented.spans) and segmented.spans[segmented.harvested][1] <= computed:
             at = segmented.harvested
             segmented.harvested += 1
-            if at not in segmented.taken and segmented.spans[at][0] >= segmented.min_context:
+            if at not in segmented.reused and segmented.spans[at][0] >= segmented.min_context:
                 found.append(at)
         return found
 
-    def refuse(self, tracked: Tracked, reason: str) -> None:
+    def refuse(self, record: RequestRecord, reason: str) -> None:
         """Do not blend a request; count the reason and tell the client. The first reason stands."""
-        if tracked.segmented is not None:
-            self._refuse(tracked.segmented, reason)
+        if record.segmented is not None:
+            self._refuse(record.segmented, reason)
 
-    def _segmented(self, options: BlendOptions, tracked: Tracked) -> Segmented | None:
+    def _segmented(self, options: BlendOptions, record: RequestRecord) -> Segmented | None:
         """Return a request's segments; None: it has none, or is not cut."""
-        request = tracked.request
+        request = record.request
         try:
             wants = BlendRequest.of(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
             self._once("parameters", "cuvee: request %s is not blended: %s", request.request_id, error)
-            tracked.error = tracked.error or str(error)
+            record.error = record.error or str(error)
             return self._refused("parameters")
         if request.lora_request is not None:  # recomputing would have to run through the adapter
             return self._refused("adapter") if wants.segments else None
@@ -250,33 +293,21 @@ class BlendPlanner:
             spans = [span for span in wants.segments if span[1] - span[0] >= options.least_tokens]
             min_context = 0
         spans = self._kept(request, spans)
-        digests = self._digests(request, tracked.tenant, spans)
+        digests = self._digests(request, record.tenant, spans)
         cost = float(options.cost if wants.cost is None else wants.cost)
         reason = "parts" if not spans else "unasked" if wants.blend else "unwanted"
         return Segmented(spans, digests, cost, blends=wants.blend, min_context=min_context, reason=reason)
 
-    def _answer(self, segmented: Segmented, lookup: Lookup[list[bool | None]]) -> Sequence[bool | None] | None:
-        """Return which segments are there, of a request that is refused if this is not known; None: not known yet."""
-        try:
-            there = lookup.in_time()
-        except Exception:
-            logger.exception("cuvee: a lookup of segments failed; its request is computed")
-            self._refuse(segmented, "failed")
-            return [None] * len(segmented.spans)
-        if there is not None and lookup.late and not any(there):
-            self._refuse(segmented, "timeout")
-        return there
-
-    def _take(self, request: Any, segmented: Segmented, blend: Blend, end: int) -> None:
+    def _decide(self, request: Any, segmented: Segmented, blend: Blend, end: int) -> None:
         """Decide on a blend that ends at `end`: name the request's blocks for what they will hold."""
         self._set_apart(request, segmented, blend)
-        segmented.reused = blend.reused(end)
+        segmented.reused_tokens = blend.reused(end)
         starts = {piece.start for piece in blend.pieces}
-        segmented.taken = frozenset(at for at, (start, _) in enumerate(segmented.spans) if start in starts)
+        segmented.reused = frozenset(at for at, (start, _) in enumerate(segmented.spans) if start in starts)
 
     def _refuse(self, segmented: Segmented, reason: str) -> None:
         segmented.forget_lookup()
-        segmented.taken = frozenset()  # everything is computed, so segments that were to be reused can be stored again
+        segmented.reused = frozenset()  # everything is computed, so segments that were to be reused can be stored again
         if segmented.refused:
             return
         self._state.recorder.count("blends_refused", label=reason)

@@ -24,20 +24,21 @@ THREADS = {"cuvee-lookup": "lookup", "cuvee-load": "load", "cuvee-fetch": "load"
 
 # Inner calls, by side. Left out: what contains errors itself, and what puts things right (`_give_up`, `_end`).
 SCHEDULER = (
-    "_track", "_requests.begin", "_requests.chain",
+    "_record_of", "_begin", "_requests.begin", "_requests.chain",
     "_requests._adapters.find", "_requests._media_names.name", "_loads.match",
+    "_match", "_promise", "_loads.settle", "_loads.promise", "_loads.withdraw",
     "_loads._is_loaded_by_another", "_state.is_needed", "_loads.allocate",
-    "_planner.match", "_planner.allocate", "_blends.begin", "_state.usable",
-    "_state.addressed", "_loads.worth_asking", "_loads.ask", "_loads._learn", "_state.whole",
+    "_planner.match", "_planner.settle", "_planner.allocate", "_state.usable",
+    "_state.addressed", "_loads.worth_asking", "_loads.ask", "_loads.learn", "_state.whole",
     "_loads._search._tail_sizes", "_loads._search.find", "_state.keys.find",
     "_state.lookup_threads.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
-    "_blends.budget", "_plan_requests", "_refuse", "_pays.take", "_pays.begin_step", "_forget", "_load_is_over",
-    "_blends.drop", "_state.clock", "_events.planned", "_events.take", "_events.gone", "_loads.take",
+    "_blends.budget", "_plan_requests", "_refuse", "_pays.take", "_pays.begin_step", "_forget", "_loads.over",
+    "_loads.release", "_blends.drop", "_state.clock", "_events.planned", "_events.take", "_events.gone", "_loads.take",
     "_record",
     "_recorder.count", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
-    "_state.store.contains", "_pays.observe", "_pays.worth",
-    "_planner.segment", "_planner.ask", "_planner._answer", "_planner.harvest", "_planner._refuse", "_planner.rename",
+    "_state.store.contains", "_pays.observe", "_pays.judge", "_pays.note",
+    "_planner.segment", "_planner.ask", "_planner.learn", "_planner.harvest", "_planner._refuse", "_planner.rename",
 )  # fmt: skip
 WORKER = (
     "loads._place", "blends._slice", "blends._blended", "loads._restorer.fetched",
@@ -56,8 +57,7 @@ WORKER = (
 CHAIN = ("digests", "tails")
 # Tables that are empty once all requests have ended, by side.
 SCHEDULER_TABLES = (
-    "_requests.tracked", "_requests.uncached", "_loads._promised", "_loads._loads",
-    "_loads._under_way", "_loads._loading", "_loads._given", "_blends._placed", "_blends._ready", "_blends._drops",
+    "_records", "_records.places", "_loads._orders", "_loads._loading", "_blends._ready", "_blends._drops",
 )  # fmt: skip
 WORKER_TABLES = (
     "loads._jobs", "loads._arrived", "loads._invalid", "loads._failed", "saves._sizes", "saves._pending",

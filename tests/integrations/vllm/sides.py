@@ -26,6 +26,7 @@ from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Blend, Entry, Load, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.request_record import RequestRecord
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.scheduler_events import EventPair
 from cuvee.integrations.vllm.setup import Setup
@@ -235,6 +236,12 @@ class Desk:
         for request, before, count in steps:
             request.num_computed_tokens = before + count  # as the engine does once it has planned a step
         return self.side.plan(scheduled(steps, lambda name: self.tables, new, overwritten, copies))
+
+    def record(self, name: str = "r") -> RequestRecord:
+        """What is known of a request."""
+        record = self.side._records.get(name)
+        assert record is not None
+        return record
 
     def unstored(self) -> dict[str, float]:
         """Tokens that are not stored, by reason."""

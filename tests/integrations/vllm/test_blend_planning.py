@@ -273,7 +273,7 @@ def test_of_too_many_segments_the_longest_are_used(
     spans = [(0, 10), (11, 21), (22, 29), (30, 45), (46, 51)]
     d = desk()
     d.side.arrived(make_request("r", kv_transfer_params={"cuvee": {"segments": spans}}))
-    found = d.side._requests.tracked["r"].segmented
+    found = d.record().segmented
     assert found is not None and found.spans == (spans if kept is None else kept)
     assert len(found.digests) == len(found.spans)
     left_out = 0 if kept is None else len(spans) - most
@@ -522,7 +522,7 @@ def test_a_request_with_a_deadline_is_not_blended(desk: Callable[..., Desk]) -> 
     d.put_segments(FIRST, SECOND)
     wants = {"segments": [[10, 39], [44, 65]], "deadline_ms": 500}
     request = ask(d, chunks=2, kv_transfer_params={"cuvee": wants})
-    assert d.side._requests.tracked["r"].due is not None
+    assert d.record().due is not None
     assert d.matched(request) == (32, True) and refused(d) == {}
 
 
@@ -564,7 +564,7 @@ def test_a_lookup_that_hangs_is_given_up(desk: Callable[..., Desk], monkeypatch:
     d.put_segments(FIRST)
     intercept(d, FIRST, lambda: _wait(go))
     request = ask(d, chunks=1)
-    while not d.side._requests.tracked["r"].settled:
+    while d.record().learned is None:
         assert d.side.matched_tokens(request, 0) == (None, False)
         d.plan()
     d.now += 4
@@ -679,7 +679,7 @@ def test_what_one_rank_lacks_no_rank_recomputes(
     plans.append(d.plan())
     assert not any(plan.blends for plan in plans)
     assert "r" in {name for plan in plans for name in plan.drops}, "who has placed it waits for nothing any more"
-    assert d.plan().drops == [] and not d.side._blends._placed and not d.side._blends._ready
+    assert d.plan().drops == [] and not d.side._blends._ready
 
 
 # Resets --------------------------------------------------------------------------------------------------------------
@@ -717,7 +717,7 @@ def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) 
     d.side.reset()
     assert d.side.outcome(request) == told == {"blended": True, "reused_tokens": 29, "cost": 0.15}
     request.num_computed_tokens = 0  # preempted
-    d.side._requests.tracked["r"].unstored = ""
+    d.record().unstored = ""
     assert d.matched(request) == (0, False)
     assert_exact(all_saves(d, request, 0), 30, (59, 21))
 
@@ -738,14 +738,14 @@ def test_a_reset_counts_no_refusal_again(desk: Callable[..., Desk]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("min_context", "taken", "found"),
+    ("min_context", "reused", "found"),
     [(0, set(), [0, 1, 2, 3]), (0, {0, 2}, [1, 3]), (130, set(), [2, 3]), (131, set(), [3])],
 )
 def test_which_segments_are_harvested(
-    desk: Callable[..., Desk], min_context: int, taken: set[int], found: list[int]
+    desk: Callable[..., Desk], min_context: int, reused: set[int], found: list[int]
 ) -> None:
     spans = [(0, 20), (20, 50), (130, 150), (150, 190)]
-    segmented = Segmented(spans, [b""] * 4, 0.15, min_context=min_context, taken=frozenset(taken))
+    segmented = Segmented(spans, [b""] * 4, 0.15, min_context=min_context, reused=frozenset(reused))
     assert desk().side._planner.harvest(segmented, 190) == found
 
 
@@ -757,7 +757,7 @@ def test_segments_that_are_found_need_text_before_them(
 ) -> None:
     d = desk(blend=options)
     ask(d, ids=[3 * (at * at) % 997 for at in range(300)], segments=[(0, 20)] if named else None)
-    segmented = d.side._requests.tracked["r"].segmented
+    segmented = d.record().segmented
     assert segmented is not None and segmented.min_context == least
 
 
@@ -789,10 +789,10 @@ def test_a_blend_is_named_until_its_load_is_over(desk: Callable[..., Desk]) -> N
     assert not d.plan().idle, "the next slice waits for nothing"
     d.side.take(Report([2], ended=["c"]))
     assert d.plan().blends == ["a", "b"]
-    d.side.finished(d.side._requests.tracked["b"].request, [[]])
+    d.side.finished(d.record("b").request, [[]])
     plan = d.plan()
     assert plan.blends == ["a"] and plan.drops == ["b"], "it was aborted amid its slices"
     d.side.take(Report([3], ended=["a"], failed={"a"}))
     plan = d.plan()
     assert plan.blends == [] and plan.drops == ["a"], "ranks that are not told would wait for it"
-    assert not d.side._blends._ready and not d.side._blends._placed
+    assert not d.side._blends._ready

@@ -100,7 +100,7 @@ class Simulation:
         of each chunk that is kept, and the load.
         """
         begun, load = self.now, self.bench.load(BLOCKS, 0, CHUNKS * CHUNK)
-        job, parts = LoadJob(load, begun, 0), [0] * CHUNKS
+        job, parts = LoadJob(load, begun, 0, load.end), [0] * CHUNKS
         try:
             aim = Aim(deadline, REST, (token, 0.0, 0.0))
             for batch in DeadlineLoad(self.state, self.pools, self.restorer, job, aim).fetched():
@@ -116,7 +116,8 @@ class Simulation:
 
     def load(self) -> None:
         """Load all parts, without a deadline."""
-        job = LoadJob(self.bench.load(BLOCKS, 0, CHUNKS * CHUNK), self.now, 0)
+        load = self.bench.load(BLOCKS, 0, CHUNKS * CHUNK)
+        job = LoadJob(load, self.now, load.start, load.end)
         assert sum(len(batch) for batch in self.restorer.fetched(job)) == CHUNKS
         self.now = job.answered
 
@@ -194,7 +195,7 @@ def test_a_link_that_stops_does_not_keep_the_engine_from_computing(
     bases, _ = bytes_of(b)
     simulation = Simulation(b, {"memory": lambda at: bases / 0.1 if at < 0.05 else bases / 60}, 1.0, monkeypatch)
     end, parts, job = simulation.run(deadline=1.5, token=4e-3)
-    assert end <= 1.5 and 0 < len(parts) < CHUNKS and job.as_planned
+    assert end <= 1.5 and 0 < len(parts) < CHUNKS and job.goal == job.valid_until
 
 
 def test_loads_without_a_deadline_tell_that_a_link_has_become_faster(
@@ -316,6 +317,6 @@ def test_two_tiers_that_fail_at_random_cost_no_more_than_computing(
     computing = token * (CHUNKS * CHUNK + REST)
     assert set(kept) <= {1, 2} and len(kept) <= CHUNKS
     assert end <= max(deadline, computing) + 1.0, "it never waits for more than what would have been computed"
-    assert job.as_planned or len(kept) < CHUNKS
+    assert job.goal == job.valid_until or len(kept) < CHUNKS
     first.before = second.before = lambda operation: None
     tiers.close()

@@ -25,9 +25,17 @@ def load(pays: Pays, overhead: float, token: float, loads: int = 8) -> None:
         pays.observe(Restored("load", work, 0.0, overhead + token * work))
 
 
+def worth(pays: Pays, kind: Kind, start: int, stop: int, sizes: list[int], computed: float = 0.0) -> bool:
+    """Whether a request is restored that is answered now."""
+    verdict = pays.judge(kind, start, stop, sizes, computed)
+    assert verdict is pays.judge(kind, start, stop, sizes, computed), "asking changes nothing"
+    pays.note(kind, verdict)
+    return verdict.restores
+
+
 def pays_for(pays: Pays, start: int, stop: int, kind: Kind = "load") -> bool:
     """Whether a load pays whose work is that of its tokens."""
-    return pays.worth(kind, start, stop, [CHUNK] * ((stop - start) // CHUNK) + [(stop - start) % CHUNK])
+    return worth(pays, kind, start, stop, [CHUNK] * ((stop - start) // CHUNK) + [(stop - start) % CHUNK])
 
 
 @pytest.mark.parametrize("constant", [0.0, 0.5])
@@ -49,7 +57,7 @@ def test_what_a_load_has_to_decode() -> None:
     assert decoding_work([16], CHUNK) == 16 + 80 and decoding_work([256, 253], CHUNK) == 256 + 253 + 1
     pays = judge(1e-3)
     load(pays, 0.01, 5e-4)
-    assert pays.worth("load", 240, 512, [272]) and not pays.worth("load", 240, 512, [1024]), "decoded in vain"
+    assert worth(pays, "load", 240, 512, [272]) and not worth(pays, "load", 240, 512, [1024]), "decoded in vain"
 
 
 def test_loads_until_both_sides_are_known() -> None:
@@ -78,11 +86,11 @@ def test_useless_blends_of_one_client_do_not_have_those_of_others_declined() -> 
         pays.observe(Restored("blend", decoding_work(useful[0], CHUNK), useful[1], 0.2))
     for _ in range(24):
         pays.observe(Restored("blend", decoding_work(useless[0], CHUNK), useless[1], 20.0))
-    assert pays.worth("blend", 0, 1200, *useful) and not pays.worth("blend", 0, 7000, *useless)
+    assert worth(pays, "blend", 0, 1200, *useful) and not worth(pays, "blend", 0, 7000, *useless)
     assert pays_for(pays, 0, 64), "nothing was measured of loads"
     for _ in range(32):
         pays.observe(Restored("blend", decoding_work(useless[0], CHUNK), useless[1], 0.5))
-    assert pays.worth("blend", 0, 7000, *useless), "they have become quicker"
+    assert worth(pays, "blend", 0, 7000, *useless), "they have become quicker"
 
 
 def test_without_work_nothing_is_learned() -> None:

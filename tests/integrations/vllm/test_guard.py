@@ -33,7 +33,7 @@ BLENDED = {"cuvee": {"segments": [[20, 36], [36, 52]]}}
 # Where a fault leaves no trace at `contained`, because it is one of those that the code expects there.
 LOUD = {
     "s._loads.match",
-    "s._track",
+    "s._record_of",
     "s._saves.completed",
     "s._saves.unchanged",
     "s._blends.budget",
@@ -140,12 +140,13 @@ NEVER = {
     "s._requests._adapters.find",
     "s._requests._media_names.name",
     "s._state.store.report_overdue",
-    "s._pays.worth",
+    "s._pays.judge",
+    "s._pays.note",
     "w.loads._restorer._restore_drafts",
 }
 
 
-@pytest.mark.parametrize("point", [name for name in POINTS if name not in {"s._load_is_over", "s._blends.drop"}])
+@pytest.mark.parametrize("point", [name for name in POINTS if name not in {"s._loads.release", "s._blends.drop"}])
 def test_what_always_fails_costs_no_request_either(
     point: str, engine: Callable[..., SmallEngine], contained: Contained
 ) -> None:

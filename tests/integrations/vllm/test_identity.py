@@ -145,7 +145,7 @@ def test_an_adapter_that_changes_before_its_first_step_is_not_stored(
     """The engine reads its weights in that step; the request was named before."""
     e = engine()
     request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
-    wait_until(lambda: e.side._requests.is_named(request), "the request is named")
+    wait_until(lambda: e.side._requests.is_named(e.side._records.of(request)), "the request is named")
     adapter(tmp_path / "a", 2)
     e.submit("s", IDS)
     e.run()
@@ -165,7 +165,7 @@ def test_an_adapter_that_is_loaded_anew_while_its_request_is_named(
 ) -> None:
     e, folder = engine(), tmp_path / "a"
     request = e.submit("r", IDS, lora_request=adapter(folder, 1))
-    wait_until(lambda: e.side._requests.is_named(request), "the request is named")
+    wait_until(lambda: e.side._requests.is_named(e.side._records.of(request)), "the request is named")
     with e.side._requests._adapters.loading(1, str(folder), again=True):
         pass
     e.run()
@@ -178,9 +178,10 @@ def test_an_adapter_that_is_not_named_in_time(engine: Callable[..., SmallEngine]
     requests = e.side._requests
     blocked = requests._thread.submit(read.wait)  # what a disk that hangs does
     request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
-    begun, changes, naming = requests._naming["r"]
-    requests._naming["r"] = begun - 2 * requests._state.options.lookup_timeout, changes, naming
-    assert requests.is_named(request)
+    record = e.side._records.of(request)
+    assert record.naming is not None
+    record.naming = record.naming._replace(begun=record.naming.begun - 2 * requests._state.options.lookup_timeout)
+    assert requests.is_named(record)
     e.run()
     read.set()
     blocked.result()

@@ -172,8 +172,7 @@ def test_the_rest_is_not_asked_for_once_the_request_has_ended(desk: Callable[...
     elif ends == "reset":
         d.side.reset()
     else:
-        tracked = d.side._requests.tracked["r"]
-        d.side._planner.refuse(tracked, "failed")
+        d.side._planner.refuse(d.record(), "failed")
     go.set()
     assert d.side._state.lookup_threads.dismiss(20)
     assert 1 <= counted.count(CALL_KEYS) <= 2, "of the prefix, of the segments: seven more of these were left"

@@ -13,6 +13,8 @@ from tests.integrations.vllm.sides import Desk
 from tests.integrations.vllm.test_blend_planning import BLOCKS, FIRST, SECOND, ask
 from tests.integrations.vllm_tier.real_tiers import real
 
+from cuvee.integrations.vllm.messages import Report
+
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 
@@ -117,6 +119,7 @@ def test_blocks_are_renamed_once_our_blend_is_taken(desk: Desk) -> None:
     assert all(seen == exact for seen in other.seen), "what others look up has the names that it has without us"
     assert request.block_hashes != exact and request.block_hashes[:1] == exact[:1]
     renamed = list(request.block_hashes)
+    desk.side.take(Report(ended=["r"]))
     assert scheduled(desk, multi, request) == 65 and request.block_hashes == renamed, "it was preempted"
     assert desk.side.outcome(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
 

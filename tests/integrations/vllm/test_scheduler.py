@@ -31,6 +31,7 @@ from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
+from cuvee.integrations.vllm.phases import UNDER_WAY
 from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import PrefixChain, store_key
 
@@ -290,7 +291,6 @@ def test_what_another_request_loads_is_waited_for(
     d, first, second, third = desk(), make_request("a"), make_request("b"), make_request("c", tokens=40)
     d.put(first, 3)
     plan = _load(d, first)
-    assert d.matched(first) == (48, True), "not for itself"
     for other in (second, third):
         for _ in range(5):
             assert d.side.matched_tokens(other, 0)[0] is None
@@ -316,7 +316,7 @@ def test_a_load_is_over_when_all_ranks_have_ended_it(desk: Callable[..., Desk]) 
         assert d.side.matched_tokens(second, 0)[0] is None
         d.plan()
         d.side.take(Report(ended=["a"]))
-        answers.append(d.side._loads.is_under_way("a"))
+        answers.append(d.record("a").phase in UNDER_WAY)
     assert answers == [True, False]
     assert d.matched(second) == (48, True)
 
@@ -332,7 +332,7 @@ def test_a_request_that_waits_costs_a_step_nothing_that_grows_with_its_prompt(
         for _ in patience():
             assert d.side.matched_tokens(request, 0)[0] is None
             d.plan()
-            lookup = d.side._requests.tracked[request.request_id].lookup
+            lookup = d.record(request.request_id).lookup
             if lookup is not None and lookup.answer.done():
                 break
         d.side.matched_tokens(request, 0)
@@ -358,7 +358,11 @@ def test_a_request_is_counted_once_however_often_it_asks(desk: Callable[..., Des
     _load(d, first)
     counted = []
     for _ in range(3):
-        assert d.side.matched_tokens(second, 0)[0] is None
+        for _ in patience():
+            assert d.side.matched_tokens(second, 0)[0] is None
+            if d.record("b").lookup is d.record("b").learned:
+                break
+            d.plan()
         d.now += 11  # the answer is old
     d.side.take(Report(ended=["a"]))
     for _ in range(3):
@@ -400,7 +404,7 @@ def test_who_has_waited_as_long_as_computing_takes_is_computed(desk: Callable[..
         d.side._pays.prefill.observe(100, 0.0, 4.0)
     for _ in patience():
         assert d.side.matched_tokens(request, 0) == (None, False)
-        if d.side._requests.tracked[request.request_id].queued is not None:
+        if d.record(request.request_id).queued is not None:
             break
         d.plan()
     d.now += 1
@@ -437,7 +441,7 @@ def test_a_request_waits_until_a_thread_has_named_its_adapter_and_images(
     assert d.matched(plain) == (0, False), "others do not wait"
     if ends == "aborted":
         d.side.finished(request, [[]])
-        assert not d.side._requests._naming
+        assert d.side._records.get("r") is None
     elif ends == "late":
         d.now += 60
         assert d.side.matched_tokens(request, 0) == (0, False)
@@ -445,8 +449,8 @@ def test_a_request_waits_until_a_thread_has_named_its_adapter_and_images(
     else:
         go.set()
         assert d.matched(request) == (0, False)
-        tracked = d.side._requests.tracked["r"]
-        assert tracked.scope.adapter and len(tracked.scope.media) == 1 and tracked.unstored == "asked"
+        record = d.record()
+        assert record.scope.adapter and len(record.scope.media) == 1 and record.unstored == "asked"
     go.set()
     assert threads and threading.get_ident() not in threads
 
@@ -484,7 +488,7 @@ def test_a_load_may_be_allocated_some_steps_later(desk: Callable[..., Desk], abo
     assert [d.plan().loads for _ in range(2)] == [[], []]
     if aborted:
         d.side.finished(request, [list(range(6))])
-        assert not d.plan().loads and not d.side._loads._promised
+        assert not d.plan().loads and not d.side._records.places
     else:
         d.side.allocated(request, [list(range(6))], 3 * CHUNK)
         (planned,) = d.plan().loads
@@ -883,10 +887,9 @@ def test_an_error_about_a_request_that_has_ended_leaves_nothing(
     d.side.finished(requests[0], [[]])
     monkeypatch.setattr(d.side, "_refuse", lambda name: 1 / 0)
     d.side.take(Report(failed={"gone", "here"}))
-    assert len(contained) == 2
-    assert d.side._requests.uncached == {"here"}
+    assert len(contained) == 1 and not d.record("here").cached
     d.side.finished(requests[1], [[]])
-    assert not d.side._requests.uncached
+    assert not d.side._records
 
 
 def test_a_step_is_confirmed_once_all_ranks_have_ended_it_and_all_before(desk: Callable[..., Desk]) -> None:

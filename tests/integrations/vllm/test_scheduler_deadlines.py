@@ -204,7 +204,7 @@ def test_a_request_that_is_not_cached_any_more_still_keeps_poor_blocks_to_itself
     d, request = desk(), asking(deadline_ms=500)
     loading(d, request)
     exact = list(request.block_hashes)
-    d.side._give_up(request.request_id)
+    d.side._give_up(request)
     d.side.take(ended(request, (1, 1, 1, 1)))
     assert not set(exact) & set(request.block_hashes)
 
@@ -214,7 +214,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(desk: Callable[..., Desk]) 
     loading(d, request)
     d.side.finished(request, d.tables)
     d.side.take(ended(request, (1, 1, 1, 1)))
-    assert not d.side._loads._given
+    assert not d.side._records
 
 
 # Deadlines -----------------------------------------------------------------------------------------------------------
