@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -258,7 +258,7 @@ class Setup:
         logger.info("cuvee: options of the engine that are part of the keys: %s", options or "none")
         checkpoint = None if named else _checkpoint(vllm_config)
 
-        def make(stop: threading.Event) -> str:
+        def name(stop: threading.Event) -> str:
             weights = named or ""
             if checkpoint is not None:
                 weights = checkpoint.identity(stop)
@@ -266,6 +266,7 @@ class Setup:
                     raise InputError("model: must not change while the engine starts")
             return name_of_weights(weights, model.dtype, options)
 
+        make: Callable[[threading.Event], str] = name
         if self.options.profile is None:
             logger.info(
                 "cuvee: no profile is configured, so the quality is %s. With a profile learned for this model, entries "

@@ -111,5 +111,5 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text(with_bos: Any) -> None:
     ends = copy.deepcopy(with_bos)
     template = f"{special[0][0]} $A {special[1][0]}"
     ends.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
-    (prompt,) = blend_prompts("passages", ends, (), 1, None, 7)
+    (prompt,) = blend_prompts(ends, 1)
     assert prompt.tokens[0] == BOS and (prompt.tokens[1:] > BOS + 1).all()
