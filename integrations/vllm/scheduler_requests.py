@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -83,7 +84,7 @@ class Requests:
         ):
             return True
         if request_id not in self._naming:
-            changes, naming = self._adapters.changes, self._thread.submit(self._names, request)
+            changes, naming = self._adapters.changes, self._thread.submit(self._names, request, time.monotonic())
             self._naming[request_id] = self._state.clock(), changes, naming
         begun, _, naming = self._naming[request_id]
         return naming.done() or self._state.clock() - begun > self._state.options.lookup_timeout
@@ -92,12 +93,12 @@ class Requests:
         """Return whether a request's names were made after it arrived, and it has not begun."""
         return request.request_id in self._naming
 
-    def _names(self, request: Any) -> _Names:
+    def _names(self, request: Any, since: float) -> _Names:
         """Return the names of a request's images, and the files of its adapter. Used by the thread."""
         media, lora = [self._media(request, item) for item in request.mm_features], request.lora_request
         if lora is None:
             return media, None
-        return media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path)
+        return media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path, since)
 
     def _take_names(self, request: Any) -> _Names:
         """Return and forget what `_names` has returned; no names if it has not ended in time, and none of an adapter
@@ -107,12 +108,13 @@ class Requests:
         if request.request_id not in self._naming:
             return none
         _, changes, naming = self._naming.pop(request.request_id)
+        same, lora = changes == self._adapters.changes, request.lora_request
+        if lora is not None and not (same and naming.done()):
+            self._adapters.overdue(lora.lora_int_id)
         if naming.done():
             media, adapter = naming.result()
-            return media, adapter if changes == self._adapters.changes else None
+            return media, adapter if same else None
         naming.cancel()
-        if request.lora_request is not None:
-            self._adapters.overdue(request.lora_request.lora_int_id)
         return none
 
     def name(self, model: str) -> None:
