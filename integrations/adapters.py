@@ -9,7 +9,9 @@ nobody knows which weights the engine has: from then on its requests are compute
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,9 +87,12 @@ class Adapters:
         self.changes = 0
         self._folders = AdapterFolders()
         self._known: dict[int, tuple[str, Signature] | None] = {}  # where its weights are from; None: unknown
+        self._found: dict[
+            int, tuple[float, int, str, AdapterFiles | None]
+        ] = {}  # since when, `changes`, path
         self._once = Once(logger)
 
-    def find(self, number: int, name: str, path: str) -> AdapterFiles | None:
+    def find(self, number: int, name: str, path: str, since: float = math.inf) -> AdapterFiles | None:
         """Return the files that the engine has an adapter's weights from; None: that is not known, and it is logged.
         The answer holds until `changes` changes. One thread uses this, beside the engine's.
 
@@ -95,7 +100,19 @@ class Adapters:
             number: of the adapter in the engine, which has one set of weights by each.
             name: in requests.
             path: its folder, or a hub id in the local cache.
+            since: `time.monotonic` of the request. If the files were looked at after that for another request, they are
+                not looked at again, so requests that wait together cost as much as one.
         """
+        began, changes = time.monotonic(), self.changes
+        if number in self._found:
+            last, then, where, files = self._found[number]
+            if last > since and (then, where) == (changes, path):
+                return files
+        files = self._find(number, name, path)
+        self._found[number] = began, changes, path, files
+        return files
+
+    def _find(self, number: int, name: str, path: str) -> AdapterFiles | None:
         try:
             # Noted before the files are read, which takes long: the engine may read them meanwhile.
             noted = self._known.setdefault(number, (path, _signature(path)))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
 import torch
@@ -32,6 +33,9 @@ N = TypeVar("N")
 A = TypeVar("A")
 
 BATCH = 8  # entries that are fetched, or chunks that are encoded, at a time
+_FETCHED = 1 << 27  # bytes that are fetched at a time, if entries are as large as expected
+_BITS = 1.0  # of a value in a lossy part, where the profile does not say
+_SAVED_BITS = 5.0  # of a value, without loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +237,22 @@ class ChunkIO:
             except CuveeError as error:
                 return results, error
         return results, None
+
+
+def expected_sizes(codec: Codec) -> list[float]:
+    """Return the expected bytes per token of each part of an entry."""
+    values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
+    bits = [part.bits for part in codec.settings.expected_parts()]  # of a base, and of both parts
+    guess = 8 * codec.profile.layout.torch_dtype.itemsize - _SAVED_BITS if codec.lossless else _BITS
+    known = [guess * number if None in bits else each or 0.0 for number, each in enumerate(bits, 1)]
+    return [max(after - before, 0.01) * values / 8 for before, after in pairwise((0.0, *known))]
+
+
+def fetched_together(nbytes: float, most: int = BATCH) -> int:
+    """Return how many entries of this size are fetched at a time, so that what is fetched and not decoded yet, which is
+    twice that for every load, stays small.
+    """
+    return max(min(int(_FETCHED / nbytes), most), 1)
 
 
 def fetch_ahead(

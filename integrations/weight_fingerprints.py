@@ -115,8 +115,6 @@ def _skeleton(root: Path) -> PreTrainedModel:
 
 def _fingerprints(model: PreTrainedModel, files: list[Path], stop: Event) -> list[str]:
     """Return the fingerprint in each dtype, that of the files first."""
-    dtypes = (None, torch.bfloat16, torch.float16)  # None: the files' dtype; float32 keeps its values
-    hashes = [WeightHash() for _ in dtypes]
     with ExitStack() as stack:
         found: dict[str, tuple[Path, FileIO, Tensor]] = {}
         for file in files:
@@ -128,15 +126,19 @@ def _fingerprints(model: PreTrainedModel, files: list[Path], stop: Event) -> lis
         wanted = []
         for name, parameter in stored_tensors(model):
             # Checkpoints of the bare model leave out the prefix (GPT-2's).
-            stored = found.get(name) or found.get(name.removeprefix(f"{model.base_model_prefix}."))
-            if stored is None:
+            here = found.get(name) or found.get(name.removeprefix(f"{model.base_model_prefix}."))
+            if here is None:
                 raise _Unknown(f"the checkpoint holds no {name}: its weights are stored in another form")
-            file, stream, tensor = stored
+            file, stream, tensor = here
             if tensor.shape != tuple(parameter.shape) or tensor.dtype not in _DTYPES:
                 raise _Unknown(f"{name} is stored as {tensor.dtype} {list(tensor.shape)}")
             if tensor.end - tensor.begin != _DTYPES[tensor.dtype].itemsize * parameter.numel():
                 raise InputError(f"model: must hold whole tensors, got another size of {name} in {file}: copy again")
             wanted.append((name, stream, tensor))
+        stored = {_DTYPES[tensor.dtype] for _, _, tensor in wanted}
+        others = [dtype for dtype in (torch.bfloat16, torch.float16) if stored != {dtype}]
+        dtypes = (None, *others)  # None: the files' dtype; float32 keeps its values
+        hashes = [WeightHash() for _ in dtypes]
         for name, stream, tensor in wanted:
             for each in hashes:
                 each.begin(name, tensor.shape)

@@ -17,7 +17,7 @@ import torch
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.chunk_io import BATCH, Chunk, ChunkIO, Stored, fetch_ahead
+from cuvee.integrations.chunk_io import BATCH, Chunk, ChunkIO, Stored, expected_sizes, fetch_ahead, fetched_together
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.guard import Once, Recorder
 from cuvee.integrations.pages.recognition import Recognized, Recognizer
@@ -88,7 +88,7 @@ class Entries:
 
     @property
     def together(self) -> int:
-        """The number of pages that are fetched, or encoded, at a time."""
+        """The number of pages that are encoded at a time, and the largest of pages that are fetched."""
         return max(_BATCH_TOKENS // self.names.page_tokens, BATCH)
 
     def stored(self, pages: Sequence[bytes]) -> list[bool]:
@@ -128,7 +128,8 @@ class Entries:
 
         done = 0
         answer = partial(self._wait_for, "get_many", "fetch", timeout=timeout)
-        for numbers, entries in fetch_ahead(self.waiters.read, ask, range(len(pages)), answer, self.together):
+        together = fetched_together(sum(expected_sizes(self.io.codec)) * self.names.page_tokens, self.together)
+        for numbers, entries in fetch_ahead(self.waiters.read, ask, range(len(pages)), answer, together):
             found: list[Found] = []
             for number, entry in zip(numbers, entries or [None] * len(numbers), strict=True):
                 if entry is None:

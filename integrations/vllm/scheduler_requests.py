@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -64,17 +65,17 @@ class Requests:
         if not (request.mm_features or request.lora_request):
             return True
         if record.naming is None:
-            changes, names = self._adapters.changes, self._thread.submit(self._names, request)
+            changes, names = self._adapters.changes, self._thread.submit(self._names, request, time.monotonic())
             record.naming = Naming(self._state.clock(), changes, names)
         overdue = self._state.clock() - record.naming.begun > self._state.options.lookup_timeout
         return record.naming.names.done() or overdue
 
-    def _names(self, request: Any) -> Names:
+    def _names(self, request: Any, since: float) -> Names:
         """Return the names of a request's images, and the files of its adapter. Used by the thread."""
         media, lora = [self._media(request, item) for item in request.mm_features], request.lora_request
         if lora is None:
             return Names(media, None)
-        return Names(media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path))
+        return Names(media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path, since))
 
     def _take_names(self, record: RequestRecord) -> Names:
         """Return and forget what `_names` has returned; no names if it has not ended in time, and none of an adapter
@@ -83,12 +84,13 @@ class Requests:
         request, naming, record.naming = record.request, record.naming, None
         if naming is None:
             return Names([None] * len(request.mm_features), None)
+        same, lora = naming.changes == self._adapters.changes, request.lora_request
+        if lora is not None and not (same and naming.names.done()):
+            self._adapters.overdue(lora.lora_int_id)
         if naming.names.done():
             names = naming.names.result()
-            return names if naming.changes == self._adapters.changes else names._replace(adapter=None)
+            return names if same else names._replace(adapter=None)
         naming.names.cancel()
-        if request.lora_request is not None:
-            self._adapters.overdue(request.lora_request.lora_int_id)
         return Names([None] * len(request.mm_features), None)
 
     def name(self, model: str) -> None:

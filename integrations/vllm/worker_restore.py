@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.open_blob import Expected
-from cuvee.integrations.chunk_io import Stored, fetch_ahead
+from cuvee.integrations.chunk_io import Stored, fetch_ahead, fetched_together
 from cuvee.integrations.vllm.draft_layers import DraftPages
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.phases import LoadPhase, following
@@ -113,7 +113,8 @@ class Restorer:
         def fetch(entries: Sequence[Entry]) -> Answer:
             return self.get(load.tenant, [entry.digest for entry in entries], state.parts)
 
-        for entries, answer in fetch_ahead(self._pools.fetchers, fetch, load.entries, Future.result):
+        together = fetched_together(sum(state.sizes) * max((entry.tokens for entry in load.entries), default=1))
+        for entries, answer in fetch_ahead(self._pools.fetchers, fetch, load.entries, Future.result, together):
             batch = list(zip(entries, answer.found, strict=True))
             if len(tiers) == 1:
                 nbytes = sum(state.nbytes(entry, part) for entry, each in batch for part in range(len(each.parts)))

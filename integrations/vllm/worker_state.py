@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.support.torch_threads import compute_alone
+from cuvee.integrations.chunk_io import expected_sizes
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.loading import RecentRates
 from cuvee.integrations.stores import Store
@@ -25,9 +25,9 @@ from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.state_pages import StatePages
 
 # Calls of a store that wait beside each other, whatever the number of threads that code: two puts at a time of 60 ms
-# each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `LOADERS` times two batches.
+# each would be 33 a second. What they hold is bounded by `max_pending_gb`, and by `LOADERS` times two batches of
+# `fetched_together`.
 _WRITES, _FETCHES = 16, 16
-_BITS, _LOSSLESS_BITS = 1.0, 11.0  # of a value in a part, where the profile does not say
 # What to expect before anything is measured: bytes per second of tiers, and tokens of parts that are decoded.
 _RATES, _REMOTE = {"memory": 1e9, "disk": 3e8, "decoding": 1e4}, 5e7
 
@@ -125,11 +125,7 @@ class WorkerState:
         self.left = setup.left
         self.tells = setup.tells
         self.parts = 1 + codec.refinements
-        values = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in codec.profile.layout.layers)
-        bits = [part.bits for part in codec.settings.expected_parts()]  # of a base, and of both parts
-        guess = _LOSSLESS_BITS if codec.lossless else _BITS
-        known = [guess * number if None in bits else each or 0.0 for number, each in enumerate(bits, 1)]
-        self.sizes = [max(after - before, 0.01) * values / 8 for before, after in pairwise((0.0, *known))]
+        self.sizes = expected_sizes(codec)
         self.rates = RecentRates(_RATES, _REMOTE)
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)

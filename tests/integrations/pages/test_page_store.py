@@ -23,6 +23,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.arrays import I64
+from cuvee.integrations import chunk_io
 from cuvee.integrations.entry_keys import EntryKeys
 from cuvee.integrations.pages import Counts, PageStore, entries
 from cuvee.integrations.stores import StoreError
@@ -228,6 +229,25 @@ def test_nothing_behind_a_missing_page_is_loaded(
         kept = store.entries.pop(d.key(gone))
         assert d.load(range(16), range(20, 36)) == [True] * gone + [False] * (16 - gone)
         store.entries[d.key(gone)] = kept
+
+
+def test_large_pages_are_fetched_few_at_a_time(
+    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What loads hold of fetched bytes is bounded."""
+    d, fetch, counts = desk(), store.get_many, list[int]()
+    d.save(range(6))
+
+    def noting(keys: Sequence[str]) -> list[bytes | None]:
+        counts.append(len(keys))
+        return fetch(keys)
+
+    monkeypatch.setattr(store, "get_many", noting)
+    for most, together in ((6, [6]), (2, [2, 2, 2]), (0, [1] * 6)):
+        monkeypatch.setattr(chunk_io, "_FETCHED", most * 1.1 * max(map(len, store.entries.values())) + 1)
+        counts.clear()
+        assert d.load(range(6), range(20, 26)) == [True] * 6
+        assert counts == together
 
 
 def test_what_was_begun_under_a_name_that_no_longer_holds_does_not_count(

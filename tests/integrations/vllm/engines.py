@@ -760,16 +760,19 @@ _digests_held: list[threading.Event] = []
 
 def _hold_digests() -> None:
     """Read no checkpoint of this process until a step says so."""
-    from cuvee.integrations import checkpoint
-    from cuvee.integrations.file_digests import file_digests
+    from cuvee.integrations import checkpoint, weight_fingerprints
 
     go = threading.Event()
 
-    def held(files: Sequence[Path], stop: threading.Event | None = None) -> list[bytes]:
-        go.wait()
-        return file_digests(files, stop)
+    def held(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*arguments: Any) -> Any:
+            go.wait()
+            return usual(*arguments)
 
-    vars(checkpoint)["file_digests"] = held
+        return read
+
+    for module, name in ((checkpoint, "file_digests"), (weight_fingerprints, "_fingerprints")):
+        vars(module)[name] = held(vars(module)[name])
     _digests_held[:] = [go]
 
 

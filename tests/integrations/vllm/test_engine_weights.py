@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
-from tests.integrations.vllm.engines import Engine, Ran, Step, ids, run_engines, save_tiny_model, transfer
+import torch
+from tests.integrations.vllm.engines import (
+    Engine,
+    EngineFailure,
+    Ran,
+    Step,
+    ids,
+    run_engines,
+    save_tiny_model,
+    transfer,
+)
+from transformers import LlamaForCausalLM
+
+from cuvee.codec.models.fingerprint import PREFIX, model_fingerprint
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.checkpoint import read_layout
 
 CHUNK = 32
 FIRST, SECOND = ids(200, "first"), ids(200, "second")
 WHOLE = 192  # tokens of either that can be loaded
 CHANGED = "vllm:cuvee_weights_changed"
+WRONG = f"{PREFIX}{0:032}"  # the fingerprint of no weights
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +49,20 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Ran]:
     ]  # fmt: skip
     restarted = [once(FIRST, SECOND)]
     unnamed = [once(FIRST), once(FIRST), Step(weights="named"), once(FIRST), once(FIRST)]
-    other = transfer(folder, "others", chunk_tokens=CHUNK)
+    model = str(folder / "model")
+    for name, weights in (("own", model_fingerprint(LlamaForCausalLM.from_pretrained(model))), ("wrong", WRONG)):
+        profile = Profile.unlearned(read_layout(model, torch.float32))
+        profile.model = weights
+        profile.save(folder / name)
+
+    def with_profile(name: str) -> dict[str, Any]:
+        return transfer(folder, "others", chunk_tokens=CHUNK, profile=str(folder / name))
+
     engines = [
         Engine("updated", folder / "model", steps, given), Engine("restarted", folder / "model", restarted, given),
-        Engine("unnamed", folder / "model", unnamed, other, unread=True),
+        Engine("mistaken", folder / "model", unnamed, with_profile("wrong"), unread=True),
+        Engine("unnamed", folder / "model", unnamed, with_profile("own"), unread=True),
+        Engine("refused", folder / "model", unnamed, with_profile("wrong")),
     ]  # fmt: skip
     return run_engines(folder / "runs", engines, timeout=600.0)
 
@@ -72,3 +99,16 @@ def test_an_engine_serves_while_its_checkpoint_is_read_and_caches_afterwards(ran
     assert unnamed.metric("vllm:cuvee_uncached{reason=unnamed}", after=1) >= 2
     assert "the checkpoint is being read to name it" in unnamed.log
     unnamed.assert_sound()
+
+
+def test_an_engine_with_the_profile_of_other_weights_serves_and_stores_nothing(ran: Mapping[str, Ran]) -> None:
+    """That is found out after its start. The next start knows it, and fails."""
+    mistaken = ran["mistaken"]
+    assert [cached(mistaken, step) for step in (0, 1, 3, 4)] == [[0]] * 4
+    assert mistaken.metric("vllm:cuvee_failures{kind=weights}", after=1) == 0
+    assert mistaken.metric("vllm:cuvee_failures{kind=weights}") == 1
+    assert mistaken.log.count("nothing is stored or loaded: profile: must be of the model's weights") == 1
+    assert mistaken.metric("vllm:cuvee_stored") == 0
+    mistaken.assert_sound("failures")
+    with pytest.raises(EngineFailure, match="calibrated on other weights"):
+        ran["refused"]

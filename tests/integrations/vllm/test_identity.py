@@ -16,6 +16,7 @@ from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import Desk, image, make_request
 from tests.integrations.vllm.small_engine import SmallEngine
 
+from cuvee.integrations import adapters
 from cuvee.integrations.vllm import media_names
 from cuvee.integrations.vllm.media_names import MediaNames
 
@@ -170,6 +171,52 @@ def test_an_adapter_that_is_loaded_anew_while_its_request_is_named(
         pass
     e.run()
     assert e.recorder.totals()["uncached", "adapter"] == 1 and not e.store.entries
+
+
+def test_an_adapter_that_is_dropped_while_its_request_is_named(
+    engine: Callable[..., SmallEngine], tmp_path: Path
+) -> None:
+    """The engine reads its old weights in that request's first step; the next request finds other files."""
+    e = engine()
+    request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
+    wait_until(lambda: e.side._requests.is_named(request), "the request is named")
+    e.side._requests._adapters.unloaded(1)
+    e.run()
+    e.submit("s", IDS, lora_request=adapter(tmp_path / "a", 2))
+    e.run()
+    assert e.recorder.totals()["uncached", "adapter"] == 2 and not e.store.entries
+
+
+def test_the_adapter_of_requests_that_wait_together_is_looked_at_once(
+    engine: Callable[..., SmallEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e, go, looked, signature = engine(), threading.Event(), list[str](), adapters._signature
+    tuned = adapter(tmp_path / "a", 1)
+
+    def noting(path: str) -> Any:
+        looked.append(path)
+        return signature(path)
+
+    monkeypatch.setattr(adapters, "_signature", noting)
+
+    def submitted(name: str, count: int) -> int:
+        """How often the adapter's files are looked at for so many requests."""
+        looked.clear()
+        blocked = e.side._requests._thread.submit(go.wait)
+        waiting = [e.submit(f"{name}{number}", IDS, lora_request=tuned) for number in range(count)]
+        go.set()
+        blocked.result()
+        for request in waiting:
+            wait_until(lambda request=request: e.side._requests.is_named(request), "the request is named")
+        go.clear()
+        return len(looked)
+
+    alone = [submitted("first", 1), submitted("later", 1)]
+    assert [submitted("several", 8), submitted("again", 8)] == [alone[1]] * 2 and 0 < alone[1] <= alone[0]
+    adapter(tmp_path / "a", 2)
+    submitted("changed", 8)
+    e.run()
+    assert e.recorder.totals()["uncached", "adapter"] == 8
 
 
 def test_an_adapter_that_is_not_named_in_time(engine: Callable[..., SmallEngine], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes.lossless import LosslessScheme
+from cuvee.integrations import chunk_io
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
@@ -102,6 +103,28 @@ def test_pages_may_be_overwritten_as_soon_as_save_returns(bench: Callable[..., B
     b.drain()
     b.load_now([b.load([4, 5], 0, CHUNK)])
     assert b.held([4, 5], 0, CHUNK)
+
+
+def test_large_entries_are_fetched_few_at_a_time(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What loads hold of fetched bytes is bounded."""
+    b = bench()
+    b.store_all()
+    fetch, sizes = b.store.get_parts, list[int]()
+
+    def noting(keys: Sequence[str], parts: int) -> Any:
+        found = fetch(keys, parts)
+        sizes.append(sum(len(part) for each in found for part in each))
+        return found
+
+    monkeypatch.setattr(b.store, "get_parts", noting)
+    whole = sum(map(len, b.store.entries.values()))
+    for most in (whole, 3 * whole // 8, 1):
+        monkeypatch.setattr(chunk_io, "_FETCHED", 1.1 * most)
+        sizes.clear()
+        b.load_now([b.load(list(range(8, 24)), 0, 8 * CHUNK)])
+        assert b.held(list(range(8, 24)), 0, 8 * CHUNK)
+        assert sum(sizes) == whole and max(sizes) <= max(1.1 * most, whole / 7)
+        assert len(sizes) == {whole: 1, 1: 8}.get(most, 3)
 
 
 def test_an_entry_that_is_gone_invalidates_the_rest(bench: Callable[..., Bench]) -> None:
