@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import Key, make_keys
+from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.profile_collection.location import (
     ProfileLocation,
@@ -93,6 +94,10 @@ class CodingOptions:
         if len(given_qualities) > 1:
             got = ", ".join(name for name in _QUALITIES if name in given_qualities)
             raise InputError(f"quality: must be at most one of {', '.join(_QUALITIES)}, got {got}")
+        if self.profile is not None and self.quality == LOSSLESS:
+            raise InputError("profile: must be left out with quality 'lossless', which needs none, got both")
+        if self.profile is None and not self.check_model:
+            raise InputError("check_model: must be left out without a profile, which is what it checks, got false")
 
     def __repr__(self) -> str:
         """Show all options, secrets in URLs and the tenant redacted: a tenant is as good as a secret."""
@@ -120,6 +125,10 @@ class CodingOptions:
         """The configured quality, as arguments of `Codec` and `Profile.resolve`; empty: the default."""
         given = {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
         return {**given, "worst": True} if self.worst else given
+
+    def quality_of(self, dtype: str) -> dict[str, Any]:
+        """The same for a cache of this dtype, whose size a ratio is of."""
+        return self.codec_quality | ({} if self.ratio is None else {"dtype": dtype})
 
     @property
     def local(self) -> bool:

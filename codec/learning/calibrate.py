@@ -86,15 +86,17 @@ def calibrate(
             the model's embedding.
         prefix: number of leading tokens per sequence that count as cached; the metric measures the loss of the tokens
             after them. Default: three quarters of T.
-        flops: with `"auto"`, the most floating-point operations per decoded value for the inverse transform; default
-            1536 for a model on a CPU, else 4096.
-        tensor_parallel: with `"auto"`, choose a group `"heads:n"`, which `Profile.shard` cuts for any number of ranks.
+        flops: with `"auto"` alone, the most floating-point operations per decoded value for the inverse transform;
+            default 1536 for a model on a CPU, else 4096.
+        tensor_parallel: with `"auto"` alone, choose a group `"heads:n"`, which `Profile.shard` cuts for any number of
+            ranks.
         batch_size: sequences per forward pass.
         seed: seed of the sampled targets; the same arguments give the same profile on the same machine.
         progress: show a progress bar on standard error.
 
     Raises:
-        InputError: `token_ids` has the wrong shape, dtype or range.
+        InputError: `token_ids` has the wrong shape, dtype or range; `flops` or `tensor_parallel` with a group that is
+            not `"auto"`.
         ProfileError: too few tokens for the group; the message gives the number it needs.
         UnsupportedModelError: see `KVLayout.from_config`.
 
@@ -108,6 +110,9 @@ def calibrate(
         >>> profile.source, len(profile.learned)
         ('calibrated', 2)
     """
+    for name, given in (("flops", flops is not None), ("tensor_parallel", tensor_parallel)):
+        if given and group != "auto":
+            raise InputError(f"{name}: must come with group='auto', which it is for, got {group!r}: leave one out")
     fingerprint = model_fingerprint(model)
     layout = coded_layout(model)
     testing: dict[str, torch.Tensor] = {}

@@ -142,7 +142,7 @@ class Quality:
 
     Raises:
         InputError: none or several of the first five; a value of the wrong type or range; `worst` with something
-            else than kl=; no cache has the dtype.
+            else than kl=, or `dtype` than ratio=; no cache has the dtype.
 
     Example:
         >>> from cuvee import Quality
@@ -187,6 +187,8 @@ class Quality:
         if worst is not False and (worst is not True or name != "kl"):
             raise InputError(f"worst: must be True or False, and True only with kl=, got {self.worst!r} with {name}=")
         value_bits(self.dtype)
+        if self.dtype is not None and name != "ratio":
+            raise InputError(f"dtype: must come with ratio=, which it is for, got {self.dtype!r} with {name}=")
         if name == "quality":
             if value not in PRESETS:
                 hint = ": a limit in nats per token is kl=" if isinstance(value, int | float) else ""

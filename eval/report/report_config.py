@@ -111,14 +111,18 @@ class ReportConfig:
 
 
 def quick_config(config: ReportConfig) -> ReportConfig:
-    """Return the configuration with fewer sequences, methods, tasks and documents. Smaller numbers stay."""
+    """Return the configuration with fewer sequences, methods, tasks and documents. Smaller numbers stay.
+
+    Raises:
+        InputError: a number is larger than both that of a quick report and the default.
+    """
     default = ReportConfig()
-    return replace(
-        config,
-        quick=True,
-        calibration_sequences=min(config.learned_sequences, 64),
-        sequences=min(config.sequences, 12),
-        tasks=QUICK_TASKS if config.tasks == default.tasks else config.tasks,
-        limit=min(config.limit or QUICK_LIMIT, QUICK_LIMIT),
-        blend_prompts=min(config.blend_prompts, 8),
-    )
+    most = {"calibration_sequences": 64, "sequences": 12, "limit": QUICK_LIMIT, "blend_prompts": 8}
+    for name, value in most.items():
+        given = getattr(config, name)
+        if given != getattr(default, name) and given > value:
+            raise InputError(f"{name}: must be at most {value} in a quick report, got {given}: leave out one of them")
+    numbers = {name: min(getattr(config, name) or value, value) for name, value in most.items()}
+    numbers["calibration_sequences"] = min(config.learned_sequences, numbers["calibration_sequences"])
+    tasks = QUICK_TASKS if config.tasks == default.tasks else config.tasks
+    return replace(config, quick=True, tasks=tasks, **numbers)

@@ -64,6 +64,11 @@ class ReportPlan:
         self.groups = self._groups()
         self.candidates = self._candidates()
         learned = any(c.family.startswith("pca/") for c in self.candidates)
+        if self.given and config.calibration and not learned:
+            raise InputError(
+                "calibration: must be left out with profiles, which have been learned, unless PCA is measured, got "
+                f"{config.calibration[0]}"
+            )
         self.calibration = self._learning_corpora if learned or not self.given else []
         self.evaluation = [read_corpus(text, config.model) for text in config.evaluation]
         tokens, self.texts = sequences_by_text(self.evaluation, config.length, config.sequences)

@@ -169,8 +169,8 @@ class PageStores:
         with self._lock:
             if (rank, ranks) not in self._codecs:
                 self._codecs[rank, ranks] = Codec(
-                    self._profile.shard(rank, ranks), **self._options.codec_quality, dtype=self._layout.dtype,
-                    threads=1, key=self._secrets,
+                    self._profile.shard(rank, ranks), **self._options.quality_of(self._layout.dtype), threads=1,
+                    key=self._secrets,
                 )  # fmt: skip
             return self._codecs[rank, ranks]
 

@@ -103,7 +103,7 @@ class Drafts:
             return hashlib.blake2b(name, digest_size=16).hexdigest()
 
         key = setup.options.secrets() or None
-        codec = Codec(Profile.unlearned(layout), quality="lossless", dtype=layout.dtype, threads=1, key=key)
+        codec = Codec(Profile.unlearned(layout), quality="lossless", threads=1, key=key)
         name = WeightsName(make)
         name.wait_at_start()
         return cls(layers, pages, codes, codec, name)

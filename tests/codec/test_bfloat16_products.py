@@ -69,7 +69,7 @@ def coded(books: Books, chunk: KVChunk, step: float) -> tuple[bytes, list[Any]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SectionBasis, "coefficients", recorded)
-        return Codec(books.profile, step=step, dtype="bfloat16").encode(chunk), calls
+        return Codec(books.profile, step=step).encode(chunk), calls
 
 
 @pytest.mark.parametrize("kind", [Products.MIXED, Products.BFLOAT16])
@@ -96,7 +96,7 @@ def test_rounding_costs_neither_bytes_nor_error(
         pairs = zip(back.keys + back.values, chunk.keys + chunk.values, strict=True)
         return float(sum(((a.float() - b.float()) ** 2).mean() / b.float().var() for a, b in pairs))
 
-    codec = Codec(books.profile, step=step, dtype="bfloat16")
+    codec = Codec(books.profile, step=step)
     multiply(Products.FLOAT32, monkeypatch)
     exact, _ = coded(books, chunk, step)
     lost = error(exact, codec)

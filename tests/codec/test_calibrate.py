@@ -219,6 +219,9 @@ def test_bad_token_ids(tiny_model: Callable[..., Any]) -> None:
     for prefix in (0, -1, 39, 40):
         with pytest.raises(InputError, match=f"^prefix: must lie in 1 … 38, .* got {prefix}$"):
             calibrated(tiny, good, prefix=prefix)
+    for idle in ({"flops": 96.0}, {"tensor_parallel": True}):
+        with pytest.raises(InputError, match=f"^{next(iter(idle))}: must come with group='auto', .* got 'layer'"):
+            calibrated(tiny, good, "layer", **idle)
 
 
 def test_chunks_of_another_layout(layouts: dict[str, KVLayout], make_chunk: Any) -> None:

@@ -31,6 +31,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"step": -1.0}, "step: must be a positive number"),
     ({"kl": 1e-3, "worst": 1}, "worst: must be True or False"),
     ({"preset": "high", "worst": True}, "worst: must be True or False, and True only with kl="),
+    ({"kl": 1e-3, "dtype": "float32"}, "dtype: must come with ratio=, which it is for, got 'float32' with kl="),
     ({"ratio": 4.0, "dtype": "int8"}, "dtype: must be one of bfloat16, float16, float32, got 'int8'"),
 ]
 

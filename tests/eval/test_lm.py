@@ -528,6 +528,7 @@ def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) ->
         ({}, r"method: nothing says .* give profile=, quality= or method="),
         ({"method": Uncompressed(), "profile": "p.safetensors", "kl": 0.1}, "method: .* leave profile=, kl= out"),
         ({"method": "kivi4", "quality": "high"}, "method: .* leave quality= out"),
+        ({"method": "kivi4", "codec_backend": "reference"}, "method: .* leave codec_backend= out"),
         ({"quality": "high", "bits": 2}, "quality: give at most one of .* got quality, bits"),
         ({"kl": "tiny"}, "kl: must be a number, got 'tiny'"),
         ({"quality": 3}, "quality: must be a name, got 3"),

@@ -68,7 +68,8 @@ def encode(
 
     dtype = cache_file_dtype(source)
     known = read_profile(profile, config, dtype)
-    codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst, dtype=dtype)
+    sized = None if ratio is None else dtype
+    codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst, dtype=sized)
     chunk = read_cache_file(source, known.layout)
     check_output(target, force)
     with named(source):

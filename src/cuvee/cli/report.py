@@ -9,6 +9,7 @@ import typer
 
 from cuvee.cli.options import Dtype, Json, Model, fields_from, typed_command
 from cuvee.cli.output import make_console, print_json
+from cuvee.codec.errors import InputError
 
 _LEARNING, _MEASURING, _TASKS = "Learning", "Measuring", "Tasks and blends"
 
@@ -136,6 +137,8 @@ def report(
     fields = fields_from(options, *(name for name in options if name not in others))
     if fields.get("tasks") == ("none",):
         fields["tasks"] = ()
+        if idle := [name for name in ("limit", "metadata") if name in fields]:
+            raise InputError(f"{idle[0]}: must be left out without tasks, got a report that scores none")
     config = ReportConfig(**fields)
     console = make_console(stderr=True)
     try:

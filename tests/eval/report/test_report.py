@@ -345,6 +345,13 @@ def test_what_does_not_fit_is_said(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_text_to_learn_from_needs_something_that_learns(tmp_path: Path, console: Console, books: Books) -> None:
+    books.profile.save(path := tmp_path / "p.safetensors")
+    config = replace(CONFIG, groups=(), profiles=(str(path),), calibration=("harbour",), methods=("cuvee",))
+    with pytest.raises(InputError, match=r"^calibration: must be left out with profiles, .* unless PCA .* got harbour"):
+        run_report(config, tmp_path / "run", console)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

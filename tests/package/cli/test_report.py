@@ -37,4 +37,11 @@ def test_options_of_the_report_that_do_not_go_together(tmp_path: Path) -> None:
     fails("report", "-o", tmp_path / "r", "--profile", "a", "--group", "layer", match="groups: must be left out")
     fails("report", "-o", tmp_path / "r", "--model", tmp_path / "nowhere", match="nowhere")
     fails("report", "-o", tmp_path / "r", "--tasks", "none", "--controls", match="controls: must be left out")
+    for options, message in {
+        ("--tasks", "none", "--limit", "9"): "limit: must be left out without tasks",
+        ("--tasks", "none", "--metadata", "lines=9"): "metadata: must be left out without tasks",
+        ("--quick", "--sequences", "40"): "sequences: must be at most 12 in a quick report, got 40",
+        ("--quick", "--limit", "400"): "limit: must be at most 50 in a quick report, got 400",
+    }.items():
+        fails("report", "-o", tmp_path / "r", *options, match=message)
     assert not (tmp_path / "r").exists()
