@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from cuvee.blend import Blender, Boundary, ChunkCache, Guided, Nothing, Segment
-from cuvee.calibration.corpus import pick_evenly
+from cuvee.calibration.corpus import leading_ids, pick_evenly
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
@@ -95,7 +95,7 @@ def blend_prompts(tokenizer: Any, count: int) -> list[BlendPrompt]:
 def _prompt(tokenizer: Any, passages: Sequence[str], text: str, whole: str) -> BlendPrompt:
     """Passages, each with the blank line after it, a text, and what `whole` adds to it."""
     chunks = [_ids(tokenizer, passage + "\n\n") for passage in passages]
-    chunks[0] = [*tokenizer("").input_ids, *chunks[0]]  # as the tokenizer begins a text
+    chunks[0] = [*leading_ids(tokenizer), *chunks[0]]  # as the tokenizer begins a text
     ids = _ids(tokenizer, text)
     return BlendPrompt(
         tuple(map(torch.tensor, chunks)), torch.tensor(ids), torch.tensor(_ids(tokenizer, whole)[len(ids) :])
