@@ -7,8 +7,7 @@ All stages before the entropy coder work on tiles of tokens, so that float array
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,8 +19,6 @@ from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM, Escapes, Streams
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.stages.stages import Stages
 from cuvee.codec.support.arrays import F32, F64, I32, I64, U8
-
-Piece = tuple[U8, U8, F32]  # classes of tokens, classes of columns, and coefficients of columns
 
 STREAM_BITS = 2048  # a stream's state and length take 6 bytes, 2% of this
 STREAM_SYMBOLS = 512
@@ -82,49 +79,58 @@ def _side_by_side(parts: list[U8], tokens: int) -> U8:
     return joined
 
 
-@dataclass(frozen=True, slots=True)
-class CoefficientCoder:
-    """Codes the coefficients of sections with the tables and the quantizer of a family."""
+class PackedSection:
+    """A section's coefficients as symbols: packed tile by tile, then entropy-coded with other sections.
 
-    stages: Stages
-    family: Family
+    Args:
+        coding: how the section is coded.
+        tokens: T, of the whole section.
+    """
 
-    def encode(self, sections: Iterable[tuple[SectionCoding, Iterable[Piece]]], tokens: int) -> list[bytes]:
-        """Encode several sections of `tokens` tokens, given how each is coded, and its pieces.
+    def __init__(self, coding: SectionCoding, family: Family, stages: Stages, tokens: int) -> None:
+        self._coding, self._family, self._stages = coding, family, stages
+        plan = coding.classed
+        check_escape_numbers(int(plan.rows[plan.finest]), tokens)
+        self._classes, self._columns = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
+        self._tiles: list[U8] = []
+        self._escapes: list[Escapes] = []
+        self._filled = 0
 
-        Pieces are tiles in order, whole windows except for the last. Each has the classes `[t]` of its tokens, the
-        classes of its columns, and the columns' `[R, t]` float32, where R is at least the number of components of the
-        tile's finest class.
+    def add(self, classes: U8, columns: U8, y: F32) -> None:
+        """Quantize and pack the next tile: whole windows, unless it is the last.
+
+        Args:
+            classes: `[t]`, of its tokens.
+            columns: `[t]`, of its columns.
+            y: `[R, t]` float32, their coefficients. R is at least the number of components of the finest class.
 
         Raises:
             InputError: a coefficient is too many steps large.
         """
-        packed = [self._to_planes(coding, pieces, tokens) for coding, pieces in sections]
-        streams = self.stages.rans_encode([planes for planes, _, _ in packed], self.family.tables)
-        return [
-            write_coded(CodedPart(own, escapes, planes.tokens_per_stream, classes), int(planes.plan.planes.max()))
-            for own, (planes, escapes, classes) in zip(streams, packed, strict=True)
-        ]
+        family, at = self._family, slice(self._filled, self._filled + len(classes))
+        self._classes[at], self._columns[at] = classes, columns
+        planes, escapes = self._stages.to_planes(y, columns, self._coding.classed, family.quantizer, family.tables)
+        self._tiles.append(planes)
+        self._escapes.append(_renumber(escapes, len(classes), len(self._classes), at.start))
+        self._filled = at.stop
 
-    def _to_planes(
-        self, coding: SectionCoding, pieces: Iterable[Piece], tokens: int
-    ) -> tuple[SectionPlanes, Escapes, Streams]:
-        """Quantize and pack a section: everything before its entropy coding; and code its classes."""
-        plan = coding.classed
-        check_escape_numbers(int(plan.rows[plan.finest]), tokens)
-        classes, columns = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
-        coded: list[U8] = []
-        escaped: list[Escapes] = []
-        start = 0
-        for own, by_class, y in pieces:
-            at = slice(start, start + len(own))
-            classes[at], columns[at] = own, by_class
-            planes, escapes = self.stages.to_planes(y, by_class, plan, self.family.quantizer, self.family.tables)
-            coded.append(planes)
-            escaped.append(_renumber(escapes, len(own), tokens, start))
-            start = at.stop
-        counts = np.bincount(classes, minlength=CLASSES)
-        per_stream = streams_of_classes(counts, plan.planes, plan.entropy(self.family.tables))
-        joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
-        class_stream = self.stages.encode_classes(classes, coding.class_table)
-        return SectionPlanes(joined, columns, plan, per_stream), _merge(escaped), class_stream
+    def planes(self) -> SectionPlanes:
+        """Return the planes of all tiles."""
+        plan, tiles = self._coding.classed, self._tiles
+        counts = np.bincount(self._classes, minlength=CLASSES)
+        per_stream = streams_of_classes(counts, plan.planes, plan.entropy(self._family.tables))
+        joined = tiles[0] if len(tiles) == 1 else _side_by_side(tiles, len(self._classes))
+        return SectionPlanes(joined, self._columns, plan, per_stream)
+
+    def write(self, planes: SectionPlanes, streams: Streams) -> bytes:
+        """Return the section, given the streams of its planes."""
+        classes = self._stages.encode_classes(self._classes, self._coding.class_table)
+        part = CodedPart(streams, _merge(self._escapes), planes.tokens_per_stream, classes)
+        return write_coded(part, int(planes.plan.planes.max()))
+
+
+def encode_sections(sections: Sequence[PackedSection], family: Family, stages: Stages) -> list[bytes]:
+    """Entropy-code sections together, which keeps the CPU busy."""
+    planes = [section.planes() for section in sections]
+    streams = stages.rans_encode(planes, family.tables)
+    return [section.write(*own) for section, *own in zip(sections, planes, streams, strict=True)]

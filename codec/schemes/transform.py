@@ -6,7 +6,7 @@ bytes --decode--> y [R, t] of columns --product, as deep as their class--> x --u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_aro
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.schemes import batches, overlap
-from cuvee.codec.schemes.coefficients import CoefficientCoder, Piece
+from cuvee.codec.schemes.coefficients import PackedSection, encode_sections
 from cuvee.codec.setting import Setting
 from cuvee.codec.stages.columns import Coefficients, class_runs, padded
 from cuvee.codec.stages.products import Products, products_for
@@ -49,7 +49,6 @@ class TransformScheme:
         self._refined = setting.refinements > 0
         if self._refined:
             self._last = StepCoding(learned, family, setting.step_index - FINER, residual=True)
-        self._coder = CoefficientCoder(stages, family)
         self._stages = stages
         self._inverses: dict[tuple[int, Products], Any] = {}
         self._tiles = [tile_tokens(section, profile.layout) for section in profile.sections]
@@ -63,9 +62,12 @@ class TransformScheme:
             return self._encode_refined(chunk, numbers, unrotation)
         out: list[tuple[bytes, ...]] = []
         for batch in self._batches(numbers, chunk.tokens):
-            own = numbers[batch]
-            pieces = (self._columns(chunk, index, unrotation) for index in own)
-            out += [(section,) for section in self._code(self._coding, own, pieces, chunk.tokens)]
+            packed = []
+            for index in numbers[batch]:
+                packed.append(self._packed(self._coding, index, chunk.tokens))
+                for tile in self._columns(chunk, index, unrotation):
+                    packed[-1].add(*tile)
+            out += [(section,) for section in self._code(packed)]
         return out
 
     def _encode_refined(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
@@ -75,30 +77,31 @@ class TransformScheme:
         """
         out: list[tuple[bytes, ...]] = []
         for batch in self._batches(numbers, chunk.tokens):
-            own = numbers[batch]
-            kept = [
-                [(classes, columns, y.copy()) for classes, columns, y in self._columns(chunk, index, unrotation)]
-                for index in own
-            ]
-            of_bases = [
-                [(classes, columns, self._of_base(index, columns, y)) for classes, columns, y in pieces]
-                for index, pieces in zip(own, kept, strict=True)
-            ]
-            bases = self._code(self._coding, own, of_bases, chunk.tokens)
-            for index, base, pieces in zip(own, bases, kept, strict=True):
-                # What a decoder will add to is taken off: the base goes through the decoder's own stages.
+            packed, kept = [], []
+            for index in numbers[batch]:
+                packed.append(self._packed(self._coding, index, chunk.tokens))
+                kept.append(
+                    [(classes, columns, y.copy()) for classes, columns, y in self._columns(chunk, index, unrotation)]
+                )
+                for classes, columns, y in kept[-1]:
+                    packed[-1].add(classes, columns, self._of_base(index, columns, y))
+            bases, packed = self._code(packed), []
+            for index, base, pieces in zip(numbers[batch], bases, kept, strict=True):
+                # Subtract the decoded base: it goes through the decoder's own stages.
                 indexed = self._stages.index_sections(self._coding, [(index, memoryview(base))], chunk.tokens)
-                for at, (_, columns, y) in zip(tiles(chunk.tokens, self._tiles[index]), pieces, strict=True):
+                packed.append(self._packed(self._last, index, chunk.tokens))
+                for at, (classes, columns, y) in zip(tiles(chunk.tokens, self._tiles[index]), pieces, strict=True):
                     (known,) = self._stages.decode_sections(indexed, at, torch.float32)
-                    self._take_off(index, columns, y, known.y.numpy())
-            out += zip(bases, self._code(self._last, own, kept, chunk.tokens), strict=True)
+                    self._subtract(index, columns, y, known.y.numpy())
+                    packed[-1].add(classes, columns, y)
+            out += zip(bases, self._code(packed), strict=True)
         return out
 
-    def _code(
-        self, coding: StepCoding, numbers: Sequence[int], pieces: Iterable[Iterable[Piece]], tokens: int
-    ) -> list[bytes]:
-        """Quantize and code the tiles of some sections."""
-        return self._coder.encode(zip((coding.sections[index] for index in numbers), pieces, strict=True), tokens)
+    def _packed(self, coding: StepCoding, index: int, tokens: int) -> PackedSection:
+        return PackedSection(coding.sections[index], coding.family, self._stages, tokens)
+
+    def _code(self, packed: Sequence[PackedSection]) -> list[bytes]:
+        return encode_sections(packed, self._coding.family, self._stages)
 
     def _of_base(self, index: int, columns: U8, y: F32) -> F32:
         """Return the rows that the base codes of a tile, given those that the refinement codes."""
@@ -113,7 +116,7 @@ class TransformScheme:
                 to, first = to + rank, first + deep
         return out
 
-    def _take_off(self, index: int, columns: U8, y: F32, known: F32) -> None:
+    def _subtract(self, index: int, columns: U8, y: F32, known: F32) -> None:
         """Subtract from a tile's coefficients, in place, those `[blocks, pad, t]` that the base holds."""
         ranks, deeper = (coding.sections[index].class_ranks for coding in (self._coding, self._last))
         for run, k in class_runs(columns):

@@ -25,7 +25,7 @@ from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.coded_part import write_coded
 from cuvee.codec.format.streams import WINDOW, Escapes
 from cuvee.codec.profiles.step_coding import SectionCoding
-from cuvee.codec.schemes.coefficients import CoefficientCoder
+from cuvee.codec.schemes.coefficients import PackedSection, encode_sections
 from cuvee.codec.stages.columns import Coefficients, class_runs
 from cuvee.codec.support.arrays import F32, U8
 
@@ -60,9 +60,10 @@ def columns_of(section: Planned, columns: U8, scales: tuple[tuple[int, ...], ...
 def encoded(section: Planned, classes: U8, y: F32, name: str = "numba") -> bytes:
     """The section of tokens of these classes, given the coefficients of its columns."""
     columns = classes[coding_order(classes)]
-    pieces = [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles_of(len(classes), WINDOW)]
-    coder = CoefficientCoder(get_stages(name), FAMILY)
-    return coder.encode([(cast(SectionCoding, section), pieces)], len(classes))[0]
+    packed = PackedSection(cast(SectionCoding, section), FAMILY, get_stages(name), len(classes))
+    for at in tiles_of(len(classes), WINDOW):
+        packed.add(classes[at], columns[at], np.ascontiguousarray(y[:, at]))
+    return encode_sections([packed], FAMILY, get_stages(name))[0]
 
 
 @cache

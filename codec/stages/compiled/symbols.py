@@ -148,8 +148,8 @@ def to_planes(
         columns: `[T]` uint8, the class of each column; none is finer than `plan.finest`.
 
     Returns:
-        planes `[P, T]` uint8, zero below a column's last plane, where P is the number of planes of the finest class in
-        `columns`; and the escapes, numbered row * T + column.
+        planes `[P, T]` uint8, where P is the number of planes of the finest class in `columns`, and bytes below a
+        column's last plane are left unwritten; and the escapes, numbered row * T + column.
 
     Raises:
         InputError: a coefficient is too many steps large, or not a number.
