@@ -189,7 +189,8 @@ class RequestTable:
     def remove(self, record: RequestRecord) -> None:
         """Forget a request, which has ended, and cancel what threads do for it."""
         self._records.pop(record.id, None)
-        if record.phase is not RequestPhase.OVER:
+        self.load_no_more(record)
+        if record.phase is RequestPhase.ENDING:
             self.enter(record, RequestPhase.OVER)
         record.forget_lookups()
         if record.naming is not None:

@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 _CONFIRMING = 4  # steps without requests, at most
 _NEW = (RequestPhase.EARLY, RequestPhase.NAMING)
-_ASKED = (RequestPhase.ASKING, RequestPhase.PROMISED)  # phases in which the engine's question is more than refused
 
 
 class SchedulerSide:
@@ -113,20 +112,21 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` can be loaded, and whether asynchronously; None: ask
-        again. The engine asks as often as it likes, and need not take what it is told of (`allocated`).
+        again. The engine asks as often as it likes: each question takes the last answer back.
         """
         with self._guard("matched_tokens", partial(self._give_up, request)):
             record = self._record_of(request)
             if not self._begin(record):
                 return None, False
-            if record.phase not in _ASKED:
+            self._loads.withdraw(record)
+            if record.phase is not RequestPhase.ASKING:
                 return 0, False
             if self._requests.waits(self._step):
                 return None, False
             asks = self._loads.worth_asking(request, computed)
             if not ((not asks or self._loads.learn(record)) and self._planner.learn(record)):
                 return None, False
-            if record.phase not in _ASKED:  # the answer took too long
+            if record.phase is not RequestPhase.ASKING:  # the answer took too long
                 return 0, False
             tokens = self._promise(record, computed, *self._match(record, computed, asks))
             return tokens, bool(tokens)
@@ -139,12 +139,12 @@ class SchedulerSide:
 
     def _promise(self, record: RequestRecord, computed: int, prefix: PrefixMatch, blend: BlendMatch) -> int | None:
         """Decide by a match, and return what the engine is told: tokens to load; None: it is to ask again."""
-        self._loads.settle(record, prefix)
-        decided = self._planner.settle(record, blend)
-        if prefix.tokens is None or not decided or (record.blend is not None and not self._loads.has_place(record)):
-            return None
-        tokens = prefix.tokens if record.blend is None else record.blend_end - computed
-        self._loads.promise(record, computed, tokens)
+        tokens = prefix.tokens
+        if not self._planner.promise(record, blend):
+            tokens = None
+        elif record.blend is not None:
+            tokens = record.blend_end - computed if self._loads.have_place else None
+        self._loads.promise(record, computed, prefix, tokens)
         return tokens
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], tokens: int) -> None:
@@ -153,9 +153,8 @@ class SchedulerSide:
         """
 
         def give_up() -> None:
-            record = self._records.of(request)
             if tokens:  # the engine waits for them
-                self._loads.fail(record, tables[0][record.first // self._state.blocks[0] :])
+                self._loads.fail(self._records.of(request), tables[0])
             self._give_up(request)
 
         with self._guard("allocated", give_up):
@@ -163,11 +162,11 @@ class SchedulerSide:
             record.computed = 0  # any blocks it had before were other ones
             if not tokens:
                 self._loads.withdraw(record)
-                return
-            if record.phase is not RequestPhase.PROMISED:
-                raise LookupError(f"{tokens} tokens are to be loaded for a request that was promised none")
-            self._planner.allocate(record, tables[0])
-            self._loads.allocate(record, tables, tokens)
+            elif record.phase is RequestPhase.PROMISED:
+                self._planner.allocate(record, tables[0])
+                self._loads.allocate(record, tables, tokens)
+            else:  # its promise was taken back by a reset, but the engine waits
+                self._loads.fail(record, tables[0])
 
     def outcome(self, request: Any) -> dict[str, Any] | None:
         """Return what the client of a request learns of its blend, and of options that were refused; None: nothing."""
@@ -277,8 +276,7 @@ class SchedulerSide:
         for record in map(self._records.get, report.ended):
             if record is not None:
                 with self._guard("take"):
-                    if self._loads.ended(record):
-                        self._loads.over(record)
+                    self._loads.note_end(record)
         for digest in report.unsaved:
             self._known.forget(digest)
         for learn in (self._loads.take, self._events.take, self._record, self._pays.take):

@@ -195,14 +195,16 @@ class SchedulerLoads:
             verdict = self._pays.judge("load", computed, record.end, sizes)
         if verdict is not None and not verdict.restores:
             return PrefixMatch(0, "declined", verdict)
-        if self.has_place(record):
+        if self.have_place:
             return PrefixMatch(tokens, result, verdict)
         if self._has_waited_enough(record, computed):
             return PrefixMatch(0, "declined", Verdict.WAITED)
         return PrefixMatch(None, verdict=verdict, queues=True)
 
-    def settle(self, record: RequestRecord, match: PrefixMatch) -> None:
-        """Note what a match decides, by which the engine is answered."""
+    def promise(self, record: RequestRecord, computed: int, match: PrefixMatch, tokens: int | None) -> None:
+        """Note what a match decides, and that the engine is told of `tokens` after the first `computed`; 0 or None: of
+        none.
+        """
         if record.verdict is None and match.verdict is not None:
             self._pays.note("load", match.verdict)
         record.verdict = match.verdict or record.verdict
@@ -210,12 +212,8 @@ class SchedulerLoads:
             record.queued = self._state.clock()
         if match.result:
             self._count(record, match.result)
-
-    def promise(self, record: RequestRecord, computed: int, tokens: int) -> None:
-        """Note that the engine is told of so many tokens to load after the first `computed`."""
-        record.first = computed
-        self.withdraw(record)
         if tokens:
+            record.first = computed
             self._records.enter(record, RequestPhase.PROMISED)
 
     def withdraw(self, record: RequestRecord) -> None:
@@ -223,11 +221,12 @@ class SchedulerLoads:
         if record.phase is RequestPhase.PROMISED:
             self._records.enter(record, RequestPhase.ASKING)
 
-    def has_place(self, record: RequestRecord) -> bool:
-        """Return whether ranks have few enough loads to be given this request's. What they cannot begin soon would hold
-        blocks of the engine all the while.
+    @property
+    def have_place(self) -> bool:
+        """Whether ranks have few enough loads to be given another. What they cannot begin soon would hold blocks of the
+        engine all the while.
         """
-        return self._records.places - (record.phase is RequestPhase.PROMISED) < _MOST_LOADS
+        return self._records.places < _MOST_LOADS
 
     def _has_waited_enough(self, record: RequestRecord, computed: int) -> bool:
         """Return whether a request has waited for a load's place as long as computing it takes: then it is computed. By
@@ -282,36 +281,28 @@ class SchedulerLoads:
         self._orders.append(load)
 
     def fail(self, record: RequestRecord, blocks: Sequence[int]) -> None:
-        """Plan a load that fails in place of a request's own, which cannot begin.
-
-        Args:
-            record: of the request.
-            blocks: the engine's blocks from the first on that was to be restored.
-        """
+        """Plan a load that fails in place of a request's own, which cannot begin. `blocks` are all that it has."""
+        first, block = record.first // self._state.block, self._state.block
         self._forget_order(record)
-        start = record.first // self._state.block * self._state.block
-        end = start + len(blocks) * self._state.block
-        self._orders.append(Load(record.id, "", [], start, end, list(blocks)))
+        self._orders.append(Load(record.id, "", [], first * block, len(blocks) * block, list(blocks[first:])))
 
     def take_step(self) -> list[Load]:
         """Return and forget the loads that the next step starts."""
         loads, self._orders = self._orders, []
         return loads
 
-    def ended(self, record: RequestRecord) -> bool:
-        """Note that a rank has ended the load of a request; return whether it was the last one."""
+    def note_end(self, record: RequestRecord) -> None:
+        """Note that a rank has ended the load of a request. Once all have, it may load again, unless it was the last
+        time.
+        """
         if record.phase not in UNDER_WAY:
-            return False
+            return
         record.ranks -= 1
-        return record.ranks <= 0
-
-    def over(self, record: RequestRecord) -> None:
-        """Note that all ranks have ended the load of a request: it may load again, unless that was the last time."""
-        self.release(record)
-        record.placed = 0
-        if record.phase in UNDER_WAY:
+        if record.ranks <= 0:
+            self.release(record)
             last = record.phase is RequestPhase.ENDING
             self._records.enter(record, RequestPhase.OVER if last else RequestPhase.ASKING)
+            record.placed = 0
 
     def release(self, record: RequestRecord) -> None:
         """Have no request wait for this one's load, and do not start it if it has not begun."""

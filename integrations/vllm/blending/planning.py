@@ -227,7 +227,7 @@ class BlendPlanner:
             return BlendMatch(verdict=verdict, refused="hashes")
         return BlendMatch(blend, end, verdict)
 
-    def settle(self, record: RequestRecord, match: BlendMatch) -> bool:
+    def promise(self, record: RequestRecord, match: BlendMatch) -> bool:
         """Note what a match decides, by which the engine is answered: `record.blend`, or none. False: the engine is to
         ask again, because it may have this blend already, under the new names of its blocks.
         """

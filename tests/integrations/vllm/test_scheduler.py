@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.dict_store import hold
+from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import (
     BLOCK,
     CHUNK,
@@ -434,6 +435,7 @@ def test_a_request_waits_until_a_thread_has_named_its_adapter_and_images(
     monkeypatch.setattr(d.side._requests._media_names, "name", name)
     request = make_request(lora_request=LORA, mm_features=[image()], kv_transfer_params={"cuvee": {"store": False}})
     d.side.arrived(request)
+    wait_until(lambda: bool(threads), "a thread has begun")
     for _ in range(3):
         assert d.side.matched_tokens(request, 0) == (None, False)
         d.plan()
