@@ -68,7 +68,7 @@ LORA = SimpleNamespace(lora_int_id=1, lora_name="x", lora_path="p")
 class NamedAdapters(Adapters):
     """Adapters whose names and paths tell their content; they have no files."""
 
-    def find(self, number: int, name: str, path: str) -> AdapterFiles | None:
+    def find(self, number: int, name: str, path: str, since: float = 0.0) -> AdapterFiles | None:
         return AdapterFiles(path, f"{name}@{path}")
 
 

@@ -179,7 +179,7 @@ def test_an_adapter_that_is_dropped_while_its_request_is_named(
     """The engine reads its old weights in that request's first step; the next request finds other files."""
     e = engine()
     request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
-    wait_until(lambda: e.side._requests.is_named(request), "the request is named")
+    wait_until(lambda: e.side._requests.is_named(e.side._records.of(request)), "the request is named")
     e.side._requests._adapters.unloaded(1)
     e.run()
     e.submit("s", IDS, lora_request=adapter(tmp_path / "a", 2))
@@ -206,8 +206,8 @@ def test_the_adapter_of_requests_that_wait_together_is_looked_at_once(
         waiting = [e.submit(f"{name}{number}", IDS, lora_request=tuned) for number in range(count)]
         go.set()
         blocked.result()
-        for request in waiting:
-            wait_until(lambda request=request: e.side._requests.is_named(request), "the request is named")
+        records = [e.side._records.of(request) for request in waiting]
+        wait_until(lambda: all(map(e.side._requests.is_named, records)), "the requests are named")
         go.clear()
         return len(looked)
 

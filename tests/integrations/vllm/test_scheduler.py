@@ -422,7 +422,7 @@ def test_a_request_waits_until_a_thread_has_named_its_adapter_and_images(
     """A disk may hang, and an image has megabytes: the engine's loop reads neither."""
     d, go, threads = desk(), threading.Event(), set[int]()
 
-    def find(number: int, name: str, path: str) -> AdapterFiles:
+    def find(number: int, name: str, path: str, since: float) -> AdapterFiles:
         threads.add(threading.get_ident())
         assert go.wait(30)
         return AdapterFiles(path, name)
