@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy.typing as npt
 import torch
 
 from cuvee.codec.chunk import KVChunk
@@ -179,6 +180,10 @@ class Backend(Protocol):
         Raises:
             InputError: values that the scheme cannot code, or a slot beyond the cache.
         """
+        ...
+
+    def to_host(self, values: torch.Tensor) -> npt.NDArray[Any]:
+        """Return a tensor of integers on the host; wait for it."""
         ...
 
     def decode(self, coding: Coding, requests: Sequence[DecodeRequest]) -> Callable[[], None]:

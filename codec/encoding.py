@@ -2,7 +2,8 @@
 
 A profile fits the caches of its model. Where token ids or positions are not those of the cache, it misleads, and blobs
 may be larger than the cache itself. So a chunk that takes suspiciously many bytes is coded in other ways, too, and the
-smallest result is kept: without prediction from its ids, then without loss.
+smallest result is kept: without prediction from its ids, then without loss. A chunk that repeats few values, such as
+zeros, is coded without loss as well: see `repetition.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
+
 from cuvee.codec.backends import Backend, Coding, EncodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.residuals import FINER
@@ -20,6 +23,7 @@ from cuvee.codec.format.keys import Key
 from cuvee.codec.id_coding import IdCoding
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.codec.repetition import may_be_smaller, sampled
 from cuvee.codec.setting import Setting, Settings, warn_of_length
 
 _log = logging.getLogger(__name__)
@@ -56,6 +60,9 @@ class Encoder:
         parts: list[tuple[bytes, ...]] = [()] * len(requests)
         for coding in self._codings(layout.dtype):
             own = [at for at, request in enumerate(requests) if self._wanted(coding, layout, request, parts[at])]
+            if coding.setting.lossless:
+                others = [at for at, known in enumerate(parts) if known and at not in own]
+                own = sorted(own + self._repeating(backend, layout, requests, parts, others))
             if not own:
                 continue
             asked = [requests[at] if coding.predicted else replace(requests[at], token_ids=None) for at in own]
@@ -72,6 +79,22 @@ class Encoder:
         if not parts:
             return coding == self.coding(layout.dtype, request.token_ids is not None)
         return _size(parts) > SUSPICIOUS_SHARE * layout.bytes_per_token * request.source.tokens
+
+    @staticmethod
+    def _repeating(
+        backend: Backend,
+        layout: KVLayout,
+        requests: Sequence[EncodeRequest],
+        parts: Sequence[Sequence[bytes]],
+        which: Sequence[int],
+    ) -> list[int]:
+        """Return which of the coded chunks `which` repeat so few values that fewer bytes may hold them without loss."""
+        if not which:
+            return []
+        values, counts = sampled([requests[at] for at in which])
+        of_chunks = np.split(backend.to_host(values), np.cumsum(counts)[:-1])
+        bits = [8 * _size(parts[at]) / (requests[at].source.tokens * layout.values_per_token) for at in which]
+        return [at for at, own, most in zip(which, of_chunks, bits, strict=True) if may_be_smaller(own, most)]
 
     def _codings(self, dtype: str) -> Iterator[Coding]:
         """Yield the ways to code chunks, each of which one call of a backend takes, from the best to the safest."""
@@ -113,6 +136,6 @@ def _warn_of_size(lossless: bool) -> None:
     """Warn once per process."""
     _log.warning(
         "a chunk is coded %s, which takes fewer bytes than the profile does: its token ids or its positions may not be "
-        "those of the cache, or the profile was learned from other text",
+        "those of the cache, the cache repeats few values, or the profile was learned from other text",
         "without loss" if lossless else "without prediction from its token ids",
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
@@ -72,6 +73,11 @@ class TritonBackend:
             for run in batches(weights, self.workspace_bytes, MAX_GRID):
                 out += scheme.encode(cache, slots[run], requests[run], run.start)
         return out
+
+    def to_host(self, values: torch.Tensor) -> npt.NDArray[Any]:
+        """See `Backend.to_host`."""
+        with current(values.device):
+            return Download(values).wait()
 
     def decode(self, coding: Coding, requests: Sequence[DecodeRequest]) -> Callable[[], None]:
         """See `Backend.decode`."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
@@ -69,6 +70,10 @@ class CpuBackend:
             # A section's base and its refinements come together; a blob holds the sections of one part.
             out.append([part for of_part in zip(*sections, strict=True) for part in of_part])
         return out
+
+    def to_host(self, values: torch.Tensor) -> npt.NDArray[Any]:
+        """See `Backend.to_host`."""
+        return values.numpy()
 
     def decode(self, coding: Coding, requests: Sequence[DecodeRequest]) -> Callable[[], None]:
         """See `Backend.decode`. When this returns, all is decoded, and every error has been raised."""

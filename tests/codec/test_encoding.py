@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cuvee.codec import encoding
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.format.container import Header, read_header
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
@@ -105,6 +107,98 @@ def check_pages(codec: Codec, where: torch.device) -> None:
     into = PagedCache(LAYOUT, empty[0], empty[1])
     codec.decode_paged([codec.open(blob) for blob in blobs], into, slots).check()
     assert torch.equal(into.chunk(slots[1], 0).values[0].cpu(), chunks[1].values[0])
+
+
+def few_values(kind: str, layout: KVLayout, tokens: int) -> KVChunk:
+    """A cache that few bytes hold without loss, and that no profile expects."""
+    noise = torch.Generator().manual_seed(7)
+
+    if kind == "usual":
+        return synthetic_chunk(layout, tokens)
+
+    def unit(layer: int, heads: int, size: int) -> torch.Tensor:
+        shape, row = (tokens, heads, size), torch.randn(1, heads, size, generator=noise)
+        if kind == "zeros" or (kind == "most layers" and layer != 1):
+            return torch.zeros(shape)
+        if kind == "one token":
+            return row.expand(shape)
+        if kind == "two tokens":
+            return torch.where(torch.arange(tokens)[:, None, None] % 2 > 0, row, -row)
+        if kind == "signs":
+            return torch.randint(0, 2, shape, generator=noise) * 2.0 - 1
+        if kind == "padding":
+            return torch.randn(shape, generator=noise) * (torch.arange(tokens) < tokens // 16)[:, None, None]
+        if kind == "rows":
+            return torch.randint(0, 2, (tokens, 1, 1), generator=noise).expand(shape).float()
+        return torch.randn(shape, generator=noise) * (torch.rand(shape, generator=noise) < 0.02)
+
+    made = [
+        [unit(index, layer.kv_heads, size).to(layout.torch_dtype) for index, layer in enumerate(layout.layers)]
+        for size in (layout.layers[0].head_dim, layout.layers[0].value_dim)
+    ]
+    ids = torch.randint(0, VOCABULARY, (tokens,), generator=noise)
+    return KVChunk(made[0], made[1], layout, 0, ids)
+
+
+FEW = ["zeros", "one token", "two tokens", "signs", "padding", "rows", "sparse", "most layers"]
+
+
+def wide(dtype: str) -> KVLayout:
+    """Many layers, of which a sample must not see only some kinds."""
+    return KVLayout("wide", LAYOUT.layers[:1] * 12, dtype, LAYOUT.max_positions)
+
+
+@cache
+def codec_of(dtype: str, **arguments: Any) -> Codec:
+    return Codec(predicting(fitted_to(wide(dtype))), **arguments)
+
+
+def lossless_size(chunk: KVChunk) -> int:
+    return len(codec_of(chunk.layout.dtype, quality="lossless").encode(chunk))
+
+
+@pytest.mark.parametrize("refinements", [0, 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", FEW)
+def test_a_blob_is_not_larger_than_one_without_loss(kind: str, dtype: str, refinements: int) -> None:
+    shorter = False
+    for tokens in (20, 150):
+        for step in (0.25, 2.0):
+            chunk = few_values(kind, wide(dtype), tokens)
+            for given in (chunk, chunk.with_token_ids(None)):
+                parts = codec_of(dtype, step=step, refinements=refinements).encode_parts(given)
+                shorter |= headers(parts)[0].lossless
+                assert size(parts) <= 1.01 * lossless_size(given), (tokens, step)
+    assert shorter or dtype == "float32", "some of them, or this kind shows nothing"
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba"])
+def test_pages_that_repeat_values_are_coded_alike(backend: str) -> None:
+    check_repeating_pages(codec_of("bfloat16", step=0.25, backend=backend), torch.device("cpu"), KINDS)
+
+
+def test_pages_that_repeat_values_are_coded_alike_on_a_device(device: torch.device) -> None:
+    check_repeating_pages(codec_of("bfloat16", step=0.25, backend="triton"), device, KINDS[:3])
+
+
+KINDS = ["usual", "zeros", "signs", *FEW]
+
+
+def check_repeating_pages(codec: Codec, where: torch.device, kinds: list[str]) -> None:
+    """Chunks of several lengths in scattered slots of blocks, with usual ones among them."""
+    lengths = [17 + 16 * number for number in range(len(kinds))]
+    chunks = [few_values(kind, wide("bfloat16"), tokens) for kind, tokens in zip(kinds, lengths, strict=True)]
+    alone = [codec_of("bfloat16", step=0.25).encode(each) for each in chunks]
+    assert [read_header(blob).lossless for blob in alone][:3] == [False, True, True]
+    mixed = torch.randperm(sum(lengths) + 15, generator=torch.Generator().manual_seed(0))
+    slots = list(mixed[: sum(lengths)].split(lengths))
+    pages = [torch.zeros(len(mixed) // 16 + 1, 16, 2, 16, dtype=torch.bfloat16, device=where) for _ in range(24)]
+    cache = PagedCache(wide("bfloat16"), pages[:12], pages[12:])
+    for each, at in zip(chunks, slots, strict=True):
+        cache.write(each.keys, each.values, at.to(where))
+    ids = [each.token_ids for each in chunks]
+    blobs = codec.encode(PagedChunks(cache, [at.to(where) for at in slots], [0] * len(kinds), tokens=ids))
+    assert [len(blob) for blob in blobs] == [len(blob) for blob in alone]
 
 
 def test_a_chunk_of_usual_size_is_coded_once(monkeypatch: pytest.MonkeyPatch) -> None:
