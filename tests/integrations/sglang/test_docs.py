@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.integrations.readme_tables import check_options, rows
 from tests.integrations.sglang.real_sglang import need_sglang, real
 
-from cuvee.integrations.pages import Counts, entries
+from cuvee.integrations.pages import Counts, entries, opening
 from cuvee.integrations.sglang import host_pool
 
 README = (Path(__file__).parents[3] / "integrations" / "sglang" / "README.md").read_text(encoding="utf-8")
@@ -42,7 +42,9 @@ def test_the_command_is_what_sglang_takes() -> None:
 
 def test_every_failure_that_is_counted_is_documented() -> None:
     calls = r'[.]_fail\(\s*"([a-z]+)"|wait_for[(,]\s*"[a-z_]+", "([a-z]+)"|[.]_ask\("[a-z_]+", "([a-z]+)"'
-    counted = {next(filter(None, each)) for each in re.findall(calls, inspect.getsource(entries))}
+    calls += '|"failures", label="([a-z]+)"'
+    sources = inspect.getsource(entries) + inspect.getsource(opening)
+    counted = {next(filter(None, each)) for each in re.findall(calls, sources)}
     page = (Path(__file__).parents[3] / "docs" / "reference" / "pages.md").read_text(encoding="utf-8")
     table = " ".join(row[1] for row in rows(page, "Failures"))
     assert set(re.findall(r"failures\{([a-z]+)\}", table)) == counted

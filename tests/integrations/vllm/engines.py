@@ -256,7 +256,8 @@ class Step:
 class Engine:
     """One engine and what it is to do; `options` are arguments of `vllm.LLM`.
 
-    `unread`: none of the checkpoint is read to name it before a step says so.
+    `unread`: none of the checkpoint is read to name it before a step says so. `watched`: a watchdog looks for files and
+    sockets in the connector's hooks, and then, so that it is seen to work, for an `os.stat` in one; the log has both.
     """
 
     name: str
@@ -264,6 +265,7 @@ class Engine:
     steps: Sequence[Step]
     options: Mapping[str, Any] = field(default_factory=dict)
     unread: bool = False
+    watched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -794,14 +796,47 @@ def _run(engine: Engine) -> Ran:
     }
     if engine.unread:
         _hold_digests()
+    watching = contextlib.ExitStack()
+    dog = watching.enter_context(_watched()) if engine.watched else None
     llm = start_engine(engine.model, **{**defaults, **engine.options})
     config = llm.llm_engine.vllm_config
     ahead = config.scheduler_config.async_scheduling
     print(f"V2 runner: {config.use_v2_model_runner}, async scheduling: {ahead}", flush=True)
     try:
-        return run_steps(llm, engine.steps)
+        done = run_steps(llm, engine.steps)
+        if dog is not None:
+            print(f"watchdog: {sorted(dog.hooks)}\nwatchdog: {dog.bites}", flush=True)
+            _look_at_a_file_in_a_step(llm)
+            print(f"watchdog: {dog.bites}", flush=True)
+        return done
     finally:
+        watching.close()
         cast(Any, llm.llm_engine.engine_core).shutdown()
+
+
+def _watched() -> contextlib.AbstractContextManager[Any]:
+    """Watch what vLLM calls of our connector, apart from its start and its end."""
+    from tests.integrations.vllm.watchdog import watched
+
+    from cuvee.integrations.vllm.connector import CuveeConnector
+
+    rare = ("register_kv_caches", "unregister_kv_caches", "restore_kv_caches", "shutdown")
+    methods = [name for name, value in vars(CuveeConnector).items() if callable(value) and not name.startswith("_")]
+    return watched({CuveeConnector: [name for name in methods if name not in rare]})
+
+
+def _look_at_a_file_in_a_step(llm: Any) -> None:
+    from cuvee.integrations.vllm.scheduler import SchedulerSide
+
+    plan = SchedulerSide.plan
+
+    def looking(self: Any, output: Any) -> Any:
+        os.stat(ROOT)
+        return plan(self, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SchedulerSide, "plan", looking)
+        _take_a_step(llm)
 
 
 def run_steps(llm: Any, steps: Sequence[Step]) -> Ran:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import os
-import sys
-import threading
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,20 +10,19 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.redis_server import redis_server
+from tests.integrations.vllm.engines import Engine, Step, ids, need_vllm, run_engines, transfer
 from tests.integrations.vllm.sides import image
 from tests.integrations.vllm.small_engine import SmallEngine
 from tests.integrations.vllm.test_identity import IDS, adapter
+from tests.integrations.vllm.watchdog import LONGEST, Watchdog, watched
 
+from cuvee.calibration.bundled import bundled_model_path
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.vllm import media_names
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.worker import WorkerSide
 from cuvee.integrations.vllm.worker_load import WorkerLoads
 from cuvee.integrations.vllm.worker_save import WorkerSaves
 
-_EVENTS = ("open", "os.listdir", "os.scandir", "socket.connect", "socket.getaddrinfo", "fcntl.flock", "glob.glob")
-_CALLS = ((os, "stat"), (os, "lstat"), (os, "fstat"), (fcntl, "flock"))
-_LONGEST = 64 << 10  # bytes that may be hashed in a hook
 _HOOKS = {
     SchedulerSide: ("arrived", "matched_tokens", "allocated", "finished", "plan", "take", "take_events", "reset"),
     WorkerSide: ("begin_step", "end_step", "settle", "report"),
@@ -36,84 +31,14 @@ _HOOKS = {
 }
 
 
-class Watchdog:
-    """Notes what happens inside hooks, by thread.
-
-    Attributes:
-        bites: what should not have happened, and in which hook.
-        hooks: names of the hooks that were called.
-    """
-
-    def __init__(self) -> None:
-        self.bites: list[tuple[str, str]] = []
-        self.hooks: set[str] = set()
-        self._inside: dict[int, str] = {}
-
-    def note(self, what: str) -> None:
-        hook = self._inside.get(threading.get_ident())
-        if hook is not None:
-            self.bites.append((what, hook))
-
-    def around(self, hook: str, usual: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*arguments: Any, **named: Any) -> Any:
-            thread = threading.get_ident()
-            before = self._inside.get(thread)
-            self.hooks.add(hook)
-            self._inside[thread] = hook
-            try:
-                return usual(*arguments, **named)
-            finally:
-                if before is None:
-                    del self._inside[thread]
-                else:
-                    self._inside[thread] = before
-
-        return watched
-
-    def before(self, name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*arguments: Any, **named: Any) -> Any:
-            self.note(name)
-            return usual(*arguments, **named)
-
-        return watched
-
-    def hashing(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(data: Any = b"", *arguments: Any, **named: Any) -> Any:
-            if memoryview(data).nbytes > _LONGEST:
-                self.note("hash")
-            return usual(data, *arguments, **named)
-
-        return watched
-
-
 @pytest.fixture
-def watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
-    dog = Watchdog()
-    watching = True
-    # A hook of the interpreter stays; this one sleeps after its test.
-    sys.addaudithook(lambda event, _: dog.note(event) if watching and event in _EVENTS else None)
-    for owner, name in _CALLS:
-        monkeypatch.setattr(owner, name, dog.before(name, getattr(owner, name)))
-    for name in ("sha256", "blake2b"):
-        monkeypatch.setattr(hashlib, name, dog.hashing(getattr(hashlib, name)))
-    parts = media_names._parts
-
-    def watched_parts(value: Any) -> Iterator[bytes | memoryview]:
-        for part in parts(value):
-            if memoryview(part).nbytes > _LONGEST:
-                dog.note("hash")
-            yield part
-
-    monkeypatch.setattr(media_names, "_parts", watched_parts)
-    for kind, names in _HOOKS.items():
-        for name in names:
-            monkeypatch.setattr(kind, name, dog.around(f"{kind.__name__}.{name}", getattr(kind, name)))
-    yield dog
-    watching = False
+def watchdog() -> Iterator[Watchdog]:
+    with watched(_HOOKS) as dog:
+        yield dog
 
 
 def _picture() -> SimpleNamespace:
-    return image("cat", content="x" * (_LONGEST // 4))
+    return image("cat", content="x" * (LONGEST // 4))
 
 
 @pytest.fixture(params=["file", "tiered", "redis"])
@@ -148,3 +73,23 @@ def test_the_engines_thread_opens_nothing_and_hashes_little(
     assert loads >= 3 and len(e.done) >= 9
     assert len(watchdog.hooks) >= 13
     assert watchdog.bites == []
+
+
+def test_nor_does_the_thread_of_a_real_engine(books: Any, tmp_path: Path) -> None:
+    """With a profile and a budget on disk: a cold prompt, several at once, loads, an answer's tail, and a reset."""
+    need_vllm()
+    books.profile.save(tmp_path / "profile")
+    options = transfer(tmp_path, "kv?max_gb=1", quality="balanced", profile=str(tmp_path / "profile"))
+    prompts = [ids(200, name) for name in "abc"]
+    steps = [
+        Step(prompts, settles=True), Step(prompts, together=True, forget=True), Step([[0, 0, ids(100, "d")]]),
+        Step([prompts[0][:150], *prompts], together=True, forget=True, settles=True),
+    ]  # fmt: skip
+    engine = Engine("watched", bundled_model_path(), steps, options, watched=True)
+    ran = run_engines(tmp_path / "run", [engine])["watched"]
+    assert [answer.cached for answer in ran.steps[1]] == [192] * 3 and ran.metric("vllm:cuvee_stored") >= 9
+    ran.assert_sound()
+    hooks, bites, bitten = re.findall(r"watchdog: (.*)", ran.log)
+    assert bites == "[]"
+    assert "('stat', 'CuveeConnector.build_connector_meta')" in bitten, "it works here"
+    assert hooks.count("CuveeConnector.") >= 12
