@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from cuvee.codec.support.terminal_table import terminal_table
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SMALL_MODEL",
-    "ReportBlock",
+    "Block",
+    "Bullets",
+    "Code",
+    "Figure",
     "ReportSection",
     "ReportTable",
     "escape",
@@ -59,49 +62,62 @@ class ReportTable:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportBlock:
-    """A block that is no table: a "text", "code", a "list" with `items`, or a "figure" with its caption as the text."""
+class Bullets:
+    """A list of sentences."""
 
-    kind: str
-    text: str = ""
-    name: str = ""  # of the plot in a figure
-    items: tuple[str, ...] = ()
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a reader may type."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """The plot of a document, with its caption."""
+
+    caption: str
+
+
+Block: TypeAlias = str | ReportTable | Bullets | Code | Figure
+"""A part of a section; a string is a paragraph."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
     """A heading and the blocks under it."""
 
-    id: str
     title: str
-    blocks: list[ReportTable | ReportBlock]
+    blocks: Sequence[Block]
 
 
-def markdown_document(
-    title: str, preface: Sequence[str], body: Sequence[ReportSection], figures: Mapping[str, str]
-) -> str:
+def markdown_document(title: str, preface: Sequence[str], body: Sequence[ReportSection], plot: str = "") -> str:
     """Write a document in GitHub-flavored Markdown.
 
     Args:
         title: in plain text, like all other texts.
         preface: paragraphs before the first section.
         body: the sections.
-        figures: the file of each plot, relative to the document. Plots without a file are left out.
+        plot: the file of the figure, relative to the document. Without a file, figures are left out.
     """
     parts = [f"# {escape(title)}", *map(escape, preface)]
     for section in body:
         parts.append(f"## {escape(section.title)}")
         for block in section.blocks:
-            if isinstance(block, ReportTable):
-                parts += _markdown_table(block)
-            elif block.kind == "code":
-                parts.append(f"```\n{block.text}\n```")
-            elif block.kind == "list":
-                parts.append("\n".join(f"- {escape(item)}" for item in block.items))
-            elif block.kind == "text":
-                parts.append(escape(block.text))
-            elif block.name in figures:
-                parts += [f"![{escape(block.text)}]({figures[block.name]})", escape(block.text)]
+            match block:
+                case ReportTable():
+                    parts += _markdown_table(block)
+                case Code(text):
+                    parts.append(f"```\n{text}\n```")
+                case Bullets(items):
+                    parts.append("\n".join(f"- {escape(item)}" for item in items))
+                case Figure(caption):
+                    parts += [f"![{escape(caption)}]({plot})", escape(caption)] if plot else []
+                case text:
+                    parts.append(escape(text))
     return "\n\n".join(parts) + "\n"
 
 

@@ -48,10 +48,10 @@ class Shown:
     def markdown(self) -> str:
         """Return the report as GitHub-flavored Markdown."""
         sections = [
-            ReportSection("", table.title, [ReportTable(table.columns, table.rows, "", table.note, table.strong)])
+            ReportSection(table.title, [ReportTable(table.columns, table.rows, "", table.note, table.strong)])
             for table in self.tables
         ]
-        return markdown_document(self.title, [self.preface], sections, {})
+        return markdown_document(self.title, [self.preface], sections)
 
     def print(self, console: Console) -> None:
         """Print the report as tables."""

@@ -8,11 +8,11 @@ from itertools import pairwise
 from statistics import fmean
 
 from cuvee.codec.learning.divergence import stderr
-from cuvee.eval.documents import ReportBlock, ReportSection, ReportTable
+from cuvee.eval.documents import Block, Bullets, Figure, ReportTable
 from cuvee.eval.formatting import format_bits, format_interval, format_number, format_ratio, with_error
 from cuvee.eval.methods import family_label
 from cuvee.eval.report.families import beyond_error, family_rank, is_learned, name_of, rows_of
-from cuvee.eval.report.report_plots import PLOTS
+from cuvee.eval.report.plot import CAPTION
 from cuvee.eval.report.schema import MethodEntry, Report
 
 __all__ = ["RATIOS", "by_kind", "equal_kl", "headline", "sizes"]
@@ -20,8 +20,8 @@ __all__ = ["RATIOS", "by_kind", "equal_kl", "headline", "sizes"]
 RATIOS = (4, 8, 16, 32)  # how many times smaller the cache shall be
 
 
-def headline(report: Report) -> ReportSection:
-    """Make the section on the quality at 4x, 8x, 16x and 32x."""
+def headline(report: Report) -> list[Block]:
+    """Say what quality is left at 4x, 8x, 16x and 32x."""
     rows: list[list[str]] = []
     sentence = ""
     for ratio in RATIOS:
@@ -51,7 +51,7 @@ def headline(report: Report) -> ReportSection:
                     f"{' and '.join(changes)}."
                 )
     if not rows:
-        return ReportSection("lose", "Quality by size", [])
+        return []
     sentence = sentence or "No curve reaches 8x."
     for entry in report.quality:
         if entry.family == "destroyed":
@@ -74,7 +74,7 @@ def headline(report: Report) -> ReportSection:
         rows = [row[:-1] for row in rows]
     strong = frozenset(index for index, row in enumerate(rows) if row[0] == "8x")
     table = ReportTable(columns, rows, note=note, strong=strong)
-    return ReportSection("lose", "Quality by size", [ReportBlock("text", sentence), table, _figure("size_kl")])
+    return [sentence, table, Figure(CAPTION)]
 
 
 def _task_changes(report: Report, family: str, bits: float) -> str:
@@ -93,8 +93,8 @@ def _task_changes(report: Report, family: str, bits: float) -> str:
     return f"{setting}: {', '.join(moved) or 'none beyond one standard error'}"
 
 
-def equal_kl(report: Report) -> ReportSection:
-    """Make the section on the codec's size at the KL of each baseline."""
+def equal_kl(report: Report) -> list[Block]:
+    """Compare the codec's size with each baseline's, at the KL of that."""
     ratios = [r for anchor in report.comparison for r in anchor.ratios]
     families = sorted({str(r.of) for r in ratios}, key=lambda family: family_rank(report, family))
     rows: list[list[str]] = []
@@ -115,7 +115,7 @@ def equal_kl(report: Report) -> ReportSection:
                 [name, format_number(anchor.kl), name_of(report, against), format_bits(sizes.get(against)), *cells]
             )
     if not rows:
-        return ReportSection("equal-kl", "Ratios at equal KL", [])
+        return []
     columns = [
         "at the KL of ",
         "KL",
@@ -127,14 +127,12 @@ def equal_kl(report: Report) -> ReportSection:
         "Sizes are read off the measured curves at the KL of the baseline. In brackets: the 95% interval of a "
         "bootstrap over sequences, expanded for small samples."
     )
-    blocks: list[ReportTable | ReportBlock] = [ReportTable(columns, rows, note=note)]
-    if missing:
-        blocks.append(ReportBlock("list", items=tuple(missing)))
-    return ReportSection("equal-kl", "Ratios at equal KL", blocks)
+    table = ReportTable(columns, rows, note=note)
+    return [table, Bullets(tuple(missing))] if missing else [table]
 
 
-def by_kind(report: Report) -> ReportSection:
-    """Make the section on the codec's size by text, with and without repeats of the cache."""
+def by_kind(report: Report) -> list[Block]:
+    """Compare the sizes by text, with and without repeats of the cache."""
     kinds = report.by_kind
     tables = []
     for family in _learned_families(report):
@@ -171,16 +169,16 @@ def by_kind(report: Report) -> ReportSection:
                 )
             )
     if not tables:
-        return ReportSection("by-kind", "Ratios at equal KL, by kind of text", [])
+        return []
     text = (
         "How many times smaller the codec is than a baseline, at the KL of that baseline on the sequences of each "
         "text. In brackets: the 95% interval of the bootstrap over them."
     )
-    return ReportSection("by-kind", "Ratios at equal KL, by kind of text", [ReportBlock("text", text), *tables])
+    return [text, *tables]
 
 
-def sizes(report: Report) -> ReportSection:
-    """Make the section on the size of each curve at round KLs."""
+def sizes(report: Report) -> list[Block]:
+    """List the size of each curve at round KLs."""
     entries = report.sizes
     kls = sorted({float(e.kl) for e in entries})
     found = {(str(e.family), float(e.kl)): e for e in entries}
@@ -195,18 +193,12 @@ def sizes(report: Report) -> ReportSection:
         if any(cells):
             rows.append([family_label(family), *cells])
     if not rows:
-        return ReportSection("sizes", "Size by KL", [])
-    table = ReportTable(
-        ["curve ", *(f"KL {kl:g}" for kl in kls)],
-        rows,
-        note="Bits per value, and how many times smaller than 16 bits; empty where a curve was not measured. Nats per "
-        "token, over all sequences.",
+        return []
+    note = (
+        "Bits per value, and how many times smaller than 16 bits; empty where a curve was not measured. Nats per "
+        "token, over all sequences."
     )
-    return ReportSection("sizes", "Size by KL", [table])
-
-
-def _figure(name: str) -> ReportBlock:
-    return ReportBlock("figure", PLOTS[name][1], name)
+    return [ReportTable(["curve ", *(f"KL {kl:g}" for kl in kls)], rows, note=note)]
 
 
 def _learned_families(report: Report) -> list[str]:

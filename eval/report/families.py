@@ -10,8 +10,6 @@ __all__ = [
     "beyond_error", "family_rank", "is_learned", "is_preset", "name_of", "rows_of",
 ]  # fmt: skip
 
-_USUAL = ("cuvee/layer", "cuvee/all")
-
 
 def is_learned(family: str) -> bool:
     """Return whether a family is the codec with a learned profile, the subject of a report."""
@@ -23,7 +21,7 @@ def family_rank(report: Report, family: str) -> tuple[int, int]:
     order = list(dict.fromkeys(str(entry.family) for entry in report.quality))
     place = order.index(family) if family in order else len(order)
     if is_learned(family):
-        return 1, _USUAL.index(family) if family in _USUAL else len(_USUAL) + place
+        return 1, place
     groups = {UNCOMPRESSED: 0, "cuvee": 2, "pca": 3, "destroyed": 5}
     return groups.get(family.partition("/")[0], 4), place
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from cuvee.codec.profiles.quality import PRESET_KL
-from cuvee.eval.documents import ReportBlock, ReportSection, ReportTable
+from cuvee.eval.documents import Block, ReportTable
 from cuvee.eval.formatting import format_bits, format_number, format_percent, format_ratio, with_error
 from cuvee.eval.report.families import (
     beyond_error,
@@ -22,11 +22,11 @@ from cuvee.eval.report.scoring import shows_something
 __all__ = ["blends", "methods", "tasks"]
 
 
-def methods(report: Report) -> ReportSection:
-    """Make the section on every method at its presets, and on what was left out."""
+def methods(report: Report) -> list[Block]:
+    """List every method at its presets, and what was left out."""
     shown = [e for e in report.quality if e.kind != "curve"]
     if not shown:
-        return ReportSection("methods", "Every method", [])
+        return []
     note = (
         "± one standard error over sequences. ΔNLL: the increase of the negative log-likelihood of the real next "
         "tokens, paired, in nats per token. Top-1: tokens whose most likely successor stays the same. Promised: the "
@@ -43,11 +43,10 @@ def methods(report: Report) -> ReportSection:
         for name, profile in report.profiles.items()
         if profile.longest is not None and profile.longest < report.text.length
     ]
-    blocks: list[ReportTable | ReportBlock] = [ReportBlock("text", sentence) for sentence in beyond + missed]
-    blocks.append(_quality_table(report, shown, note))
+    blocks: list[Block] = [*beyond, *missed, _quality_table(report, shown, note)]
     if report.skipped:
         blocks.append(ReportTable(["left out ", "why "], [[s.key, s.reason] for s in report.skipped], title="Left out"))
-    return ReportSection("methods", "Every method", blocks)
+    return blocks
 
 
 def _promise(entry: MethodEntry) -> float | None:
@@ -89,10 +88,10 @@ def _perplexity(report: Report, entry: MethodEntry, rows: Sequence[int]) -> str:
     return format_number(math.exp(fmean(exact[row] + loss[row] for row in rows)), 4)
 
 
-def tasks(report: Report) -> ReportSection:
-    """Make the section on the scores of tasks, one table each."""
+def tasks(report: Report) -> list[Block]:
+    """List the scores of tasks, one table each."""
     quality = {e.key: e for e in report.quality}
-    blocks: list[ReportTable | ReportBlock] = []
+    tables = []
     for task in report.tasks:
         scores = [s for s in report.scores if s.task == task.name]
         if not scores:
@@ -114,7 +113,7 @@ def tasks(report: Report) -> ReportSection:
         about = [f"{task.docs} documents, {better} is better", str(task.description).strip().rstrip(".")]
         if shows_something(task, scores) is False:
             about.append("It shows nothing about a codec: without a usable cache the score is no worse, or a guess")
-        blocks.append(
+        tables.append(
             ReportTable(
                 ["method ", "bits per value", str(task.metric), "difference to 16 bits", "beyond one s.e. "],
                 rows,
@@ -123,13 +122,13 @@ def tasks(report: Report) -> ReportSection:
                 strong=frozenset(i for i, s in enumerate(scores) if s.key in quality and is_preset(quality[s.key])),
             )
         )
-    if not blocks:
-        return ReportSection("tasks", "Scores of tasks", [])
+    if not tables:
+        return []
     text = (
         "± one standard error over documents; differences are paired, document by document, with the cache at 16 "
         "bits. The last column says which differences are larger than their standard error."
     )
-    return ReportSection("tasks", "Scores of tasks", [ReportBlock("text", text), *blocks])
+    return [text, *tables]
 
 
 def _score_rank(report: Report, quality: Mapping[str, MethodEntry], score: Score) -> tuple[tuple[int, int], float]:
@@ -141,11 +140,10 @@ def _family(quality: Mapping[str, MethodEntry], score: Score) -> str:
     return str(quality[key].family) if key in quality else key.partition("@")[0]
 
 
-def blends(report: Report) -> ReportSection:
-    """Make the section on prompts that are put together from cached chunks."""
-    title = "Prompts of cached chunks"
+def blends(report: Report) -> list[Block]:
+    """Say what blending recovers in prompts of cached chunks."""
     if report.blends is None:
-        return ReportSection("blends", title, [])
+        return []
     found = {(e.kv, e.selector, e.cost): e for e in report.blends.entries}
     costs = sorted({cost for _, _, cost in found if cost is not None})
     rows: list[list[str]] = []
@@ -165,8 +163,7 @@ def blends(report: Report) -> ReportSection:
         "recomputed, at a cost in token-layers. Recovered: one minus KL over that of exact chunks with nothing "
         "recomputed."
     )
-    table = ReportTable(columns, rows, strong=frozenset(strong))
-    return ReportSection("blends", title, [ReportBlock("text", text), table])
+    return [text, ReportTable(columns, rows, strong=frozenset(strong))]
 
 
 def _recovered(entry: BlendEntry) -> str:

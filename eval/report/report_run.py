@@ -42,8 +42,8 @@ from cuvee.eval.report.learning import (
     learning_sequences,
     learning_text,
 )
+from cuvee.eval.report.rendering import write_report
 from cuvee.eval.report.report_config import ReportConfig
-from cuvee.eval.report.report_documents import write_report
 from cuvee.eval.report.report_plan import ReportPlan
 from cuvee.eval.report.schema import (
     Blends,

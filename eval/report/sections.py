@@ -1,32 +1,23 @@
-"""The sections of a report.
+"""The sections of a report, each a function from a report to blocks.
 
 What a report lacks (tasks, standard errors of a single sequence, a curve that does not reach a size) is left out or
-said in words.
+said in words. A section without blocks is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from cuvee.eval.documents import SMALL_MODEL, ReportBlock, ReportSection, ReportTable
+from cuvee.eval.documents import SMALL_MODEL, Block, Bullets, Code, ReportSection, ReportTable
 from cuvee.eval.formatting import format_number, with_error
 from cuvee.eval.report.curve_sections import by_kind, equal_kl, headline, sizes
 from cuvee.eval.report.families import name_of, rows_of
 from cuvee.eval.report.method_sections import blends, methods, tasks
-from cuvee.eval.report.report_plots import machine_name
 from cuvee.eval.report.schema import Report
 
-__all__ = ["against", "report_preface", "report_sections", "report_title"]
-
-
-def report_sections(report: Report) -> list[ReportSection]:
-    """Return all sections of a report, in order, without empty ones."""
-    made = (
-        against, headline, equal_kl, by_kind, sizes, methods, tasks, blends, _profiles, _provenance, _limits,
-    )  # fmt: skip
-    return [section for section in (make(report) for make in made) if section.blocks]
+__all__ = ["report_preface", "report_sections", "report_title", "summary_sections"]
 
 
 def report_title(report: Report) -> str:
@@ -39,20 +30,22 @@ def report_preface(report: Report) -> list[str]:
     lines = []
     if not report.complete:
         lines.append("This run is not complete: the same command continues where it stopped.")
+    machine = report.environment
+    date = str(machine["date"]).partition("T")[0]
+    name = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
     lines.append(
-        f"Measured {_date(report)} on {machine_name(report)}, with cuvee {report.environment['cuvee']}. The model's "
+        f"Measured {date} on {name}, with cuvee {machine['cuvee']}. The model's "
         f"predictions after the decoded cache are compared with those after the exact one, for the same tokens. "
         f"Bits per value count everything that is stored for a cache except the profile; the cache itself has 16."
     )
     return lines
 
 
-def against(report: Report) -> ReportSection:
-    """Make the section on what changed since an earlier report."""
+def _against(report: Report) -> list[Block]:
+    """List what changed since an earlier report."""
     found = report.against
-    title = "What changed"
     if found is None:
-        return ReportSection("against", title, [])
+        return []
     changes = sorted(found.changes, key=lambda change: not change.worse)
     rows = [
         [
@@ -71,14 +64,12 @@ def against(report: Report) -> ReportSection:
         f"Since {found.name}: {count} worse or missing, {found.unchanged} unchanged. A change counts if it is "
         "larger than two standard errors of its paired difference."
     )
-    blocks: list[ReportTable | ReportBlock] = [ReportBlock("text", text)]
-    if rows:
-        strong = frozenset(index for index, row in enumerate(rows) if row[-1] != "better")
-        blocks.append(ReportTable(["method ", "figure ", "before", "now", "change", " "], rows, strong=strong))
-    return ReportSection("against", title, blocks)
+    strong = frozenset(index for index, row in enumerate(rows) if row[-1] != "better")
+    columns = ["method ", "figure ", "before", "now", "change", " "]
+    return [text, ReportTable(columns, rows, strong=strong)] if rows else [text]
 
 
-def _profiles(report: Report) -> ReportSection:
+def _profiles(report: Report) -> list[Block]:
     rows = [
         [
             name,
@@ -93,10 +84,10 @@ def _profiles(report: Report) -> ReportSection:
     ]
     columns = ["profile ", "group ", "source ", "bytes", "bits per value over 1M tokens", "seconds to learn", "id "]
     note = "A profile is learned once for a model and kept beside it; its bytes are not part of the sizes above."
-    return ReportSection("profiles", "Profiles", [ReportTable(columns, rows, note=note)] if rows else [])
+    return [ReportTable(columns, rows, note=note)] if rows else []
 
 
-def _provenance(report: Report) -> ReportSection:
+def _provenance(report: Report) -> list[Block]:
     text, configuration = report.text, report.configuration
     facts = {
         "cache stored as": configuration.get("cache_dtype"),
@@ -120,13 +111,13 @@ def _provenance(report: Report) -> ReportSection:
     }
     sources = (("calibration", text.calibration), ("evaluation", text.evaluation))
     texts = [[use, one.name, f"{one.tokens:,}", one.sha256] for use, found in sources for one in found]
-    blocks: list[ReportTable | ReportBlock] = [ReportBlock("code", report.command)] if report.command else []
+    blocks: list[Block] = [Code(report.command)] if report.command else []
     blocks.append(ReportTable(["what ", "value "], _named(shown)))
     if texts:
         blocks.append(ReportTable(["text for ", "name ", "tokens", "SHA-256 "], texts, title="Texts"))
     environment = _named(report.environment)
     blocks.append(ReportTable(["what ", "version or kind "], environment, title="Software and hardware"))
-    return ReportSection("protocol", "How it was measured", blocks)
+    return blocks
 
 
 def _exact_perplexity(report: Report, rows: Sequence[int]) -> str | None:
@@ -139,7 +130,7 @@ def _named(values: Mapping[str, object]) -> list[list[str]]:
     return [[name, str(value)] for name, value in values.items() if value is not None]
 
 
-def _limits(report: Report) -> ReportSection:
+def _limits(report: Report) -> list[Block]:
     model, text = report.model, report.text
     says = [
         f"Standard errors and intervals are over {text.sequences} sequences of the same few texts. Neighboring "
@@ -163,8 +154,35 @@ def _limits(report: Report) -> ReportSection:
             "Documents of a task share text and templates, so they are not independent trials. "
             "With this many comparisons some differ by more than one standard error by chance alone."
         )
-    return ReportSection("limits", "Limits", [ReportBlock("list", items=tuple(says))])
+    return [Bullets(tuple(says))]
 
 
-def _date(report: Report) -> str:
-    return str(report.environment["date"]).partition("T")[0]
+_SECTIONS: tuple[tuple[str, Callable[[Report], Sequence[Block]]], ...] = (
+    ("What changed", _against),
+    ("Quality by size", headline),
+    ("Ratios at equal KL", equal_kl),
+    ("Ratios at equal KL, by kind of text", by_kind),
+    ("Size by KL", sizes),
+    ("Every method", methods),
+    ("Scores of tasks", tasks),
+    ("Prompts of cached chunks", blends),
+    ("Profiles", _profiles),
+    ("How it was measured", _provenance),
+    ("Limits", _limits),
+)
+_SUMMARY = 3  # of them, which say what changed, what you lose, and how much smaller the cache is
+
+
+def report_sections(report: Report) -> list[ReportSection]:
+    """Return all sections of a report, in order, without empty ones."""
+    return _made(report, _SECTIONS)
+
+
+def summary_sections(report: Report) -> list[ReportSection]:
+    """Return the sections that a terminal shows."""
+    return _made(report, _SECTIONS[:_SUMMARY])
+
+
+def _made(report: Report, sections: Sequence[tuple[str, Callable[[Report], Sequence[Block]]]]) -> list[ReportSection]:
+    made = [ReportSection(title, make(report)) for title, make in sections]
+    return [section for section in made if section.blocks]

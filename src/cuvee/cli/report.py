@@ -129,8 +129,8 @@ def report(
     Example: cuvee report --quick --against old/report.json
     """
     options = {**locals()}
+    from cuvee.eval.report.rendering import print_summary
     from cuvee.eval.report.report_config import ReportConfig, quick_config
-    from cuvee.eval.report.report_documents import print_summary
     from cuvee.eval.report.report_run import run_report
 
     others = ("out", "against", "quick", "force", "as_json")

@@ -179,7 +179,7 @@ def test_figures_between_settings_are_interpolated(report: dict[str, Any]) -> No
     report |= {"tasks": [], "scores": [], "exact": None}
     for made, losses in zip(report["quality"], ([0.0, 0.0, 0.2, 0.0], [0.2, 0.0, 0.4, 0.0]), strict=True):
         made["per_sequence"]["delta_nll"] = losses
-    row = next(line for line in markdown(report, {}).splitlines() if line.startswith("| 4x"))
+    row = next(line for line in markdown(report).splitlines() if line.startswith("| 4x"))
     assert row == "| 4x | 4.00 | cuvee, mine | 0.00464 ± 0.00033 | 95.3 ± 1.0% | +0 ± 0% | +18 ± 12% |"
 
 
@@ -244,7 +244,7 @@ def test_what_is_missing_leaves_no_hole(
     report: dict[str, Any], change: Callable[[dict[str, Any]], None], absent: set[str]
 ) -> None:
     change(report)
-    text = markdown(report, {})
+    text = markdown(report)
     assert sections(GOLDEN.read_text()) - sections(text) == absent
     assert not re.search(r"\b(None|nan|inf|null|undefined)\b", text)
     assert ("not complete" in text) == (not report["complete"])
@@ -259,10 +259,10 @@ def test_what_is_missing_leaves_no_hole(
 
 def test_a_curve_that_is_too_short_says_so(report: dict[str, Any]) -> None:
     report["quality"] = [e for e in report["quality"] if e["setting"] in ("", "small")]
-    assert "| 32x |  | cuvee, a basis per layer | not measured beyond 26.7x |" in markdown(report, {})
+    assert "| 32x |  | cuvee, a basis per layer | not measured beyond 26.7x |" in markdown(report)
     for e in report["quality"]:
         e["bits_per_value"] += 4 if e["setting"] else 0
-    assert "No curve reaches 8x." in markdown(report, {})
+    assert "No curve reaches 8x." in markdown(report)
 
 
 @pytest.mark.parametrize(("longest", "warns"), [(None, False), (256, False), (255, True)])
@@ -271,7 +271,7 @@ def test_sequences_longer_than_those_of_a_profile_are_pointed_out(
 ) -> None:
     report["profiles"]["layer"]["longest"] = longest
     sentence = f"The KL of layer was measured on up to {longest} tokens: its presets promise none at the 256"
-    assert (sentence in markdown(report, {})) == warns
+    assert (sentence in markdown(report)) == warns
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_names_are_taken_literally(report: dict[str, Any]) -> None:
     for e in report["quality"]:
         if e["key"] == "kivi4":
             e |= {"label": EVIL, "counts": EVIL}
-    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(markdown(report, {}))
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(markdown(report))
     inline = [token.children or [] for token in tokens if token.type == "inline"]
     assert {c.type for children in inline for c in children} <= {"text", "strong_open", "strong_close"}
     shown = ["".join(c.content for c in children) for children in inline]

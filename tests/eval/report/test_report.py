@@ -72,7 +72,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, console: Console) -> tuple[Pa
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for `done`, which comes first: a quarter of the time of a report this small goes into drawing."""
-    monkeypatch.setattr("cuvee.eval.report.report_documents.write_plots", lambda *_: [])
+    monkeypatch.setattr("cuvee.eval.report.rendering.write_plot", lambda *_: False)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from cuvee.eval.quality import PerSequence, Quality
-from cuvee.eval.report import report_documents, report_plots, report_run
-from cuvee.eval.report.report_plots import PLOTS
+from cuvee.eval.report import plot, rendering, report_run
 from cuvee.eval.report.schema import REPORT_FORMAT, REPORT_VERSION, Report
 
 
@@ -64,20 +63,20 @@ def run_report(*given: Any, **more: Any) -> dict[str, Any]:
 
 
 def write_report(data: Mapping[str, Any], folder: Path) -> None:
-    report_documents.write_report(filled(data), folder)
+    rendering.write_report(filled(data), folder)
 
 
-def markdown(data: Mapping[str, Any], plots: Mapping[str, str]) -> str:
-    return report_documents.markdown(filled(data), plots)
+def markdown(data: Mapping[str, Any]) -> str:
+    return rendering.markdown(filled(data))
 
 
 def print_summary(data: Mapping[str, Any], console: Any) -> None:
-    report_documents.print_summary(filled(data), console)
+    rendering.print_summary(filled(data), console)
 
 
-def write_plots(data: Mapping[str, Any], folder: Path) -> list[str]:
-    return report_plots.write_plots(filled(data), folder)
+def write_plot(data: Mapping[str, Any], path: Path) -> bool:
+    return plot.write_plot(filled(data), path)
 
 
-def draw(name: str, data: Mapping[str, Any]) -> Any:
-    return PLOTS[name][0](filled(data))
+def draw(data: Mapping[str, Any]) -> Any:
+    return plot.size_kl(filled(data))
