@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.dtypes import saturated
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.rotation import Rotation

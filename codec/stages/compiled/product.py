@@ -23,7 +23,7 @@ import torch
 from cuvee.codec.profiles.section_basis import InverseMaps
 from cuvee.codec.stages.columns import class_runs, padded
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.integer_product import analyze, multiply_leading  # noqa: F401 - a stage
+from cuvee.codec.stages.compiled.integer_product import multiply_leading
 from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.dense_product import most_rows, multiply, stacked_rows
