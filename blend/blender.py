@@ -24,9 +24,9 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.models.fingerprint import are_others
-from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.rope import rotate, unrotate
 from cuvee.codec.support.torch_modes import without_modes
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.models.rope import cos_sin, turn
+from cuvee.codec.rope import cos_sin, turn
 
 if TYPE_CHECKING:
     from cuvee.blend.recompute import Placed

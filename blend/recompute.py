@@ -20,7 +20,7 @@ from cuvee.blend.correction import Correction, corrections
 from cuvee.blend.recompute_model import Exchange, RecomputeModel
 from cuvee.blend.segments import Prompt
 from cuvee.blend.selectors import Selector
-from cuvee.codec.models.dtypes import saturated
+from cuvee.codec.dtypes import saturated
 from cuvee.codec.paged import PagedCache
 
 MOST_ROWS = 1024

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.dtypes import TORCH_DTYPES
-from cuvee.codec.models.rope import Rope
+from cuvee.codec.rope import Rope
 from cuvee.codec.support.fields import check_keys, check_positive, check_tuple, check_type, checked_list
 from cuvee.codec.support.plain_json import parse_json
 from cuvee.codec.support.torch_modes import without_modes

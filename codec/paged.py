@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.dtypes import TORCH_DTYPES, saturated
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.dtypes import TORCH_DTYPES, saturated
 from cuvee.codec.pages import PageOrder, Pages, PermutedPages
 from cuvee.codec.support.arrays import I64
 

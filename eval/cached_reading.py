@@ -16,9 +16,9 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.progress import tracked
 from cuvee.codec.models.forward import Filled, empty_cache
 from cuvee.eval.quality import Method, spans
+from cuvee.learning.progress import tracked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 
 from cuvee.calibration.corpus import leading_ids, model_path, without_repeats
 from cuvee.codec.codec import Codec
+from cuvee.codec.dtypes import TORCH_DTYPES, value_bits
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.dtypes import TORCH_DTYPES, value_bits
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, coded_layout
 from cuvee.codec.profiles.profile import Profile

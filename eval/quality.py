@@ -21,12 +21,12 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.dtypes import value_bits
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.divergence import compare, stderr
-from cuvee.codec.models.dtypes import value_bits
 from cuvee.codec.models.forward import Filled, check_tokens, coded_layout, fill, score
 from cuvee.codec.models.frozen import frozen
+from cuvee.learning.divergence import compare, stderr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

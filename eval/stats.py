@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.divergence import stderr
 from cuvee.codec.support.arrays import F64
 from cuvee.codec.support.suggest import suggestion
+from cuvee.learning.divergence import stderr
 
 __all__ = [
     "DRAWS", "F64", "FamilyCurve", "Resamples", "bits_at_kl", "compare_at_equal_kl", "interval",

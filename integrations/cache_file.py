@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import CuveeError, FormatError, InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.support.files import replacing
 

@@ -16,9 +16,9 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.forward import layer_units
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids

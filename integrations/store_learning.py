@@ -20,10 +20,10 @@ from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.format.keys import make_keys
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.learning.moments import tokens_needed
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores import Store
+from cuvee.learning.calibrate import fit
+from cuvee.learning.moments import tokens_needed
 from cuvee.naming.identity import store_key, tenant_id
 
 _ENTRY = re.compile(r"([0-9a-f]{64})0000([0-9a-f]{16})?")  # rank 0's part of a chunk: digest, rank, id of the secret

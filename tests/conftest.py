@@ -22,11 +22,11 @@ from tests.learned import learned_once, shared_folder
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.calibrate import calibrate, fit
-from cuvee.codec.models.rope import rotate
 from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.rope import rotate
+from cuvee.learning.calibrate import calibrate, fit
 
 # A background job of a script ignores Ctrl-C, and so would what tests start; rich breaks lines where a terminal ends.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
@@ -42,7 +42,7 @@ LONGEST = (
     "integrations/vllm/test_engine_kinds", "kernels/test_static_costs", "package/test_notebooks",
     "integrations/vllm/test_engine", "eval/report/test_report", "integrations/vllm/test_engine_blend",
     "eval/bench/test_engine", "kernels/test_transform", "package/cli/test_warmup", "codec/test_sections",
-    "codec/test_hostile", "integrations/vllm/test_serve", "codec/test_calibrate", "eval/test_tasks",
+    "codec/test_hostile", "integrations/vllm/test_serve", "learning/test_calibrate", "eval/test_tasks",
     "integrations/vllm/test_guard", "integrations/vllm/test_docs", "integrations/vllm/test_faults",
     "kernels/test_backend", "kernels/test_hostile", "fuzz/test_soak",
     "package/cli/test_profile", "package/test_package", "package/test_docs",

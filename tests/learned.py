@@ -26,7 +26,7 @@ def shared_folder(factory: pytest.TempPathFactory, name: str) -> Path:
 def learned_once(learn: Callable[..., Profile], folder: Path) -> Callable[..., Profile]:
     """`learn(model, token_ids, group="auto", **options)`, which looks first for what these arguments gave before.
 
-    The same arguments give the same profile, which `tests/codec/test_calibrate.py` proves.
+    The same arguments give the same profile, which `tests/learning/test_calibrate.py` proves.
     """
     if getattr(learn, "learns_once", False):
         return learn  # patched already: a second lock on the same file would wait for the first for good

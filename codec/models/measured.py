@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.models.kimi import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.models.probe import BOUND, MeasuredLayer, ProbeError, measure
 from cuvee.codec.models.stand_in import measure_config

@@ -18,7 +18,7 @@ import torch
 
 from cuvee.codec.errors import CuveeError, UnsupportedModelError, allocations
 from cuvee.codec.models.frozen import frozen
-from cuvee.codec.models.rope import Rope, rotate, unrotate
+from cuvee.codec.rope import Rope, rotate, unrotate
 
 ROTATED, FREE, BOUND = "rotated", "free", "bound"
 MEASURED_TOKENS = 6

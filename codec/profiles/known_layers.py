@@ -16,10 +16,10 @@ import torch
 
 from cuvee.codec.entropy.family import deviation_of
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.models.rope import unrotate
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import TokenMap, TokenTable
+from cuvee.codec.rope import unrotate
 from cuvee.codec.support.arrays import I64
 
 SHARES = (0.25, 4.0)  # of the energy of values, between which that of predictions is, or they tell nothing

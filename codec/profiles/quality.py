@@ -10,9 +10,9 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypedDict
 
+from cuvee.codec.dtypes import value_bits
 from cuvee.codec.errors import FormatError, InputError, ProfileError
 from cuvee.codec.format.container import MAX_STEP_INDEX
-from cuvee.codec.models.dtypes import value_bits
 from cuvee.codec.support.steps import OCTAVE
 
 _log = logging.getLogger(__name__)

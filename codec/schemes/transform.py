@@ -28,6 +28,7 @@ from cuvee.codec.stages.products import Products, products_for
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.stages.stages import Stages
+from cuvee.codec.stages.transform import Centers
 from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32, I64, U8
 
@@ -127,23 +128,19 @@ class TransformScheme:
 
     def _centered(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the section's values minus their means and predictions, tile by tile."""
-        basis = self._coding.sections[index].learned.basis
         for at in tiles(chunk.tokens, self._tiles[index]):
-            means, predictions = (
-                basis.leading_means(chunk.start, at),
-                self._predictions(index, chunk.token_ids, chunk.start, at),
-            )
-            x = self._stages.gather_centered(chunk, self.sections[index], unrotation, at, means, predictions)
-            yield at, x
+            centers = self._centers(index, chunk.token_ids, chunk.start, at)
+            yield at, self._stages.gather_centered(chunk, self.sections[index], unrotation, at, centers)
 
-    def _predictions(self, index: int, token_ids: I64 | None, start: int, at: slice) -> Predictions | None:
-        """Return the predictions of the tokens `at` in a section; None if nothing is predicted.
+    def _centers(self, index: int, token_ids: I64 | None, start: int, at: slice) -> Centers:
+        """Return the centers of the tokens `at` in a section.
 
-        `token_ids` are those of a whole chunk that begins at position `start`.
+        `token_ids` are those of a whole chunk that begins at position `start`; without them nothing is predicted.
         """
+        means = self._coding.sections[index].learned.basis.leading_means(start, at)
         if token_ids is None:
-            return None
-        return self._profile.predictions[index].of(token_ids[at], start + at.start)
+            return Centers(means)
+        return Centers(means, self._profile.predictions[index].of(token_ids[at], start + at.start))
 
     def _predicted_coefficients(self, index: int, token_ids: I64 | None, start: int, at: slice) -> Predictions | None:
         """Return the predicted coefficients that a section's predictor reads: slow to prepare for a large model."""
@@ -198,10 +195,9 @@ class TransformScheme:
                     out = _arena.tensor("x", columns.y.shape[2] * section.values, columns.y.dtype)
                     runs = self._product_runs(index, columns)
                     x = self._stages.synthesize(columns.y, self._inverse(index, products), runs, out)
-                    mean = self._coding.sections[index].learned.basis.leading_means(opened.start, wanted)
+                    centers = self._centers(index, request.token_ids, opened.start, wanted)
                     order = columns.order - inside.start
-                    own = self._predictions(index, request.token_ids, opened.start, wanted)
-                    self._stages.place(x, mean, section, layout, rotation, rows, keys, values, order, own)
+                    self._stages.place(x, centers, section, layout, rotation, rows, keys, values, order)
 
     def _decode(self, indexed: Sequence[Any], at: slice, dtype: torch.dtype) -> list[Coefficients]:
         """Decode a tile of all parts, and add the coefficients of a base and its refinement."""

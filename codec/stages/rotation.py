@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cuvee.codec.layout import Rope
-from cuvee.codec.models.rope import cos_sin, turn
+from cuvee.codec.rope import cos_sin, turn
 from cuvee.codec.support.arrays import F32
 
 

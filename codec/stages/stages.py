@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cuvee.codec.stages.compiled import (
         byte_planes,
         class_predictor,
+        integer_product,
         product,
         rans,
         sections,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         move_keys = staticmethod(transform.move_keys)
         predict_classes = staticmethod(class_predictor.predict_classes)
         arrange = staticmethod(token_order.arrange)
-        analyze = staticmethod(product.analyze)
+        analyze = staticmethod(integer_product.analyze)
         product_runs = staticmethod(product.product_runs)
         prepare_inverse = staticmethod(product.prepare_inverse)
         synthesize = staticmethod(product.synthesize)
@@ -57,7 +58,8 @@ else:
 STAGES = {
     "byte_planes": ("decode_layers", "index_layers", "split_unit"),
     "class_predictor": ("predict_classes",),
-    "product": ("analyze", "prepare_inverse", "product_runs", "synthesize"),
+    "integer_product": ("analyze",),
+    "product": ("prepare_inverse", "product_runs", "synthesize"),
     "rans": ("encode_classes", "rans_encode"),
     "sections": ("decode_sections", "index_sections"),
     "symbols": ("to_planes",),

@@ -11,19 +11,41 @@ K before V, head, dimension. A *block* is a contiguous part of them that shares 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.dtypes import saturated
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.models.dtypes import saturated
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import I64
+
+
+class Centers(NamedTuple):
+    """What is subtracted from the values of a run of tokens before they are coded, and added to decoded ones.
+
+    Attributes:
+        means: `[m, N]` float32, contiguous; the last row serves all further tokens.
+        predictions: of the tokens; None: nothing is predicted.
+    """
+
+    means: torch.Tensor
+    predictions: Predictions | None = None
+
+    def of(self, tokens: int) -> torch.Tensor:
+        """Return the center of each token, `[tokens, N]` float32, or `[1, N]` if all are equal."""
+        means, predictions = self
+        if 1 < len(means) < tokens:
+            means = means[torch.arange(tokens).clamp_max(len(means) - 1)]
+        if predictions is None:
+            return means
+        return means + predictions.rows[torch.from_numpy(predictions.index)].float()
 
 
 def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slice) -> torch.Tensor:
@@ -43,30 +65,17 @@ def gather_centered(
     section: Section,
     rotation: Rotation,
     at: slice,
-    mean: torch.Tensor,
-    predictions: Predictions | None = None,
+    centers: Centers,
 ) -> torch.Tensor:
-    """Gather values and subtract the means and the predictions of the tokens `at`.
-
-    The means are `[m, N]` float32, and the last row serves all further tokens. The result is valid until the thread
-    gathers its next tile.
+    """Gather values and subtract the centers of the tokens `at`; the result is valid until the thread's next tile.
 
     Raises:
         InputError: values are NaN or infinite.
     """
     x = gather(chunk, section, rotation, at)
-    x -= _centers(mean, len(x), predictions)
+    x -= centers.of(len(x))
     require_finite(x, section)
     return x
-
-
-def _centers(mean: torch.Tensor, tokens: int, predictions: Predictions | None) -> torch.Tensor:
-    """Return the sum of mean and prediction of each token, `[tokens, N]` float32, or `[1, N]` if all are equal."""
-    if 1 < len(mean) < tokens:
-        mean = mean[torch.arange(tokens).clamp_max(len(mean) - 1)]
-    if predictions is None:
-        return mean
-    return mean + predictions.rows[torch.from_numpy(predictions.index)].float()
 
 
 def require_finite(x: torch.Tensor, section: Section) -> None:
@@ -86,7 +95,7 @@ def not_finite_error(section: Section) -> InputError:
 
 def place(
     x: torch.Tensor,
-    mean: torch.Tensor,
+    centers: Centers,
     section: Section,
     layout: KVLayout,
     rotation: Rotation,
@@ -94,28 +103,26 @@ def place(
     keys: Sequence[Rows | None],
     values: Sequence[Rows | None],
     order: I64 | None = None,
-    predictions: Predictions | None = None,
 ) -> None:
-    """Write `x + mean + prediction` to the rows `at` of per-layer outputs, with keys rotated and all values rounded.
+    """Write values plus their centers to the rows `at` of per-layer outputs, with keys rotated and all values rounded.
 
     Values beyond the range of the outputs' dtype become the largest that it holds.
 
     Args:
         x: `[t, N]` with position-free keys, or `[blocks, t, N / blocks]`; float32 or bfloat16. Arithmetic is float32.
-        mean: `[m, N]` float32, contiguous. Its last row serves all further tokens.
+        centers: of the tokens `at`.
         rotation: rotates keys to their positions; `at` indexes it.
         at: rows of the outputs.
         keys: per layer the rows to write; None for a layer to leave out.
-        order: `[t]`, for each row of x its row in `mean`, `at`, `predictions` and the outputs; None: the same row. Rows
-            of x are left out where `order` is below zero or beyond `at`.
-        predictions: of the tokens `at`; None: nothing is predicted.
+        order: `[t]`, for each row of x its row in `centers`, `at` and the outputs; None: the same row. Rows of x are
+            left out where `order` is below zero or beyond `at`.
     """
     if x.ndim == 3:
         x = x.transpose(0, 1).flatten(1)
     if order is not None:
         inside = (order >= 0) & (order < at.stop - at.start)
         x = x[torch.from_numpy(np.flatnonzero(inside)[np.argsort(order[inside])])]
-    x = x.float() + _centers(mean, len(x), predictions)
+    x = x.float() + centers.of(len(x))
     for unit in section.units(layout):
         rows = (values if unit.is_value else keys)[unit.layer]
         if rows is not None:

@@ -36,9 +36,9 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
-from cuvee.codec.models.rope import rotate
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.rope import rotate
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.eval.bench.frame import Shown, machine_line, run_bench, say
 from cuvee.eval.bench.shapes import llama_layout

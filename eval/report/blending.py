@@ -29,11 +29,11 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.models.forward import cache_argument, empty_cache
 from cuvee.eval.report.schema import BlendEntry
 from cuvee.eval.tasks import TASKS_PATH
 from cuvee.integrations.stores.memory import MemoryStore
+from cuvee.learning.divergence import compare, stderr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

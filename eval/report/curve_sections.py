@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import fmean
 
-from cuvee.codec.learning.divergence import stderr
 from cuvee.eval.documents import Block, Bullets, Figure, ReportTable
 from cuvee.eval.formatting import format_bits, format_interval, format_number, format_ratio, with_error
 from cuvee.eval.methods import family_label
 from cuvee.eval.report.families import beyond_error, family_rank, is_learned, name_of, rows_of
 from cuvee.eval.report.plot import CAPTION
 from cuvee.eval.report.schema import MethodEntry, Report
+from cuvee.learning.divergence import stderr
 
 __all__ = ["RATIOS", "by_kind", "equal_kl", "headline", "sizes"]
 

@@ -19,8 +19,8 @@ from cuvee.calibration.corpus import (
 from cuvee.calibration.kinds import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text, more_text
 from cuvee.calibration.sequences import reread
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.moments import SINKS, held_out_count
 from cuvee.eval.report.report_config import MIXTURE, ReportConfig
+from cuvee.learning.moments import SINKS, held_out_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,6 @@ from cuvee.calibration.sequences import reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
 from cuvee.codec.models.forward import check_tokens
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.machine import hardware
@@ -35,6 +34,7 @@ from cuvee.eval.report.schema import (
 )
 from cuvee.eval.report.scoring import TaskScorer
 from cuvee.eval.runs import MeasuredModel, metadata_pairs, software, text_entry, tokens_sha256
+from cuvee.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
 
 __all__ = ["ReportPlan"]
 

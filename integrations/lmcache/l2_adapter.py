@@ -33,8 +33,8 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
-from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.integrations.checkpoint import naming_of_weights, read_config, read_layout
 from cuvee.integrations.guard import Guard, Once, Recorder
 from cuvee.integrations.lmcache.l2_accounts import Accounts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.integrations.options import CodingOptions
 
 

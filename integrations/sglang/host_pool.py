@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.pages.latents import latent_cache
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, is_latent
 

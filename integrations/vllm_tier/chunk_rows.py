@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.pages.refusals import refuse_features
 

@@ -58,7 +58,7 @@ def rotation_tables(
     inverse: bool,
     max_tokens: int,
 ) -> None:
-    """Write cos and sin of all tokens of all chunks: `cos_sin` of `codec/models/rope.py` for all RoPEs of a layout.
+    """Write cos and sin of all tokens of all chunks: `cos_sin` of `codec/rope.py` for all RoPEs of a layout.
 
     Args:
         chunks: int64 `[chunks, len(ChunkField)]`.
@@ -77,5 +77,5 @@ def rotation_tables(
         chunks, inv_freq, scaling, tables.cos, tables.sin, angles,
         POSITION=int(ChunkField.SOURCE if use_source else ChunkField.TARGET), INVERSE=inverse, BLOCK_T=TABLE_TOKENS,
         BLOCK_A=block_a, num_warps=4,
-        enable_fp_fusion=False,  # an angle is rounded before its reduction, as in codec/models/rope.py
+        enable_fp_fusion=False,  # an angle is rounded before its reduction, as in codec/rope.py
     )  # fmt: skip

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     )
     from cuvee.codec.format.container import BlobInfo, inspect
     from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-    from cuvee.codec.learning.calibrate import calibrate, fit
-    from cuvee.codec.learning.curve import measure
     from cuvee.codec.open_blob import OpenBlob
     from cuvee.codec.paged import PagedCache
     from cuvee.codec.paged_chunks import PagedChunks
@@ -44,6 +42,8 @@ if TYPE_CHECKING:
     from cuvee.codec.profiles.quality import Quality
     from cuvee.codec.token_ids import NO_TOKEN
     from cuvee.integrations.transformers import decode_cache, encode_cache, load_cache, save_cache
+    from cuvee.learning.calibrate import calibrate, fit
+    from cuvee.learning.curve import measure
 
     __version__: str
 
@@ -91,8 +91,8 @@ _NAMES = {
     ),
     "codec.format.container": "BlobInfo inspect",
     "codec.layout": "KVLayout LayerLayout Rope",
-    "codec.learning.calibrate": "calibrate fit",
-    "codec.learning.curve": "measure",
+    "learning.calibrate": "calibrate fit",
+    "learning.curve": "measure",
     "codec.open_blob": "OpenBlob",
     "codec.paged": "PagedCache",
     "codec.paged_chunks": "PagedChunks",

@@ -32,9 +32,9 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.profiles.profile import Profile
+from cuvee.learning.calibrate import calibrate, fit
 
 LAYERS = 4
 VOCABULARY = 61

@@ -29,12 +29,12 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.fingerprint import PREFIX, model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.memory import MemoryStore
+from cuvee.learning.calibrate import fit
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key
 from cuvee.naming.part_keys import part_key, part_number
 

@@ -13,7 +13,7 @@ import torch
 from cuvee.blend.correction import Correction, Window, corrections
 from cuvee.blend.recompute import Placed
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.rope import rotate, unrotate
 
 HEADS, DIM, VALUE = 2, 8, 6
 ROPE = Rope(inv_freq=(1.0, 0.3, 0.1, 0.02))

@@ -14,8 +14,8 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
+from cuvee.learning.calibrate import fit
 
 HEADER = 88  # bytes before the table of contents
 ENTRY = 13  # bytes for each section there

@@ -13,12 +13,12 @@ import torch
 from cuvee.codec.entropy.family import scale_codes
 from cuvee.codec.entropy.token_classes import CLASS_UNITS, NEUTRAL, class_step_index
 from cuvee.codec.errors import FormatError
-from cuvee.codec.learning.learned_sections import _rounded
 from cuvee.codec.profiles.block_map import FAINT_OCTAVES, NARROW_VALUES, BlockMap, read_block_map
 from cuvee.codec.profiles.map_rounding import round_columns
 from cuvee.codec.profiles.section_basis import eigenbasis
 from cuvee.codec.support.nibbles import pack_nibbles, unpack_nibbles
 from cuvee.codec.support.steps import OCTAVE
+from cuvee.learning.learned_sections import _rounded
 
 N = 96
 LEAST = math.log2(N / NARROW_VALUES)  # octaves from which a column is wide

@@ -19,8 +19,6 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.class_predictor import (
@@ -37,6 +35,8 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.integrations.transformers import encode_cache
+from cuvee.learning.calibrate import fit
+from cuvee.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
 
 
 @cache

@@ -26,9 +26,9 @@ from cuvee.codec.errors import (
 )
 from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, CurvePoint
+from cuvee.codec.rope import rotate, unrotate
 from cuvee.codec.setting import warn_of_no_promise
 from cuvee.codec.stages.products import Products
 

@@ -51,12 +51,12 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.token_classes import class_frequencies
 from cuvee.codec.format.container import inspect, read_header, read_section
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.stages import Stages
 from cuvee.codec.support.arrays import I32, I64, U8
+from cuvee.learning.calibrate import fit
 
 TOKENS = 37
 KEPT_DIGEST = "8803e8c1ee0e1e78ed081cf64cb14fac"

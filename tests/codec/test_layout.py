@@ -16,9 +16,9 @@ import transformers
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models import stand_in
 from cuvee.codec.paged import PagedCache
+from cuvee.learning.calibrate import fit
 
 ROPE = Rope((1.0, 0.1), attention_scaling=1.25)
 LAYERS = (LayerLayout(2, 6, 6, ROPE), LayerLayout(1, 4, 3, None, sliding_window=5))

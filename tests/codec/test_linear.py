@@ -17,8 +17,8 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.cpu.backend import CpuBackend
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
+from cuvee.learning.calibrate import fit
 
 LAYOUT = KVLayout("mine", (LayerLayout(1, 8, 8, Rope((1.0,) * 4)),) * 2, "bfloat16", None)
 SCHEMES = ("classes", "transform", "lossless")

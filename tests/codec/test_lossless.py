@@ -16,9 +16,9 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.format.container import inspect, read_header, read_section
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.rope import rotate, unrotate
 from cuvee.codec.stages.compiled.coded_part import joined
 from cuvee.codec.stages.rows import Rows, dense_rows
 

@@ -16,7 +16,7 @@ import ctypes, gc, json, sys, torch
 from cuvee.codec.codec import Codec
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.calibrate import fit
+from cuvee.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 
 torch.set_num_threads(1)

@@ -21,13 +21,13 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
 from cuvee.codec.format.container import header_digest, inspect, read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.support.steps import OCTAVE
+from cuvee.learning.calibrate import fit
 
 Fitted = Callable[[str, str], Profile]
 BACKENDS = ("numba", "reference")

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.models.forward import cache_argument, layer_units
-from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.rope import rotate, unrotate
 
 TOKENS = 9
 NEAR, FAR = 3, 1500

@@ -16,9 +16,9 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
+from cuvee.learning.calibrate import fit
 
 ROPE = Rope((1.0, 0.3, 0.1, 0.03))
 # Heads differ from layer to layer, and so do the sizes of keys and values; four ranks share the heads of layer 1.

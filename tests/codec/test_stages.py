@@ -58,7 +58,7 @@ WITHOUT_A_COMPILER = """
 import sys, torch
 import tests.codec.reference
 from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile
-from cuvee.codec.learning.calibrate import fit
+from cuvee.learning.calibrate import fit
 layout = KVLayout("tiny", (LayerLayout(1, 4, 4, None),), "float32", None)
 chunks = [KVChunk(*torch.randn(2, 1, 60, 1, 4), layout) for _ in range(2)]
 for profile, quality in ((Profile.unlearned(layout), "lossless"), (fit(layout, chunks, "layer"), "balanced")):

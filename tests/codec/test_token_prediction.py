@@ -21,7 +21,6 @@ from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.container import inspect, read_header, write_blob
 from cuvee.codec.id_coding import _warn_of_no_ids, read_token_ids, write_token_ids
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.learning.token_model import TokenSums, learn_token_model
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
@@ -38,6 +37,7 @@ from cuvee.codec.profiles.token_prediction import (
 )
 from cuvee.codec.support import integer_products
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
+from cuvee.learning.token_model import TokenSums, learn_token_model
 from cuvee.naming.identity import Identity
 
 VOCABULARY, TOKENS = 96, 300

@@ -18,7 +18,7 @@ from cuvee.codec.stages import transform
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
-from cuvee.codec.stages.transform import gather
+from cuvee.codec.stages.transform import Centers, gather
 from cuvee.codec.support.arrays import F32
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_both_places_write_the_same_bits(dtype: str, x_dtype: torch.dtype, means
     rotation = Rotation(1000, 100, CPU)
     outputs = [empty_outputs(layout, 100) for _ in range(2)]
     for implementation, out in zip((transform.place, transform_numba.place), outputs, strict=True):
-        implementation(x, mean, section, layout, rotation, slice(37, 100), *rows_of(out))
+        implementation(x, Centers(mean), section, layout, rotation, slice(37, 100), *rows_of(out))
     for one, other in zip(*outputs, strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
@@ -96,18 +96,18 @@ def test_both_places_write_the_same_bits(dtype: str, x_dtype: torch.dtype, means
     # The last mean serves all further tokens: the same as if it was repeated.
     repeated = empty_outputs(layout, 100)
     whole = torch.cat([mean, mean[-1:].expand(63 - means, -1)])
-    transform.place(x, whole, section, layout, rotation, slice(37, 100), *rows_of(repeated))
+    transform.place(x, Centers(whole), section, layout, rotation, slice(37, 100), *rows_of(repeated))
     for one, other in zip(repeated, outputs[0], strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("special", [None, (7, 1, 15), (40, 0, 1)])
-@pytest.mark.parametrize(("head_stride", "dim_stride"), [(16, 1), (1, 2)])
+@pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("rotary", [0, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_both_moves_write_the_same_bits(
-    dtype: torch.dtype, rotary: int, head_stride: int, dim_stride: int, special: tuple[int, int, int] | None
+    dtype: torch.dtype, rotary: int, strided: bool, special: tuple[int, int, int] | None
 ) -> None:
     """Infinite keys included, in rows that lie in any order, some of which are left out."""
     rope = Rope(tuple(0.3**i for i in range(rotary // 2)), 1.3) if rotary else None
@@ -123,17 +123,18 @@ def test_both_moves_write_the_same_bits(
     rotation = Rotation(3000, 100, CPU)
     begins = 40 * torch.randperm(100, generator=generator).numpy()
     begins[[40, 55]] = -1
+    strides = {"head_stride": 1, "dim_stride": 2} if strided else {"head_stride": 16}
     written = []
     for implementation in (transform.move_keys, transform_numba.move_keys):
         memory = torch.full((4040,), 5.0, dtype=dtype)
-        rows = Rows(memory, begins, head_stride, 2, 16, dim_stride)
+        rows = Rows(memory, begins, heads=2, size=16, **strides)
         implementation(stored, layer, unrotation, rotation, slice(37, 97), rows)
         written.append(memory)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(written[0].view(bits), written[1].view(bits))
     assert int((written[0] != 5).sum()) == 58 * 32
     assert special is not None or bool(written[0].isfinite().all())  # also where a rotation leaves the dtype's range
-    if rotary == 0 and dim_stride == 1 and special is None:
+    if rotary == 0 and not strided and special is None:
         at = int(begins[37])
         assert torch.equal(written[0][at : at + 32], stored[0].flatten())
 
@@ -155,8 +156,8 @@ def test_rotation_tables_are_held_while_values_are_gathered() -> None:
     chunk = KVChunk(list(keys), list(values), layout)
     (section,) = partition(layout, "layers:6")
     mean, at = torch.zeros(1, section.values), slice(0, 5000)
-    expected = transform.gather_centered(chunk, section, Rotation(0, 5000, CPU, inverse=True), at, mean)
-    fresh = transform_numba.gather_centered(chunk, section, Fresh(0, 5000, CPU, inverse=True), at, mean)
+    expected = transform.gather_centered(chunk, section, Rotation(0, 5000, CPU, inverse=True), at, Centers(mean))
+    fresh = transform_numba.gather_centered(chunk, section, Fresh(0, 5000, CPU, inverse=True), at, Centers(mean))
     torch.testing.assert_close(fresh, expected)
 
 
@@ -178,7 +179,7 @@ def test_what_is_gathered_is_finite(dtype: torch.dtype, bad: float, unit: str) -
         chunk = KVChunk(tensors["keys"], tensors["values"], layout, 5)
         rotation = Rotation(5, tokens, CPU, inverse=True)
         one, other = (
-            module.gather_centered(chunk, section, rotation, at, mean).clone()
+            module.gather_centered(chunk, section, rotation, at, Centers(mean)).clone()
             for module in (transform, transform_numba)
         )
         assert torch.equal(one, other)
@@ -187,7 +188,7 @@ def test_what_is_gathered_is_finite(dtype: torch.dtype, bad: float, unit: str) -
             tensors[unit][where] = bad
             for module in (transform, transform_numba):
                 with pytest.raises(InputError, match="NaN or infinite values in layers 0 … 1"):
-                    module.gather_centered(chunk, section, rotation, at, mean)
+                    module.gather_centered(chunk, section, rotation, at, Centers(mean))
             tensors[unit][where] = kept
 
 
@@ -207,7 +208,9 @@ def test_units_are_gathered_whatever_their_strides(dtype: str) -> None:
         rotation = Rotation(9, tokens, CPU, inverse=True)
         for section in (own for of_group in sections for own in of_group):
             mean = torch.randn(2, section.values, generator=draw)
-            one, other = (m.gather_centered(chunk, section, rotation, at, mean) for m in (transform, transform_numba))
+            one, other = (
+                m.gather_centered(chunk, section, rotation, at, Centers(mean)) for m in (transform, transform_numba)
+            )
             assert torch.equal(one, other)
 
 
@@ -285,16 +288,16 @@ def test_vectors_and_what_is_left_of_them_give_the_same_bits(dtype: str, size: i
     keys, values = (torch.randn(1, tokens, 2, size, generator=draw).to(layout.torch_dtype) for _ in range(2))
     chunk, there = KVChunk(keys, values, layout, 5), slice(0, tokens)
     for predictions in (None, guess):
-        x = transform.gather_centered(chunk, section, Rotation(5, tokens, CPU, True), there, mean, predictions)
+        x = transform.gather_centered(chunk, section, Rotation(5, tokens, CPU, True), there, Centers(mean, predictions))
         other = transform_numba.gather_centered(
-            chunk, section, Rotation(5, tokens, CPU, True), there, mean, predictions
+            chunk, section, Rotation(5, tokens, CPU, True), there, Centers(mean, predictions)
         )
         assert torch.equal(x, other)
         placed = []
         for module in (transform, transform_numba):
             out = [torch.full((tokens, 2, size), 7.0).to(layout.torch_dtype) for _ in range(2)]
             rows = [[dense_rows(unit)] for unit in out]
-            module.place(x, mean, section, layout, Rotation(5, tokens, CPU), there, *rows, None, predictions)
+            module.place(x, Centers(mean, predictions), section, layout, Rotation(5, tokens, CPU), there, *rows)
             placed.append(out)
         assert all(map(torch.equal, *placed)) and not any(bool((unit == 7).all()) for unit in placed[0])
         torch.testing.assert_close(

@@ -29,7 +29,6 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
@@ -40,6 +39,7 @@ from cuvee.eval.lm_command import complete_arguments, run_cli
 from cuvee.eval.methods import method_identity
 from cuvee.eval.quality import CodecMethod, Method
 from cuvee.eval.tasks import TASKS_PATH
+from cuvee.learning.calibrate import fit
 
 WORDS = ["<pad>", "<end>", "<unk>", *(f"w{index}" for index in range(3, 61))]
 TOLERANCE = 1e-4

@@ -36,7 +36,6 @@ from cuvee.codec.format.container import inspect, read_header, write_blob
 from cuvee.codec.format.keys import Key
 from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, Escapes, Streams
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
@@ -44,6 +43,7 @@ from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.stages.byte_planes import write_model
 from cuvee.codec.stages.products import Products, products_for
 from cuvee.codec.support.arrays import U8
+from cuvee.learning.calibrate import fit
 
 MAX_TOKENS = 1 << 12  # tokens that a case may restore
 SMALL = KVLayout(

@@ -16,10 +16,10 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.format.container import Kind, read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.states import States
 from cuvee.integrations.cache_states import ATTENTION
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache
+from cuvee.learning.calibrate import fit
 
 TOKENS = 40  # of the caches that `build` returns
 

@@ -18,10 +18,10 @@ from tests.kinds import KINDS, Kind
 import cuvee
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.curve import measure
 from cuvee.codec.models.forward import prefill, score
 from cuvee.eval.quality import CodecMethod, QualityBench
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache
+from cuvee.learning.curve import measure
 
 BOUND = ("hybrid", "absolute positions", "biases", "encoder-decoder")
 

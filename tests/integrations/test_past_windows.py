@@ -15,9 +15,9 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import choose_group, fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache, save_cache
+from cuvee.learning.calibrate import choose_group, fit
 
 WINDOWS = ("gemma2", "gemma3-sliding-first", "gemma3-full-first", "cohere2", "gpt_oss", "mistral")
 TOKENS, WINDOW = 21, 8

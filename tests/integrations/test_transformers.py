@@ -27,7 +27,6 @@ from cuvee.codec.errors import (
 )
 from cuvee.codec.format.container import inspect, read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles import profile as codec_profile
@@ -35,6 +34,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.cache_file import read_cache_file
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache, load_cache, save_cache
+from cuvee.learning.calibrate import calibrate
 
 TOKENS, CHUNK = 21, 8
 MODELS = ["llama", "qwen3", "gemma3-sliding-first", "gpt2"]

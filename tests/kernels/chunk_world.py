@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.rope import cos_sin
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.sections import Section, partition
+from cuvee.codec.rope import cos_sin
 from cuvee.kernels.jobs import ChunkField, TileField
 from cuvee.kernels.ops.pages import contiguity, place_row
 from cuvee.kernels.plans import Geometry

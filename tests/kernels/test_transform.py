@@ -19,9 +19,9 @@ from tests.predicting import VOCABULARY, predicting, with_sinks
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.models.rope import cos_sin
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, partition
+from cuvee.codec.rope import cos_sin
 from cuvee.kernels import transform_scheme
 from cuvee.kernels.ops import synthesize as synthesize_module
 from cuvee.kernels.ops.arguments import RotationTables

@@ -26,11 +26,11 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels.devices import Mark, send
+from cuvee.learning.calibrate import fit
 
 SCHEMES = ["learned", "predicted", "tokens", "lossless"]
 BLOCKS, BLOCK = 24, 16

@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Each may import those before it, and itself; `kernels` is reached from `codec` by name alone (`codec/backends.py`).
-PACKAGES = ("codec", "kernels", "naming", "blend", "integrations", "calibration", "eval", "cli")
-IN_SRC = ("naming", "calibration", "cli")  # the others lie in the root
+PACKAGES = ("codec", "kernels", "learning", "naming", "blend", "integrations", "calibration", "eval", "cli")
+IN_SRC = ("learning", "naming", "calibration", "cli")  # the others lie in the root
 # The door for users imports everything public when it is first asked for, so that `import cuvee` loads nothing.
 FACADES = ("cuvee",)
 # Folders of `codec` that know nothing of others: the entropy coder of blobs, the container of coders.

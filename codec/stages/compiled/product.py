@@ -23,7 +23,6 @@ import torch
 from cuvee.codec.profiles.section_basis import InverseMaps
 from cuvee.codec.stages.columns import class_runs, padded
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.integer_product import analyze as analyze  # noqa: PLC0414 - a stage of this module
 from cuvee.codec.stages.compiled.integer_product import multiply_leading
 from cuvee.codec.stages.compiled.product_steps import add_rows, add_rows_by_4, add_rows_by_8, list_step
 from cuvee.codec.stages.compiled.simd import WIDTH

@@ -11,7 +11,6 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.sections import Section, UnitColumns
-from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages import transform
 from cuvee.codec.stages.compiled.bfloat16 import rounded, saturated, to_float
 from cuvee.codec.stages.compiled.compiler import compiled, inlined, inner
@@ -25,6 +24,7 @@ from cuvee.codec.stages.compiled.memory import array_at
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
+from cuvee.codec.stages.transform import Centers
 from cuvee.codec.support.arena import FIRST, tile_arena
 from cuvee.codec.support.arrays import F32, I64, U16
 
@@ -100,7 +100,7 @@ _HALFWAY = np.uint32(0x7F7F8000)  # between bfloat16's largest number and infini
 
 def place(
     x: torch.Tensor,
-    mean: torch.Tensor,
+    centers: Centers,
     section: Section,
     layout: KVLayout,
     rotation: Rotation,
@@ -108,15 +108,14 @@ def place(
     keys: Sequence[Rows | None],
     values: Sequence[Rows | None],
     order: I64 | None = None,
-    predictions: Predictions | None = None,
 ) -> None:
     """See `stages.transform.place`, which also serves interleaved caches and float16."""
     if not served(section, layout):
-        transform.place(x, mean, section, layout, rotation, at, keys, values, order, predictions)
+        transform.place(x, centers, section, layout, rotation, at, keys, values, order)
         return
     block, tokens = x.shape[-1], x.shape[-2]
     source = plain(x.flatten())
-    centers = (mean.numpy(), *_arrays(predictions))
+    arrays = _arrays(centers)
     to = np.arange(tokens) if order is None else order
     for unit in section.units(layout):
         rows = (values if unit.is_value else keys)[unit.layer]
@@ -124,7 +123,7 @@ def place(
             continue
         cos, sin = tables_of(layout, unit, rotation, at)
         _place(
-            source, block, *centers, unit.first, unit.stride, cos, sin, to, plain(rows.memory), rows.begins[at],
+            source, block, *arrays, unit.first, unit.stride, cos, sin, to, plain(rows.memory), rows.begins[at],
             rows.head_stride, rows.heads, rows.size, rows.dim_stride,
         )  # fmt: skip
 
@@ -190,11 +189,12 @@ def tables_of(layout: KVLayout, unit: UnitColumns, rotation: Rotation, at: slice
     return (_NO_TABLE, _NO_TABLE) if unit.is_value or rope is None else rotation.tables(rope, at)
 
 
-def _arrays(predictions: Predictions | None) -> tuple[U16, I64]:
-    """Return the predictions as the compiled loops take them: the bits of the rows, and the row of each token."""
+def _arrays(centers: Centers) -> tuple[F32, U16, I64]:
+    """Return centers as the compiled loops take them: means, the bits of predictions, and the row of each token."""
+    means, predictions = centers
     if predictions is None:
-        return _NO_PREDICTIONS
-    return predictions.rows.view(torch.int16).numpy().view(np.uint16), predictions.index
+        return means.numpy(), *_NO_PREDICTIONS
+    return means.numpy(), predictions.rows.view(torch.int16).numpy().view(np.uint16), predictions.index
 
 
 # Fields of a unit that is gathered.
@@ -282,14 +282,13 @@ def gather_centered(
     section: Section,
     rotation: Rotation,
     at: slice,
-    mean: torch.Tensor,
-    predictions: Predictions | None = None,
+    centers: Centers,
 ) -> torch.Tensor:
     """See `stages.transform.gather_centered`, which also serves all other layouts."""
     units, interleaved = _units.of(section, chunk.layout)
     alike = _ALIKE.get(chunk.keys[0].dtype)
     if alike is None or interleaved:
-        return transform.gather_centered(chunk, section, rotation, at, mean, predictions)
+        return transform.gather_centered(chunk, section, rotation, at, centers)
     tokens = at.stop - at.start
     fields = []
     tables = []  # held until the loop, which gets their addresses, has ended
@@ -297,7 +296,7 @@ def gather_centered(
         cached = (chunk.values if unit.is_value else chunk.keys)[unit.layer]
         token_stride, head_stride, one = cached.stride()
         if one != 1:
-            return transform.gather_centered(chunk, section, rotation, at, mean, predictions)
+            return transform.gather_centered(chunk, section, rotation, at, centers)
         cos, sin = tables_of(chunk.layout, unit, rotation, at)
         tables.append((cos, sin))
         fields.append(
@@ -307,7 +306,7 @@ def gather_centered(
             )
         )  # fmt: skip
     x = tile_arena.array(FIRST, tokens * section.values, np.float32).reshape(tokens, section.values)
-    if not _gather_units(np.array(fields, np.int64), alike, mean.numpy(), *_arrays(predictions), x):
+    if not _gather_units(np.array(fields, np.int64), alike, *_arrays(centers), x):
         raise transform.not_finite_error(section)
     return torch.from_numpy(x)
 

@@ -17,17 +17,17 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.family import default_family, deviation_of
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.moments import SINKS
-from cuvee.codec.models.rope import rotate
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import partition
+from cuvee.codec.rope import rotate
 from cuvee.codec.support.arrays import I16
 from cuvee.codec.support.steps import OCTAVE
 from cuvee.eval.bench.shapes import llama_layout
+from cuvee.learning.moments import SINKS
 
 __all__ = [
     "BITS", "GPU_FULL", "GPU_REHEARSAL", "LOSSLESS", "MOST_ERROR", "Effort", "GpuScope", "Pages", "make_case",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.rereading import SEED, reread
+from cuvee.learning.rereading import SEED, reread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -41,9 +41,9 @@ def code(dtype: str) -> None:
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec
     from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-    from cuvee.codec.learning.calibrate import fit
     from cuvee.codec.profiles.class_predictor import Predictor
     from cuvee.codec.profiles.profile import Profile
+    from cuvee.learning.calibrate import fit
 
     rope = Rope(tuple(1e4 ** (-2 * i / _HEAD) for i in range(_HEAD // 2)))
     layout = KVLayout("warmup", (LayerLayout(1, _HEAD, _HEAD, rope),), dtype, None)

@@ -13,7 +13,9 @@ from cuvee.codec.cpu.backend import CpuBackend
 from cuvee.codec.stages.stages import STAGES, Stages, compiled_stages, gather_stages
 
 # The linear stages are those of PyTorch, which serve every layout in production, too.
-_MODULES = {module: f"{__name__}.{module}" for module in STAGES} | {"transform": "cuvee.codec.stages.transform"}
+_MODULES = {module: f"{__name__}.{module}" for module in STAGES} | {
+    "integer_product": f"{__name__}.product", "transform": "cuvee.codec.stages.transform",
+}  # fmt: skip
 
 
 def stage_names() -> list[str]:

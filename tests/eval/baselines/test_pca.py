@@ -15,7 +15,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.models.rope import unrotate
+from cuvee.codec.rope import unrotate
 from cuvee.eval.baselines import pca
 from cuvee.eval.baselines.pca import MOST_VALUES, PcaTransform, pca_columns
 from cuvee.eval.report.candidates import pca_candidates

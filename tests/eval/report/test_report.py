@@ -28,7 +28,6 @@ import cuvee
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.kinds import KINDS, LONG, more_text
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
-from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL
@@ -41,6 +40,7 @@ from cuvee.eval.report.comparing import ANCHORS
 from cuvee.eval.report.report_config import ReportConfig, quick_config
 from cuvee.eval.report.scoring import TaskScorer
 from cuvee.eval.stats import paired_difference
+from cuvee.learning.calibrate import calibrate
 
 pytest.importorskip("lm_eval")
 TASK = "cuvee_kv_8"

@@ -10,9 +10,9 @@ from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, sm
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.rope import rotate, unrotate
 from cuvee.integrations.pages import recognition
 from cuvee.integrations.pages.recognition import Recognizer, tells_positions
 

@@ -28,12 +28,12 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.models.fingerprint import PREFIX
-from cuvee.codec.models.rope import rotate
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.rope import rotate
 from cuvee.integrations.profile_collection.collection import ProfileCollection
 from cuvee.integrations.weight_fingerprints import weight_fingerprints
+from cuvee.learning.calibrate import calibrate
 
 pytestmark = need_sglang
 

@@ -54,10 +54,10 @@ from transformers import AutoModelForCausalLM
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores import open_store
+from cuvee.learning.calibrate import fit
 
 pytestmark = pytest.mark.slow
 

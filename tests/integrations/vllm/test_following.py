@@ -12,10 +12,10 @@ import torch
 from tests.integrations.vllm.sides import CHUNK, LAYOUT, Bench, Desk, make_request
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.messages import Save
+from cuvee.learning.calibrate import fit
 
 LOSSY: dict[str, Any] = {"quality": None, "step": 0.5}
 

@@ -28,7 +28,6 @@ from transformers import (
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations import checkpoint as checkpoint_module
@@ -38,6 +37,7 @@ from cuvee.integrations.vllm import draft_layers, setup
 from cuvee.integrations.vllm.draft_layers import Drafts
 from cuvee.integrations.vllm.layer_groups import LayerGroup, all_latent
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.learning.calibrate import fit
 
 CONFIG = LlamaConfig(
     vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,

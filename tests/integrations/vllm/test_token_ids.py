@@ -13,10 +13,10 @@ from tests.integrations.vllm.sides import CHUNK, LAYOUT, Bench, Desk, image, mak
 from tests.predicting import predicting
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.vllm.messages import Save
+from cuvee.learning.calibrate import fit
 
 LOSSY = {"quality": None, "step": 0.5}
 PLACES = list(range(100, 120))  # the engine's blocks

@@ -14,11 +14,11 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, LAYOUT, TENANT, Bench, p
 from tests.predicting import predicting
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.vllm.messages import Aim, Delivery, Entry, Report, Save
+from cuvee.learning.calibrate import fit
 from cuvee.naming.identity import store_key
 from cuvee.naming.part_keys import part_key
 

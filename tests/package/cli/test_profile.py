@@ -91,7 +91,7 @@ def test_a_device_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learn from the mixture and added texts, kind by kind, and prediction from a part of the bundled texts."""
-    monkeypatch.setattr("cuvee.codec.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))  # a few, for speed
+    monkeypatch.setattr("cuvee.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))  # a few, for speed
     whole = kinds.more_text
     monkeypatch.setattr(kinds, "more_text", lambda *given: whole(*given)[::20])
     (tmp_path / "own.txt").write_text("It rained. " * 300)

@@ -21,20 +21,20 @@ from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.learning import calibrate
-from cuvee.codec.learning.calibrate import choose_group, fit
-from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure, round_trip
-from cuvee.codec.learning.divergence import compare
-from cuvee.codec.learning.gradients import sample_gradients
-from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_cache, held_out_count, normalized
-from cuvee.codec.learning.rereading import reread
 from cuvee.codec.models.forward import cache_argument, prefill, score
 from cuvee.codec.models.frozen import frozen
-from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, Curve, CurvePoint
 from cuvee.codec.profiles.sections import partition
+from cuvee.codec.rope import rotate, unrotate
 from cuvee.codec.stages.transform import gather
+from cuvee.learning import calibrate
+from cuvee.learning.calibrate import choose_group, fit
+from cuvee.learning.curve import CURVE_STEP_INDICES, measure, round_trip
+from cuvee.learning.divergence import compare
+from cuvee.learning.gradients import sample_gradients
+from cuvee.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_cache, held_out_count, normalized
+from cuvee.learning.rereading import reread
 
 
 def tokens_of(count: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -442,7 +442,7 @@ def test_rows_that_begin_with_the_same_tokens_are_coded_once(tiny_model: Callabl
         return round_trip(codec, chunks)
 
     apart = [measure(profile, tiny, row[None], step_indices=(-64,), progress=False).curve[0] for row in again]
-    monkeypatch.setattr("cuvee.codec.learning.curve.round_trip", noted)
+    monkeypatch.setattr("cuvee.learning.curve.round_trip", noted)
     (point,) = measure(profile, tiny, again, step_indices=(-64,), progress=False).curve
     assert set(counts) == {2} and point.kl == pytest.approx(sum(one.kl or 0 for one in apart) / 4, rel=1e-3)
 

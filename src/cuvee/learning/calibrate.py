@@ -13,21 +13,6 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure, round_trip
-from cuvee.codec.learning.gradients import sample_gradients
-from cuvee.codec.learning.learned_sections import build_profile
-from cuvee.codec.learning.moments import (
-    SINKS,
-    Moments,
-    add_cache,
-    held_out_count,
-    need_tokens,
-    new_moments,
-    tokens_needed,
-)
-from cuvee.codec.learning.progress import tracked
-from cuvee.codec.learning.rereading import reread, without_shared
-from cuvee.codec.learning.token_model import TOKENS_PER_FEATURE, TokenModel, TokenSums, learn_token_model
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import check_tokens, coded_layout, prefill
 from cuvee.codec.models.frozen import frozen
@@ -36,6 +21,21 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.steps import step_value
 from cuvee.codec.support.torch_modes import without_modes
+from cuvee.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure, round_trip
+from cuvee.learning.gradients import sample_gradients
+from cuvee.learning.learned_sections import build_profile
+from cuvee.learning.moments import (
+    SINKS,
+    Moments,
+    add_cache,
+    held_out_count,
+    need_tokens,
+    new_moments,
+    tokens_needed,
+)
+from cuvee.learning.progress import tracked
+from cuvee.learning.rereading import reread, without_shared
+from cuvee.learning.token_model import TOKENS_PER_FEATURE, TokenModel, TokenSums, learn_token_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.moments import SINKS
-from cuvee.codec.learning.progress import tracked
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.section_basis import SectionBasis
@@ -25,6 +23,8 @@ from cuvee.codec.profiles.sections import Section, columns_in_cache, partition
 from cuvee.codec.profiles.token_prediction import LARGEST_FEATURE, LARGEST_WEIGHT, TokenMap, TokenTable
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.transform import gather
+from cuvee.learning.moments import SINKS
+from cuvee.learning.progress import tracked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

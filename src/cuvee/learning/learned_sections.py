@@ -12,16 +12,16 @@ from cuvee.codec.entropy.family import deviation_of, fit_family, scale_codes, sc
 from cuvee.codec.entropy.token_classes import class_step_index
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.class_predictor import TokenSample, learn_classes, learn_predictors
-from cuvee.codec.learning.moments import SINK_EXCESS, SINKS, Moments
-from cuvee.codec.learning.progress import tracked
-from cuvee.codec.learning.token_model import TokenModel
 from cuvee.codec.profiles.block_map import BlockMap
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.support.arrays import F32, I16
 from cuvee.codec.support.steps import OCTAVE, step_value
+from cuvee.learning.class_predictor import TokenSample, learn_classes, learn_predictors
+from cuvee.learning.moments import SINK_EXCESS, SINKS, Moments
+from cuvee.learning.progress import tracked
+from cuvee.learning.token_model import TokenModel
 
 FAMILY_VALUES = 2_000_000  # coefficients per step that the tables are fitted on
 FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))

@@ -13,15 +13,15 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import finest_step_index
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.divergence import compare, stderr
-from cuvee.codec.learning.learned_sections import MIN_STEP_INDEX
-from cuvee.codec.learning.progress import tracked
 from cuvee.codec.models.forward import check_tokens, coded_layout, fill, score
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.support.steps import OCTAVE, step_value
 from cuvee.codec.support.torch_modes import without_modes
+from cuvee.learning.divergence import compare, stderr
+from cuvee.learning.learned_sections import MIN_STEP_INDEX
+from cuvee.learning.progress import tracked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
