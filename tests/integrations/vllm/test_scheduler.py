@@ -442,8 +442,12 @@ def test_a_request_waits_until_a_thread_has_named_its_adapter_and_images(
     plain = make_request("plain")
     assert d.matched(plain) == (0, False), "others do not wait"
     if ends == "aborted":
-        d.side.finished(request, [[]])
-        assert d.side._records.get("r") is None
+        second = make_request("second", lora_request=LORA)
+        d.side.arrived(second)
+        queued = d.record("second").naming
+        for each in (request, second):
+            d.side.finished(each, [[]])
+        assert queued is not None and queued.names.cancelled(), "there is one thread, which need not name it any more"
     elif ends == "late":
         d.now += 60
         assert d.side.matched_tokens(request, 0) == (0, False)
