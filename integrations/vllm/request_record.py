@@ -90,6 +90,11 @@ class RequestRecord:
         return name
 
     @property
+    def over(self) -> bool:
+        """Whether nothing is loaded for it any more."""
+        return self.phase is RequestPhase.OVER
+
+    @property
     def tenant(self) -> str:
         """Owner of its entries."""
         return self.scope.tenant

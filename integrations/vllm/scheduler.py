@@ -126,7 +126,7 @@ class SchedulerSide:
             asks = self._loads.worth_asking(request, computed)
             if not ((not asks or self._loads.learn(record)) and self._planner.learn(record)):
                 return None, False
-            if record.phase is not RequestPhase.ASKING:  # the answer took too long
+            if record.over:  # the answer took too long
                 return 0, False
             tokens = self._promise(record, computed, *self._match(record, computed, asks))
             return tokens, bool(tokens)
