@@ -36,16 +36,12 @@ Kind = Literal["load", "blend"]
 
 
 class Verdict(Enum):
-    """Whether something is restored, and why.
+    """Whether something is restored, and why."""
 
-    PAYS: that looks quicker than computing. TRIAL: it does not, but is tried. SLOW: it does not. WAITED: it has waited
-    for ranks as long as computing takes.
-    """
-
-    PAYS = "pays"
-    TRIAL = "trial"
-    SLOW = "slow"
-    WAITED = "waited"
+    PAYS = "pays"  # it looks quicker than computing
+    TRIAL = "trial"  # it looks slower, and is tried
+    SLOW = "slow"  # it looks slower
+    WAITED = "waited"  # it has waited for ranks as long as computing takes
 
     @property
     def restores(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,113 +20,79 @@ _WITH_PLACE = UNDER_WAY | {RequestPhase.PROMISED}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the store has of a prompt, on every rank.
+    """What the store has of a prompt, on every rank."""
 
-    Attributes:
-        chunks: number of whole chunks in a row.
-        tail: tokens of the longest tail after them; 0: there is none.
-        digest: of that tail.
-        absent: digests of the tails and states that were asked for and are not there.
-        missing: digest of the chunk after the last one if the store said that it has none; empty otherwise.
-        stated: tokens before the last state that can be used, if the model has recurrent layers; 0: there is none.
-        state: digest of that state.
-    """
-
-    chunks: int = 0
-    tail: int = 0
-    digest: bytes = b""
-    absent: tuple[bytes, ...] = ()
-    missing: bytes = b""
-    stated: int = 0
-    state: bytes = b""
+    chunks: int = 0  # number of whole chunks in a row
+    tail: int = 0  # tokens of the longest tail after them; 0: there is none
+    digest: bytes = b""  # of that tail
+    absent: tuple[bytes, ...] = ()  # digests of the tails and states that were asked for and are not there
+    missing: bytes = b""  # digest of the chunk after the last one if the store said that it has none
+    stated: int = 0  # tokens before the last state that can be used, if the model has recurrent layers
+    state: bytes = b""  # digest of that state
 
 
 NOTHING = Found()
 
 
-class Names(NamedTuple):
-    """Names of a request's images, None for each that has none, and the files of its adapter."""
-
-    media: list[Media | None]
-    adapter: AdapterFiles | None
+Names = tuple[list[Media | None], AdapterFiles | None]
+"""Names of a request's images, None for each that has none, and the files of its adapter."""
 
 
 class Naming(NamedTuple):
-    """The work of a thread that makes a request's names: since when, and `Adapters.changes` then."""
+    """The work of a thread that makes a request's names."""
 
-    begun: float
-    changes: int
+    begun: float  # on the clock of the scheduler's side
+    changes: int  # `Adapters.changes` then
     names: Future[Names]
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """What is known of a request.
+    """What is known of a request."""
 
-    Attributes:
-        request: the engine's.
-        phase: of its load; `RequestTable.enter` changes it.
-        cached: whether it is loaded and stored at all. An error or an option may end that.
-        naming: makes its names, until they are taken.
-        scope: what its entries are shared within: its tenant, adapter and media. Unset before it is cached.
-        chain: digests of its chunks and tails. Unset before it is cached.
-        adapter: the files of its adapter; None: it has none.
-        error: what is wrong with the options that its client has set; empty: nothing is.
-        due: by when its first token has to come, on the clock of the scheduler's side; None: whenever it comes, or a
-            step computes it.
-        lookup: the question under way, or the last one.
-        learned: the lookup that `found` and `end` are of; the engine may ask again.
-        found: the last answer.
-        end: number of the prompt's tokens that `found` can give.
-        verdict: whether the load pays that the last lookup found; a load that was declined stays so.
-        counted: the answer to the request was counted.
-        queued: since when it waits because ranks have enough loads; None: it does not.
-        first: number of tokens before those that the engine was told of.
-        digests: of the prefix in its load.
-        ranks: number of ranks that have not ended its load.
-        placed: number of ranks that have placed the segments of its blend.
-        segmented: the segments of it that may be blended.
-        blend: the blend offered to the engine last.
-        blend_end: position where that ends.
-        computed: tokens that have KV in the blocks the request has now, once its last step is over.
-        unstored: why nothing of it is stored, of `UNSTORED`; empty: it is stored.
-        saved: number of chunks that need not be stored (again).
-        stated: tokens before the last state that need not be stored (again).
-    """
-
-    request: Any
-    phase: RequestPhase = RequestPhase.EARLY
-    cached: bool = False
-    naming: Naming | None = None
-    scope: Scope = field(init=False, repr=False)
-    chain: PrefixChain = field(init=False, repr=False)
+    request: Any  # the engine's
+    phase: RequestPhase = RequestPhase.EARLY  # `RequestTable.enter` changes it
+    cached: bool = False  # whether it is loaded and stored at all; an option or an error may say no
+    # Its names. What has no default is set once it is cached.
+    naming: Naming | None = None  # until the names are taken
+    scope: Scope = field(init=False, repr=False)  # what its entries are shared within: its tenant, adapter and media
+    chain: PrefixChain = field(init=False, repr=False)  # digests of its chunks and tails
     adapter: AdapterFiles | None = None
-    error: str = ""
-    due: float | None = None
-    lookup: Lookup[Found] | None = None
-    learned: Lookup[Found] | None = None
+    error: str = ""  # what is wrong with the options that its client has set
+    # What the store has of it.
+    lookup: Lookup[Found] | None = None  # the question under way, or the last one
+    learned: Lookup[Found] | None = None  # the one that `found` and `end` are of; the engine may ask again
     found: Found = NOTHING
-    end: int = 0
-    verdict: Verdict | None = None
-    counted: bool = False
-    queued: float | None = None
-    first: int = 0
-    digests: list[bytes] = field(default_factory=list)
-    ranks: int = 0
-    placed: int = 0
-    segmented: Segmented | None = None
-    blend: Blend | None = None
-    blend_end: int = 0
-    computed: int = 0
-    unstored: str = ""
-    saved: int = 0
-    stated: int = 0
+    end: int = 0  # number of the prompt's tokens that `found` can give
+    segmented: Segmented | None = None  # the segments of it that may be blended
+    # What the engine is told.
+    verdict: Verdict | None = None  # whether what was found last pays; a load that was declined stays so
+    counted: bool = False  # in the metric `lookups`
+    queued: float | None = None  # since when it waits because ranks have enough loads
+    due: float | None = None  # by when its first token has to come, until a step computes that; on the same clock
+    first: int = 0  # number of tokens before those that the engine was told of last
+    blend: Blend | None = None  # offered to the engine last
+    blend_end: int = 0  # position where that ends
+    # Its load.
+    digests: Sequence[bytes] = ()  # of its prefix
+    ranks: int = 0  # that have not ended it
+    placed: int = 0  # ranks that have placed the segments of its blend
+    # What is stored of it.
+    computed: int = 0  # tokens that have KV in the blocks the request has now, once its last step is over
+    unstored: str = ""  # why nothing is, of `UNSTORED`
+    saved: int = 0  # number of chunks that need not be stored (again)
+    stated: int = 0  # tokens before the last state that need not be stored (again)
 
     @property
     def id(self) -> str:
         """The engine's id of the request."""
         name: str = self.request.request_id
         return name
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is loaded for it any more."""
+        return self.phase is RequestPhase.OVER
 
     @property
     def tenant(self) -> str:
@@ -162,6 +128,10 @@ class RequestTable:
     def get(self, request_id: str) -> RequestRecord | None:
         """Return the record of a request; None: it has ended, or did not arrive."""
         return self._records.get(request_id)
+
+    def present(self, request_ids: Iterable[str]) -> Iterator[RequestRecord]:
+        """Yield the records of those requests that have not ended."""
+        return (record for request_id in request_ids if (record := self._records.get(request_id)) is not None)
 
     def of(self, request: Any) -> RequestRecord:
         """Return the record of a request, a new one if its id has none."""

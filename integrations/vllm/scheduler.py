@@ -126,7 +126,7 @@ class SchedulerSide:
             asks = self._loads.worth_asking(request, computed)
             if not ((not asks or self._loads.learn(record)) and self._planner.learn(record)):
                 return None, False
-            if record.phase is not RequestPhase.ASKING:  # the answer took too long
+            if record.over:  # the answer took too long
                 return 0, False
             tokens = self._promise(record, computed, *self._match(record, computed, asks))
             return tokens, bool(tokens)
@@ -264,19 +264,16 @@ class SchedulerSide:
                 self._confirmed += 1
         with self._guard("take", partial(self._blends.drop_all, report.placed)):
             self._blends.take(report)
-        for record in map(self._records.get, report.failed):
-            if record is not None:
-                with self._guard("take", partial(self._give_up, record.request)):
-                    self._refuse(record)
+        for record in self._records.present(report.failed):
+            with self._guard("take", partial(self._give_up, record.request)):
+                self._refuse(record)
         for delivery in report.delivered:
-            record = self._records.get(delivery.request)
-            if record is not None:
+            for record in self._records.present([delivery.request]):
                 with self._guard("take", partial(self._give_up, record.request)):
                     self._loads.note_delivery(record, delivery)
-        for record in map(self._records.get, report.ended):
-            if record is not None:
-                with self._guard("take"):
-                    self._loads.note_end(record)
+        for record in self._records.present(report.ended):
+            with self._guard("take"):
+                self._loads.note_end(record)
         for digest in report.unsaved:
             self._known.forget(digest)
         for learn in (self._loads.take, self._events.take, self._record, self._pays.take):

@@ -38,19 +38,12 @@ _LOOKUP_AGE = 10.0  # seconds after which the store is asked again: entries may 
 
 
 class PrefixMatch(NamedTuple):
-    """What can be loaded of a request's prefix, and what the answer to the engine decides.
+    """What can be loaded of a request's prefix."""
 
-    Attributes:
-        tokens: to load after those that the engine has; None: the engine is to ask again.
-        result: of the lookup, as the metric `lookups` has it; empty: it is not counted.
-        verdict: whether the load pays; None: undecided.
-        queues: whether it waits for a place on the ranks.
-    """
-
-    tokens: int | None
-    result: str = ""
-    verdict: Verdict | None = None
-    queues: bool = False
+    tokens: int | None  # after those that the engine has; None: the engine is to ask again
+    result: str = ""  # for the metric `lookups`; empty: it is not counted
+    verdict: Verdict | None = None  # whether the load pays
+    queues: bool = False  # whether it waits because ranks have enough loads
 
 
 class SchedulerLoads:
@@ -310,7 +303,7 @@ class SchedulerLoads:
         for digest in record.digests:
             if self._loading.get(digest) is record:
                 del self._loading[digest]
-        record.digests = []
+        record.digests = ()
 
     def _forget_order(self, record: RequestRecord) -> None:
         self._orders = [load for load in self._orders if load.request != record.id]

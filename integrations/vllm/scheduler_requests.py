@@ -74,24 +74,25 @@ class Requests:
         """Return the names of a request's images, and the files of its adapter. Used by the thread."""
         media, lora = [self._media(request, item) for item in request.mm_features], request.lora_request
         if lora is None:
-            return Names(media, None)
-        return Names(media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path, since))
+            return media, None
+        return media, self._adapters.find(lora.lora_int_id, lora.lora_name, lora.lora_path, since)
 
     def _take_names(self, record: RequestRecord) -> Names:
         """Return and forget what `_names` has returned; no names if it has not ended in time, and none of an adapter
         if the engine has loaded one meanwhile.
         """
         request, naming, record.naming = record.request, record.naming, None
+        none: Names = [None] * len(request.mm_features), None
         if naming is None:
-            return Names([None] * len(request.mm_features), None)
+            return none
         same, lora = naming.changes == self._adapters.changes, request.lora_request
         if lora is not None and not (same and naming.names.done()):
             self._adapters.overdue(lora.lora_int_id)
         if naming.names.done():
-            names = naming.names.result()
-            return names if same else names._replace(adapter=None)
+            media, adapter = naming.names.result()
+            return media, adapter if same else None
         naming.names.cancel()
-        return Names([None] * len(request.mm_features), None)
+        return none
 
     def name(self, model: str) -> None:
         """Take the name of the weights that the engine has read, unless it has changed them since."""

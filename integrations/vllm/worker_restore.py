@@ -49,38 +49,22 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True)
 class LoadJob:
-    """A load under way.
-
-    Attributes:
-        load: what to restore.
-        begun: when it was submitted.
-        started: when a thread began with it; 0: it queues.
-        valid_until: tokens before this position are restored.
-        goal: tokens before this position are to be; a deadline may have the load end before.
-        lock: held while pages are written; only its holder changes the phase.
-        phase: see `LoadPhase`.
-        blend: what computes its blend, once that has begun.
-        place_seconds: from submission until everything was placed.
-        computed, compute_seconds: tokens that were recomputed, and the engine loop's seconds for them.
-        bad: store keys of entries that are not sound, and the first part of each that is not.
-        parts: of how many parts each of the prefix's entries was restored, by its position.
-        answered: when the store last answered.
-    """
+    """A load under way."""
 
     load: Load
-    begun: float
-    valid_until: int
-    goal: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    begun: float  # when it was submitted
+    valid_until: int  # tokens before this position are restored
+    goal: int  # tokens before this position are to be; a deadline lowers it
+    lock: threading.Lock = field(default_factory=threading.Lock)  # for pages and phase: held while either is written
     phase: LoadPhase = LoadPhase.RESTORING
-    started: float = 0.0
-    blend: PageBlend | None = None
-    place_seconds: float = 0.0
-    computed: float = 0.0
-    compute_seconds: float = 0.0
-    bad: list[tuple[str, int]] = field(default_factory=list)
-    parts: dict[int, int] = field(default_factory=dict)
-    answered: float = 0.0
+    started: float = 0.0  # when a thread began with it; 0: it queues
+    answered: float = 0.0  # when the store last answered
+    bad: list[tuple[str, int]] = field(default_factory=list)  # keys of unsound entries; of each the first unsound part
+    parts: dict[int, int] = field(default_factory=dict)  # of how many an entry of the prefix was restored, by position
+    blend: PageBlend | None = None  # what computes its blend, once that has begun
+    place_seconds: float = 0.0  # from submission until everything was placed
+    computed: float = 0.0  # tokens of the blend
+    compute_seconds: float = 0.0  # of the engine's loop for them
 
     @property
     def over(self) -> bool:

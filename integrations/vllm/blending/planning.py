@@ -52,41 +52,22 @@ def least_slice(step_tokens: int) -> int:
 
 @dataclass(slots=True)
 class Segmented:
-    """A request's segments and the store's answer about them.
+    """A request's segments and the store's answer about them."""
 
-    Attributes:
-        spans: their positions in the prompt.
-        digests: digests of their tokens.
-        cost: share of the reused tokens' computation to spend on recomputing some of them.
-        lookup: asks whether each is there. None: no lookup.
-        there: its answer, None for each that it could not ask for in time; None as a whole: it is to come.
-        blends: whether reuse is allowed at all; otherwise segments are only harvested.
-        verdict: whether its blend pays; None: that was not asked.
-        recipe: identifies the blend of this request; empty until it is decided.
-        exact: tokens before this position are exact; None: all tokens are.
-        min_context: tokens that must stand before a segment for it to be stored.
-        reused: numbers of the reused segments.
-        reused_tokens: number of tokens with cached KV.
-        harvested: number of segments for which it was decided whether to store them.
-        refused: why the request is not blended although it could have been.
-        reason: why nothing is reused, unless it is refused or blended.
-    """
-
-    spans: list[Span]
-    digests: list[bytes]
-    cost: float
-    lookup: Lookup[list[bool | None]] | None = None
-    there: Sequence[bool | None] | None = None
-    blends: bool = True
-    verdict: Verdict | None = None
-    recipe: bytes = b""
-    exact: int | None = None
-    min_context: int = 0
-    reused: frozenset[int] = frozenset()
-    reused_tokens: int = 0
-    harvested: int = 0
-    refused: str = ""
-    reason: str = "unasked"
+    spans: list[Span]  # their positions in the prompt
+    digests: list[bytes]  # of their tokens
+    cost: float  # share of the reused tokens' computation to spend on recomputing some of them
+    blends: bool = True  # whether reuse is allowed at all; otherwise segments are only harvested
+    min_context: int = 0  # tokens that must stand before a segment for it to be stored
+    lookup: Lookup[list[bool | None]] | None = None  # asks whether each is there
+    there: Sequence[bool | None] | None = None  # its answer, with None for those that it could not ask for in time
+    verdict: Verdict | None = None  # whether the blend pays
+    exact: int | None = None  # position before which tokens are exact, once a blend is decided on
+    reused: frozenset[int] = frozenset()  # numbers of the reused segments
+    reused_tokens: int = 0  # with cached KV
+    harvested: int = 0  # number of segments for which it was decided whether to store them
+    refused: str = ""  # why the request is not blended although it could have been
+    reason: str = "unasked"  # why nothing is reused, unless it is refused or blended
 
     def forget_lookup(self) -> None:
         """Cancel the lookup."""
@@ -108,21 +89,13 @@ class Segmented:
 
 
 class BlendMatch(NamedTuple):
-    """What a request can be blended of, or why it is not.
+    """What a request can be blended of, or why it is not."""
 
-    Attributes:
-        blend: to offer to the engine; None: there is none.
-        end: position where it ends.
-        verdict: whether it pays; None: that was not asked.
-        reason: why nothing is reused; empty: something is, or nothing is known.
-        refused: why the request is not blended although it could be; empty: it may be.
-    """
-
-    blend: Blend | None = None
-    end: int = 0
-    verdict: Verdict | None = None
-    reason: str = ""
-    refused: str = ""
+    blend: Blend | None = None  # to offer to the engine
+    end: int = 0  # position where that ends
+    verdict: Verdict | None = None  # whether it pays
+    reason: str = ""  # why nothing is reused
+    refused: str = ""  # why the request is not blended although it could be
 
 
 class BlendPlanner:
@@ -216,7 +189,7 @@ class BlendPlanner:
         if reused < options.min_reused:
             return BlendMatch(reason="few")
         verdict = segmented.verdict
-        if segmented.recipe:
+        if segmented.exact is not None:
             return BlendMatch(blend, end, verdict)
         if verdict is None and self._state.options.decide != "always":
             to_compute = end - base - (1 - segmented.cost) * reused
@@ -242,7 +215,7 @@ class BlendPlanner:
             self._refuse(segmented, match.refused)
         if match.blend is None:
             return True
-        if not segmented.recipe and not self._renames_late:
+        if segmented.exact is None and not self._renames_late:
             self._decide(record.request, segmented, match.blend, match.end)
             return False
         record.blend, record.blend_end, segmented.reason = match.blend, match.end, "untaken"
@@ -252,7 +225,7 @@ class BlendPlanner:
         """Decide on the blend that the engine has taken, if there is one, and give it its blocks."""
         blend, segmented, block = record.blend, record.segmented, self._state.block
         if blend is not None and segmented is not None:
-            if not segmented.recipe:
+            if segmented.exact is None:
                 self._decide(record.request, segmented, blend, record.blend_end)
             blend.blocks = list(blocks[: -(-record.blend_end // block)])
             blend.pieces = [piece.within([blend.blocks], [block]) for piece in blend.pieces]
@@ -299,9 +272,12 @@ class BlendPlanner:
         return Segmented(spans, digests, cost, blends=wants.blend, min_context=min_context, reason=reason)
 
     def _decide(self, request: Any, segmented: Segmented, blend: Blend, end: int) -> None:
-        """Decide on a blend that ends at `end`: name the request's blocks for what they will hold."""
-        self._set_apart(request, segmented, blend)
-        segmented.reused_tokens = blend.reused(end)
+        """Decide on a blend that ends at `end`: rename the request's blocks from the first on that it changes."""
+        segmented.exact, segmented.reused_tokens = blend.changed, blend.reused(end)
+        parts = [piece.digest + piece.start.to_bytes(8, "little") for piece in blend.pieces]
+        recipe = canonical(repr(segmented.cost).encode(), blend.changed.to_bytes(8, "little"), *parts)
+        name = hashlib.blake2b(recipe, digest_size=32, person=b"cuvee-blend").digest()
+        set_apart(request, blend.changed // self._state.block, name)
         starts = {piece.start for piece in blend.pieces}
         segmented.reused = frozenset(at for at, (start, _) in enumerate(segmented.spans) if start in starts)
 
@@ -358,15 +334,3 @@ class BlendPlanner:
         """
         named = len(request.block_hashes)
         return named == request.num_tokens // self._state.block and blend.changed // self._state.block < named
-
-    def _set_apart(self, request: Any, segmented: Segmented, blend: Blend) -> None:
-        """Rename the request's blocks from the first on that a blend changes."""
-        first, pieces = blend.changed, blend.pieces
-        parts = [piece.digest + piece.start.to_bytes(8, "little") for piece in pieces]
-        recipe = hashlib.blake2b(
-            canonical(repr(segmented.cost).encode(), first.to_bytes(8, "little"), *parts),
-            digest_size=32,
-            person=b"cuvee-blend",
-        ).digest()
-        set_apart(request, first // self._state.block, recipe)
-        segmented.recipe, segmented.exact = recipe, first

@@ -13,7 +13,6 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, im
 
 from cuvee.integrations.vllm.blending import planning
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
-from cuvee.integrations.vllm.blending.planning import Segmented
 from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, Seen, StepPlan
 from cuvee.naming.identity import store_key
@@ -650,38 +649,6 @@ def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -
 # All ranks together --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("planned_between", [False, True])
-@pytest.mark.parametrize(
-    "events",
-    sorted({
-        *itertools.permutations(["placed", "failed"]),
-        *itertools.permutations(["placed", "finished"]),
-        *itertools.permutations(["placed", "failed", "finished"]),
-        ("placed and failed",), ("placed and failed", "finished"), ("finished", "placed and failed"),
-        ("finished", "placed", "placed"), ("placed", "finished", "placed"),
-    }),
-)  # fmt: skip
-def test_what_one_rank_lacks_no_rank_recomputes(
-    desk: Callable[..., Desk], events: tuple[str, ...], planned_between: bool
-) -> None:
-    d = desk(shards=2)
-    d.put_segments(FIRST)
-    request = ask(d)
-    load(d, request)
-    plans = []
-    for event in events:
-        if event == "finished":
-            d.side.finished(request, [[]])
-        else:
-            d.side.take(Report(placed=["r"] * ("placed" in event), failed={"r"} if "failed" in event else set()))
-        if planned_between:
-            plans.append(d.plan())
-    plans.append(d.plan())
-    assert not any(plan.blends for plan in plans)
-    assert "r" in {name for plan in plans for name in plan.drops}, "who has placed it waits for nothing any more"
-    assert d.plan().drops == [] and not d.side._blends._ready
-
-
 # Resets --------------------------------------------------------------------------------------------------------------
 
 
@@ -738,27 +705,17 @@ def test_a_reset_counts_no_refusal_again(desk: Callable[..., Desk]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("min_context", "reused", "found"),
-    [(0, set(), [0, 1, 2, 3]), (0, {0, 2}, [1, 3]), (130, set(), [2, 3]), (131, set(), [3])],
-)
-def test_which_segments_are_harvested(
-    desk: Callable[..., Desk], min_context: int, reused: set[int], found: list[int]
-) -> None:
-    spans = [(0, 20), (20, 50), (130, 150), (150, 190)]
-    segmented = Segmented(spans, [b""] * 4, 0.15, min_context=min_context, reused=frozenset(reused))
-    assert desk().side._planner.harvest(segmented, 190) == found
-
-
-@pytest.mark.parametrize(
     ("options", "named", "least"), [({}, False, 128), ({"min_context": 7}, False, 7), ({}, True, 0)]
 )
 def test_segments_that_are_found_need_text_before_them(
     desk: Callable[..., Desk], options: dict[str, Any], named: bool, least: int
 ) -> None:
     d = desk(blend=options)
-    ask(d, ids=[3 * (at * at) % 997 for at in range(300)], segments=[(0, 20)] if named else None)
+    request = ask(d, ids=[3 * (at * at) % 997 for at in range(300)], segments=[(0, 20)] if named else None)
     segmented = d.record().segmented
-    assert segmented is not None and segmented.min_context == least
+    assert segmented is not None
+    spans = [(start, end - start) for start, end in segmented.spans if start >= least]
+    assert spans and segments_of(d.plan((request, 0, 300)).saves) == spans
 
 
 def test_blends_get_what_a_step_leaves(desk: Callable[..., Desk]) -> None:

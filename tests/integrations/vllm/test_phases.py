@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.integrations.vllm.sides import Desk, make_request
 
-from cuvee.integrations.vllm.messages import Delivery, Report
+from cuvee.integrations.vllm.messages import Delivery, Report, StepPlan
 from cuvee.integrations.vllm.phases import NEXT, LoadPhase, RequestPhase, following
 from cuvee.integrations.vllm.request_record import RequestRecord
 from cuvee.integrations.weights_name import WeightsName
@@ -57,10 +57,14 @@ DAYS = {
     "reset": "ask promised, reset asking, take asking, end asking, fail over",
     "blended": "blend asking, ask promised, take loading, place loading, place placed, end placed, end asking",
     "failed": "ask promised, take loading, fail ending, end ending, end over, ask over",
+    "failed once a rank had placed": "blend asking, ask promised, take loading, place loading, fail ending, "
+    "end ending, end over",
+    "failed before a rank had placed": "blend asking, ask promised, take loading, fail ending, place ending",
     "failed once placed": "blend asking, ask promised, take loading, place loading, place placed, fail ending, "
     "place ending, end ending, end over",
     "left out for a deadline": "ask promised, take loading, cut ending, end ending, end over",
     "given up": "ask promised, take loading, break ending, end ending, end over",
+    "given up once placed": "blend asking, ask promised, take loading, place loading, place placed, break ending",
     "given up while asking": "break over, ask over, take over",
     "given up once promised": "ask promised, break over, take over, end over",
     "ended while asking": "finish over",
@@ -78,6 +82,7 @@ class Day:
 
     Attributes:
         seen: changes of its phase.
+        drops: what ranks are told to give up.
     """
 
     def __init__(self, desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -90,6 +95,7 @@ class Day:
         if blends:
             self.d.put_segments(list(IDS)[64:88])
         self.seen: list[tuple[str, str]] = []
+        self.drops: list[str] = []
         enter = self.d.side._records.enter
 
         def entered(record: RequestRecord, phase: RequestPhase) -> None:
@@ -102,13 +108,22 @@ class Day:
         self.record = self.d.record()
         self.tokens = 0
 
-    def live(self, events: str) -> str:
-        """Let all of it happen, and return what was made of it."""
+    def live(self, events: str, plans: bool = False) -> str:
+        """Let all of it happen, perhaps with a step after each event, and return what was made of it."""
         after = []
         for event, _ in map(str.split, events.split(", ")):
             self.do(event)
             after.append(f"{event} {self.record.phase.value}")
+            if plans:
+                self.plan()
         return ", ".join(after)
+
+    def plan(self) -> StepPlan:
+        """Ranks recompute a blend when and as long as all of them have placed it."""
+        plan = self.d.plan()
+        self.drops += plan.drops
+        assert plan.blends == ["r"] * (self.record.phase is RequestPhase.PLACED)
+        return plan
 
     def do(self, event: str) -> None:
         d, request = self.d, self.request
@@ -152,14 +167,19 @@ def day(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> Callable[
     return lambda name: Day(desk, monkeypatch, DAYS[name])
 
 
+@pytest.mark.parametrize("plans", [False, True])
 @pytest.mark.parametrize("name", DAYS)
-def test_each_event_has_its_phase(name: str, day: Callable[[str], Day]) -> None:
+def test_each_event_has_its_phase(name: str, plans: bool, day: Callable[[str], Day]) -> None:
+    """What has ended leaves nothing behind, is not started, and is given up by ranks that wait with it."""
     made = day(name)
-    assert made.live(DAYS[name]) == DAYS[name]
+    assert made.live(DAYS[name], plans) == DAYS[name]
     records = made.d.side._records
     assert records.places == (made.record.phase.value in ("promised", "loading", "placed", "ending"))
     made.do("finish")
-    assert not records and not records.places and not made.d.side._loads._loading and not made.d.plan().loads
+    assert not records and not records.places and not made.d.side._loads._loading and not made.plan().loads
+    assert bool(made.drops) == ("place" in DAYS[name] and name != "blended")
+    made.do("place")
+    assert made.d.plan().drops == ["r"] and made.d.plan().drops == []
 
 
 def test_each_drawn_change_happens(day: Callable[[str], Day]) -> None:
