@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.emulation import KERNELS_RUN_ON, start
+from tests.kernels.emulation import KERNELS_RUN_ON, start
 from tests.learned import learned_once, shared_folder
 
 from cuvee.codec.chunk import KVChunk

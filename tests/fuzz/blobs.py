@@ -18,9 +18,9 @@ from tests.codec.forging import ENTRY, HEADER, OFFSETS, codec_of, correlated_chu
 from tests.codec.vectors import FOLDER as GOLDEN
 from tests.codec.vectors import KEY, golden_codec
 from tests.conftest import decoded_layers
-from tests.emulation import KERNELS_RUN_ON
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
+from tests.kernels.emulation import KERNELS_RUN_ON
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _prepare(device: str) -> torch.device:
     """Return the device of this process; install the emulator if it is emulated."""
     if device == "emulated":
-        import_module("tests.emulation").start()
+        import_module("tests.kernels.emulation").start()
         return torch.device("cpu")
     return _need_gpu()
 
