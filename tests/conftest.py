@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from tests.codec import reference  # noqa: F401 - the backend "reference"
-from tests.emulation import KERNELS_RUN_ON, start
+from tests.kernels.emulation import KERNELS_RUN_ON, start
 from tests.learned import learned_once, shared_folder
 
 from cuvee.codec.chunk import KVChunk

@@ -9,9 +9,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
 
-from tests.emulation import start
 from tests.fuzz import engine
 from tests.fuzz.targets import TARGETS, named
+from tests.kernels.emulation import start
 
 
 def main() -> int:

@@ -21,9 +21,9 @@ from tests.codec.reference.token_order import coding_order
 from tests.codec.vectors import FOLDER as GOLDEN
 from tests.codec.vectors import KEY, golden_codec
 from tests.conftest import decoded_layers
-from tests.emulation import KERNELS_RUN_ON
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
+from tests.kernels.emulation import KERNELS_RUN_ON
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec

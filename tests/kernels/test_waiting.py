@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.conftest import LAYOUTS, synthetic_chunk
 from tests.kernels.coding import with_predictors
-from tests.late_device import CUDA, DeviceTensor, LateDevice, late_device
+from tests.kernels.late_device import CUDA, DeviceTensor, LateDevice, late_device
 from tests.predicting import VOCABULARY
 from tests.predicting import predicting as with_token_table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -194,3 +195,14 @@ def test_private_names_stay_in_their_folder() -> None:
         if private and not f"{found.source}.".startswith(f"{home}."):
             wrong.append(f"{found.line}: {found.source} imports {found.name or found.target} of {found.target}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_emulator_is_a_package_of_its_own() -> None:
+    """It runs what Triton emits, and knows neither cuvee nor another test."""
+    folder, outside = ROOT / "tests/ptx", set()
+    for path in sorted(folder.rglob("*.py")):
+        nodes = [node for node, _ in statements(ast.parse(path.read_text(encoding="utf-8")))]
+        names = [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+        names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        outside |= {name for name in names if re.match(r"cuvee|tests(?!\.ptx)", name)}
+    assert folder.is_dir() and not outside, outside

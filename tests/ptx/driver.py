@@ -4,15 +4,14 @@ Triton goes its usual way: it specializes, compiles, loads, launches. In place o
 place of a device this engine, and tensors lie in the memory of the CPU.
 
 A kernel may touch the views that it is given, each through addresses that derive from its own parameter. Addresses
-found in memory lead to what `place_row` described.
+found in memory lead to what `State.places` describes.
 """
 
 from __future__ import annotations
 
 import struct
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from tests.ptx.engine import Fault, Kernel, Memory, Options
 TARGETS = ("sm_80", "sm_90", "sm_100")
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # that a program may have
 MOST_THREADS = 1024
-POINTER_TABLES = ("places",)  # arguments of addresses: the first column of int64 rows
 
 
 class Faulty(AssertionError):
@@ -42,11 +40,12 @@ class State:
         options: of the launches to come.
         kernels: every one that was loaded, by its text.
         mutate: (name, PTX) -> other PTX, which is launched in its place: to see what finds the change.
+        tables: names of arguments that hold addresses: the first column of their int64 rows.
         places: of memory that tables point to: its end by its start.
     """
 
-    def __init__(self, target: str, options: Options) -> None:
-        self.target, self.options = target, options
+    def __init__(self, target: str, options: Options, tables: Sequence[str] = ()) -> None:
+        self.target, self.options, self.tables = target, options, tables
         self.kernels: dict[str, Kernel] = {}
         self.mutate: Callable[[str, str], str] | None = None
         self.places: dict[int, int] = {}
@@ -63,6 +62,11 @@ class State:
 
 
 _state: State | None = None
+
+
+def installed() -> bool:
+    """Return whether `install` was called."""
+    return _state is not None
 
 
 def state() -> State:
@@ -85,14 +89,9 @@ class _Launcher:
     """The launcher that Triton calls with the arguments of a launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
-        constant = {path[0] for path in source.constants if len(path) == 1}
-        names = list(source.signature)
-        self.arguments = [
-            (index, name, kind)
-            for index, (name, kind) in enumerate(source.signature.items())
-            if kind != "constexpr" and not (index in constant and kind == "constexpr")
-        ]
-        self.names, self.shared_bytes = names, metadata.shared
+        signature = enumerate(source.signature.items())
+        self.arguments = [(index, name, kind) for index, (name, kind) in signature if kind != "constexpr"]
+        self.shared_bytes = metadata.shared
         if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
             raise NotImplementedError(f"{metadata.name} wants scratch memory or clusters, which the emulator has not")
 
@@ -108,7 +107,7 @@ class _Launcher:
             if kind.startswith("*"):
                 memory.append(Memory(*extent(value), len(parameters), name))
                 parameters.append(value.data_ptr())
-                if name in POINTER_TABLES:
+                if name in current.tables:
                     for start in set(np.asarray(value)[..., 0].flatten().tolist()) & current.places.keys():
                         memory.append(Memory(start, current.places[start], None, f"memory that {name} point to"))
             else:
@@ -178,12 +177,12 @@ def _stages(*given: Any) -> tuple[str, str] | None:
     return None
 
 
-def install(target: str = "sm_90", options: Options | None = None) -> State:
+def install(target: str, options: Options | None = None, tables: Sequence[str] = ()) -> State:
     """Make Triton compile for `target` and run what it compiles here, in this process and for good.
 
     Args:
         target: one of TARGETS.
-        options: see `State`.
+        options, tables: see `State`.
 
     Raises:
         NoCompiler: there is no g++.
@@ -198,35 +197,7 @@ def install(target: str = "sm_90", options: Options | None = None) -> State:
     library()
     if _state is not None:
         raise RuntimeError("the emulator is installed already")
-    _state = State(target, options or Options())
+    _state = State(target, options or Options(), tables)
     knobs.runtime.add_stages_inspection_hook = _stages
     driver.set_active(_Driver())
-    _serve_cpu_tensors()
-    _watch_places(_state)
     return _state
-
-
-def _serve_cpu_tensors() -> None:
-    from cuvee.kernels import backend
-
-    backend.shared = backend.TritonBackend(("cuda", "cpu"))
-
-
-def _watch_places(current: State) -> None:
-    """Record the memory that tables of addresses describe, in every module that imported `place_row`."""
-    from cuvee.kernels import chunks
-    from cuvee.kernels.ops import pages
-
-    original = pages.place_row
-
-    def place_row(memory: torch.Tensor) -> list[int]:
-        row = original(memory)
-        if memory.numel():
-            first, end = extent(memory)
-            current.places[first] = end
-        return row
-
-    for module in {pages, chunks, *sys.modules.values()}:
-        names = getattr(module, "__dict__", {})  # no more than looked at: some modules import what is asked of them
-        if names.get("place_row") is original:
-            names["place_row"] = place_row

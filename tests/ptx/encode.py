@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tests.ptx.code import Code
-from tests.ptx.operands import ALIGNMENT, LANE, SPECIAL, number
+from tests.ptx.operands import ALIGNMENT, LANE, SPECIAL, Code, number
 from tests.ptx.syntax import BYTES, Entry, PtxError, Statement
 from tests.ptx.tensor_cores import TensorCores
 

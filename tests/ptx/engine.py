@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tests.ptx.build import library
-from tests.ptx.encode import Encoded, encode
+from tests.ptx.encode import encode
 from tests.ptx.syntax import PtxError, parse
 
 # As in machine.h, in its order.
@@ -24,7 +24,6 @@ KINDS = (
     "tensor memory touched before waited for", "tensor-memory race",
     "tensor memory allocated, given back or addressed wrongly", "mbarrier used wrongly",
 )  # fmt: skip
-UNWRITTEN = KINDS[4]
 CHECK, SHUFFLE = 1, 2
 INSTRUCTION = np.dtype(
     [("op", "u2"), ("negated", "u1"), ("width", "u1"), ("count", "u1"), ("sign", "u1"), ("mode", "u1"), ("row", "u1")]
@@ -225,6 +224,3 @@ class Kernel:
             where = f"; row {address >> 16}, column {address & 0xFFFF}" if size else f"; at {address}"
         return Fault(kind, statement.text, statement.line, statement.source, int(fault["program"]), int(fault["warp"]),
                      int(fault["lane"]), where)  # fmt: skip
-
-
-__all__ = ["KINDS", "UNWRITTEN", "Encoded", "Fault", "Kernel", "Memory", "Options", "Outcome", "PtxError"]

@@ -1,11 +1,13 @@
-"""Operands of PTX -> rows of a warp's register file: registers, constants, special registers, addresses."""
+"""Operands of PTX -> rows of a warp's register file: registers, constants, special registers, addresses; and the code
+that takes them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from tests.ptx.syntax import BYTES, Entry, PtxError
+from tests.ptx.syntax import BYTES, Entry, PtxError, Statement
 
 SHARED_BASE = 1024  # as in machine.h
 ROW = {1: 64, 2: 64, 4: 128, 8: 256}  # bytes of a row of lanes
@@ -28,16 +30,32 @@ def number(token: str) -> int | None:
         return None
 
 
+@dataclass(slots=True)
+class Code:
+    """An instruction: `op` names its handler, `fields` are those of the engine's `Ins`, with names of rows in some."""
+
+    statement: Statement
+    op: str
+    fields: dict[str, int | str] = field(default_factory=dict)
+    rows: list[str] | None = None
+    label: str | None = None
+    base: str | None = None  # register of an address in global memory
+
+
 class Operands:
-    """The rows that an entry's code needs.
+    """The rows that an entry's code needs, and the code.
 
     Args:
         entry: whose registers and variables there are.
         address_of: see `encode.encode`.
+
+    Attributes:
+        codes: encoded so far.
     """
 
     def __init__(self, entry: Entry, address_of: Callable[[str, bytes, int], int]) -> None:
         self.entry = entry
+        self.codes: list[Code] = []
         self.width = {name: LANE[BYTES[kind]] for name, kind in entry.registers.items()}
         self.offset: dict[str, int] = {}
         self.size = 0
@@ -124,3 +142,17 @@ class Operands:
         if value is None:
             raise PtxError(f"no address: {token}")
         return self.constant(value + more, 8), 0, 8
+
+    def add(self, statement: Statement, op: str, **fields: int | str) -> Code:
+        code = Code(statement, op, fields)
+        self.codes.append(code)
+        return code
+
+    def access(self, s: Statement, op: str, space: str, token: str, **fields: int | str) -> Code:
+        base, add, row = self.address(token)
+        code = self.add(s, f"{op}.{space}", a=base, imm=add, mode=row, **fields)
+        if space == "global":
+            if row != 8:
+                raise PtxError("an address in global memory has 64 bits")
+            code.base = base
+        return code

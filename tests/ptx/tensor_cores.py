@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import re
 
-from tests.ptx.code import Emitter
-from tests.ptx.operands import number
+from tests.ptx.operands import Operands, number
 from tests.ptx.syntax import PtxError, Statement
 
 _ALONE = "cta_group_1"  # no pair of programs
 
 
-class TensorCores(Emitter):
+class TensorCores(Operands):
     """Each method encodes the instructions of its name, as those of `encode`."""
 
     def matrices(self, s: Statement, parts: tuple[str, ...], rows: str, at: str) -> None:

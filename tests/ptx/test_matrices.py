@@ -8,13 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.emulation import KERNELS_RUN_ON
 from tests.ptx.driver import state
 
-pytestmark = [
-    pytest.mark.usefixtures("engine"),
-    pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}"),
-]
+pytestmark = pytest.mark.usefixtures("emulator")
 
 
 @triton.jit

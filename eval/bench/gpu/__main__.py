@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _emulated() -> torch.device:
-    import_module("tests.emulation").start()
+    import_module("tests.kernels.emulation").start()
     return torch.device("cpu")
 
 

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from tests.emulation import KERNELS_RUN_ON, TARGET
-from tests.ptx import scenarios
-from tests.ptx.driver import Faulty, State, state
+from tests.kernels import scenarios
+from tests.kernels.emulation import KERNELS_RUN_ON, TARGET
+from tests.ptx.driver import TARGETS, Faulty, State, state
 
 from cuvee.codec.errors import CuveeError
 
-pytestmark = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
+pytestmark = [
+    pytest.mark.usefixtures("products_in_bfloat16"),
+    pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}"),
+]
 PLACES = 8
 LIMIT = 1 << 22  # instructions of a program: what loops for good is found soon
 
@@ -108,13 +111,15 @@ ENCODED = (scenarios.encodes, ("layer",))
 @pytest.fixture
 def emulator() -> Iterator[State]:
     current = state()
-    options = current.options
+    before = current.target, current.options
     yield current
-    current.options, current.mutate = options, None
+    (current.target, current.options), current.mutate = before, None
 
 
 @pytest.mark.parametrize("scheme", scenarios.SCHEMES)
-def test_without_a_fault_nothing_is_found_on_any_target(target: str, scheme: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_without_a_fault_nothing_is_found_on_any_target(target: str, scheme: str, emulator: State) -> None:
+    emulator.target = target
     scenarios.decodes(scheme)
     scenarios.encodes(scheme)
 

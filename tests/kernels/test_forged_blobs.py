@@ -16,7 +16,7 @@ from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.engine import case
 from triton import knobs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("products_in_bfloat16")]
 COUNT = int(os.environ.get("CUVEE_PTX_MUTANTS", "120"))
 SEED = 11
 

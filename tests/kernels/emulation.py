@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import time
 from functools import cache
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from tests.ptx.build import KEPT, NoCompiler, compiler
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _DAY = 86_400.0
 
 
@@ -27,17 +28,13 @@ def _choose() -> str:
     Raises:
         NoCompiler: CUVEE_REQUIRE_PTX asks for the emulator, and there is no g++.
     """
-    if torch.cuda.is_available():
-        return "gpu"
-    if find_spec("triton") is None:
-        return "nowhere"
     try:
         compiler()
     except NoCompiler:
         if os.environ.get("CUVEE_REQUIRE_PTX") == "1":
             raise
-        return "nowhere"
-    return "ptx"
+        return "gpu" if torch.cuda.is_available() else "nowhere"
+    return "gpu" if torch.cuda.is_available() else "nowhere" if find_spec("triton") is None else "ptx"
 
 
 KERNELS_RUN_ON = _choose()
@@ -53,8 +50,34 @@ def start() -> None:
     from tests.ptx.driver import install
     from tests.ptx.engine import Options
 
+    from cuvee.kernels import backend
+
     seed = os.environ.get("CUVEE_PTX_SEED")
-    install(TARGET, Options(seed=int(seed) if seed else None))
+    emulator = install(TARGET, Options(seed=int(seed) if seed else None), tables=("places",))
+    backend.shared = backend.TritonBackend(("cuda", "cpu"))
+    _watch_places(emulator.places)
+
+
+def _watch_places(places: dict[int, int]) -> None:
+    """Record the memory that tables of addresses describe, in every module that imported `place_row`."""
+    from tests.ptx.driver import extent
+
+    from cuvee.kernels import chunks
+    from cuvee.kernels.ops import pages
+
+    original = pages.place_row
+
+    def place_row(memory: torch.Tensor) -> list[int]:
+        row = original(memory)
+        if memory.numel():
+            first, end = extent(memory)
+            places[first] = end
+        return row
+
+    for module in {pages, chunks, *sys.modules.values()}:
+        names = getattr(module, "__dict__", {})  # no more than looked at: some modules import what is asked of them
+        if names.get("place_row") is original:
+            names["place_row"] = place_row
 
 
 def compiled_kernels() -> Path:

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from tests.emulation import KERNELS_RUN_ON
+from tests.kernels.emulation import KERNELS_RUN_ON
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -230,7 +230,6 @@ class LateDevice:
         self.entries: list[Entry] = []
         self._local = threading.local()
         self._pinned: dict[int, torch.Tensor] = {}  # kept: PyTorch's allocator frees none with a copy under way
-        self.context = 0  # the current device, which is -1 where nobody made it the current one
 
     @property
     def stream(self) -> Stream:
