@@ -258,7 +258,7 @@ class Setup:
         logger.info("cuvee: options of the engine that are part of the keys: %s", options or "none")
         checkpoint = None if named else _checkpoint(vllm_config)
 
-        def make(stop: threading.Event) -> str:
+        def name(stop: threading.Event) -> str:
             weights = named or ""
             if checkpoint is not None:
                 weights = checkpoint.identity(stop)
@@ -266,6 +266,7 @@ class Setup:
                     raise InputError("model: must not change while the engine starts")
             return name_of_weights(weights, model.dtype, options)
 
+        make: Make = name
         if self.options.profile is None:
             logger.info(
                 "cuvee: no profile is configured, so the quality is %s. With a profile learned for this model, entries "
@@ -274,7 +275,7 @@ class Setup:
             )
         elif self.options.check_model:
             shown = shown_profile(self.options.profile)
-            make = naming_with_profile(make, self.profile, shown, model.model, revision=model.revision)
+            make = naming_with_profile(name, self.profile, shown, model.model, revision=model.revision)
         identity = Identity(
             model="unnamed",
             tokenizer=_tokenizer(model),

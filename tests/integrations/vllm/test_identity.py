@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,7 +208,7 @@ def test_the_adapter_of_requests_that_wait_together_is_looked_at_once(
         go.set()
         blocked.result()
         for request in waiting:
-            wait_until(lambda request=request: e.side._requests.is_named(request), "the request is named")
+            wait_until(partial(e.side._requests.is_named, request), "the request is named")
         go.clear()
         return len(looked)
 
