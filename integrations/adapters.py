@@ -87,9 +87,7 @@ class Adapters:
         self.changes = 0
         self._folders = AdapterFolders()
         self._known: dict[int, tuple[str, Signature] | None] = {}  # where its weights are from; None: unknown
-        self._found: dict[
-            int, tuple[float, int, str, AdapterFiles | None]
-        ] = {}  # since when, `changes`, path
+        self._found: dict[int, tuple[float, int, str, AdapterFiles | None]] = {}  # since when, `changes`, path
         self._once = Once(logger)
 
     def find(self, number: int, name: str, path: str, since: float = math.inf) -> AdapterFiles | None:

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -209,8 +209,8 @@ class Setup:
         else:
             profile = _find_profile(vllm_config.instance_id, options.profile, layout)
         profile.check_layout(layout)
-        asked, pages = _asked(options, codes, layout), None if codes is None else layout
-        codec = Codec(profile, **asked, refinements=options.refinements)
+        asked, pages = _asked(options, codes), None if codes is None else layout
+        codec = Codec(profile, **asked, dtype=layout.dtype, refinements=options.refinements)
         quality = codec.quality_name
         if codes is not None and codec.lossless:
             layout = pairs_of_codes(layout, codes)
@@ -266,7 +266,7 @@ class Setup:
                     raise InputError("model: must not change while the engine starts")
             return name_of_weights(weights, model.dtype, options)
 
-        make: Callable[[threading.Event], str] = name
+        make: Make = name
         if self.options.profile is None:
             logger.info(
                 "cuvee: no profile is configured, so the quality is %s. With a profile learned for this model, entries "
@@ -275,7 +275,7 @@ class Setup:
             )
         elif self.options.check_model:
             shown = shown_profile(self.options.profile)
-            make = naming_with_profile(make, self.profile, shown, model.model, revision=model.revision)
+            make = naming_with_profile(name, self.profile, shown, model.model, revision=model.revision)
         identity = Identity(
             model="unnamed",
             tokenizer=_tokenizer(model),
@@ -304,8 +304,10 @@ class Setup:
         chunks at a time.
         """
         profile = self.profile.shard(rank, self.shards)
-        asked, secrets = _asked(self.options, self.codes, self.layout), self.options.secrets() or None
-        codec = Codec(profile, **asked, threads=1, refinements=self.options.refinements, key=secrets)
+        asked, secrets = _asked(self.options, self.codes), self.options.secrets() or None
+        codec = Codec(
+            profile, **asked, dtype=self.layout.dtype, threads=1, refinements=self.options.refinements, key=secrets
+        )
         if codec.key_ids and rank == 0:
             # Replicas with other secrets do not find each other's entries; the id in the log shows why.
             logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))
@@ -392,12 +394,13 @@ def _find_profile(engine: str, where: str, layout: KVLayout) -> Profile:
     return find_profile(where, layout)
 
 
-def _asked(options: Options, codes: torch.dtype | None, layout: KVLayout) -> dict[str, Any]:
+def _asked(options: Options, codes: torch.dtype | None) -> dict[str, Any]:
     """Return the quality that is asked of the codec. A ratio is that of the engine's cache, which may be fp8."""
-    if codes is None or options.ratio is None:
-        return options.quality_of(layout.dtype)
-    asked = dict(options.codec_quality)
-    return {**asked, "bits": 8 * codes.itemsize / asked.pop("ratio")}
+    asked: dict[str, Any] = dict(options.codec_quality)
+    if codes is None or asked.get("ratio") is None:
+        return asked
+    ratio = asked.pop("ratio")
+    return {**asked, "bits": 8 * codes.itemsize / ratio}
 
 
 def _tokenizer(model: Any) -> str:
