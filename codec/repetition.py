@@ -17,7 +17,7 @@ import torch
 from cuvee.codec.backends import EncodeRequest
 from cuvee.codec.chunk import KVChunk
 
-# A sample: a chunk of 16 tokens of SmolLM2-135M takes 100 times as long to encode.
+# Of a sample, which takes 45 us: a chunk of 256 tokens of SmolLM2-135M takes 20 ms to encode.
 _TOKENS, _LAYERS, _CHANNELS = 16, 4, 256
 _GOLDEN = (5**0.5 - 1) / 2  # spreads the layers without a period that kinds of layers could share
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -50,5 +50,5 @@ def may_be_smaller(values: npt.NDArray[Any], bits: float) -> bool:
     tokens = len(values)
     if tokens < 2:
         return False
-    equal = np.count_nonzero(values[:, None] == values) - values.size  # but for each token and itself
-    return equal * 2 ** (bits + _MARGIN) >= values.size * (tokens - 1)
+    equal = int(np.count_nonzero(values[:, None] == values)) - values.size  # but for each token and itself
+    return equal * 2.0 ** (bits + _MARGIN) >= values.size * (tokens - 1)

@@ -132,12 +132,9 @@ class TaskScorer:
         """
         import lm_eval
 
-        with _quiet():
+        with _quiet(), _seeded(self._seed):
             self._lm.use(method)
             # Not `simple_evaluate`: it does the same, but looks through the whole environment each time, git included.
-            random.seed(self._seed)
-            np.random.seed(self._seed)  # noqa: NPY002, tasks draw from the global state
-            torch.manual_seed(self._seed)
             results: Any = lm_eval.evaluate(self._lm, self._load([name]), limit=self._limit, log_samples=True)
         measured = results["results"][name]
         ours = facts_of(name)
@@ -197,6 +194,21 @@ def _suggested_tasks(name: str, known: Sequence[str]) -> str:
 def _first_metric(results: Mapping[str, Any], name: str) -> tuple[str, bool]:
     metric = results["configs"][name]["metric_list"][0]["metric"]
     return metric, bool(results["higher_is_better"][name].get(metric, True))
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators, which tasks draw from; they go on afterwards as if nothing had been drawn."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng():
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
 
 
 @contextlib.contextmanager

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +48,23 @@ def test_methods_follow_each_other_on_one_model(books: Any) -> None:
     other, coded = scores.score(CodecMethod(Codec(books.profile)), "cuvee_needle_128")
     assert coded.score > 0.6 and 0.5 < (coded.bits_per_value or 0) < 3 and other == task
     assert scores.score(Uncompressed(), "cuvee_needle_128") == (task, exact)
+
+
+def test_a_programs_own_random_numbers_go_on(books: Any) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+    def seed() -> None:
+        random.seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        torch.manual_seed(5)
+
+    scores = scorer(books, "cuvee_reread_nll", limit=1)
+    seed()
+    wanted = drawn()
+    seed()
+    scores.score(Uncompressed(), "cuvee_reread_nll")
+    assert drawn() == wanted
 
 
 def test_nats_a_word_are_a_mean_over_documents(books: Any) -> None:
