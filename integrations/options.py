@@ -30,13 +30,13 @@ class CodingOptions:
         SOURCE: name of the engine's option that holds the JSON, for messages.
         store: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
         profile: path of the model's profile, or its id at a place (`cuvee.integrations.profile_collection.location`);
-            None: lossless.
+            None: lossless, which takes none.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one, which then is the only quality.
         worst: with `kl`: the worst kind of text decides, as it does for presets.
         tenant: of requests without a `cache_salt`.
         model_id: identifies the weights; default: computed from the checkpoint's files.
-        check_model: refuse a profile that was calibrated on other weights.
+        check_model: refuse a profile that was calibrated on other weights; only with `profile`.
         threads: CPU threads that encode and decode.
         key_env: name of the environment variable that holds the secret, or a list of them; blobs are then
             authenticated: written with the first secret, accepted with any.

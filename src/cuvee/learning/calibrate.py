@@ -74,8 +74,9 @@ def calibrate(
         token_ids: `[N, T]` int64, N sequences as the model will see them; or a dict of several kinds of text by name,
             whose shapes may differ (see `cuvee.calibration.mixture`). An eighth of the sequences of each kind (2 to 32)
             is held out to measure the curve, kind by kind, and so are other sequences that share text with them. If no
-            kind is named "reread", the curve has one: held-out sequences whose ends repeat a part of what is cached, at
-            a quarter of the steps, and not among the points of all kinds.
+            kind is named "reread", the curve has one: held-out sequences whose ends repeat a part of what is cached.
+            It, and kinds longer than the shortest, are measured at a quarter of the steps, and are not among the points
+            of all kinds.
             Presets go by the worst kind, and promise their KL up to the longest T.
         group: the layers or heads that share one basis: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"heads:n"`,
             `"all"`, or `"auto"`: as many layers as `flops` and the number of tokens allow (`choose_group`), or with
@@ -165,16 +166,21 @@ def calibrate(
     profile = build_profile(
         layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, token_model, progress
     )
-    profile = measure(profile, model, testing, prefix=prefix, batch_size=MEASURE_BATCH, progress=progress)
-    if _REREAD in testing or (again := _reread(max(testing.values(), key=len), prefix)) is None:
+    lengths = [rows.shape[1] for rows in testing.values()]
+    # At few steps, since how much more these lose than other text changes slowly with the step.
+    beside = {name: rows for name, rows in testing.items() if rows.shape[1] > min(lengths)}
+    usual = {name: rows for name, rows in testing.items() if name not in beside}
+    if _REREAD not in testing and (again := _reread(max(usual.values(), key=len), prefix)) is not None:
+        beside[_REREAD] = again
+    profile = measure(profile, model, usual, prefix=prefix, batch_size=MEASURE_BATCH, progress=progress)
+    if not beside:
         return profile
-    # At few steps, since how much more it loses than other text changes slowly with the step.
     steps = default_step_indices(profile)
     few = {steps[0], *steps[::-4]}
-    reread_points = measure(
-        profile, model, {_REREAD: again}, prefix=prefix, step_indices=few, batch_size=MEASURE_BATCH, progress=progress
+    points = measure(
+        profile, model, beside, prefix=prefix, step_indices=few, batch_size=MEASURE_BATCH, progress=progress
     ).points
-    return profile.with_curve([*profile.points, *(p for p in reread_points if p.kind)], profile.lengths)
+    return profile.with_curve([*profile.points, *(point for point in points if point.kind)], lengths)
 
 
 def _reread(rows: torch.Tensor, prefix: int | None) -> torch.Tensor | None:
