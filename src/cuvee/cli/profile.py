@@ -283,19 +283,16 @@ def profile_pull(
 
     from cuvee.calibration.corpus import model_path
     from cuvee.integrations.checkpoint import read_layout
-    from cuvee.integrations.profile_collection.collection import ProfileCollection, find_profile
+    from cuvee.integrations.profile_collection.collection import ProfileCollection
     from cuvee.integrations.profile_collection.location import ProfileLocation
     from cuvee.integrations.weight_fingerprints import weight_fingerprints
 
     check_output(out, force)
     location = ProfileLocation.parse(where)
     layout = read_layout(model_path(model), torch.bfloat16)  # profiles serve caches of any dtype
-    if location.id is None:
-        find_profile(where, layout)  # says which there are
-        raise InputError(f"WHERE: must be a place and an id (URL#id), got {location.shown}")
     weights = () if other_weights else weight_fingerprints(model_path(model)).found
     with _waiting(f"pulling from {location.shown}"):
-        profile = ProfileCollection(location).pull(layout, location.id, weights=weights)
+        profile = ProfileCollection(location).pull(layout, weights=weights)
     _save(profile, out)
 
 

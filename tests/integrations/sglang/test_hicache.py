@@ -439,7 +439,7 @@ def test_the_profile_of_the_model_is_taken_from_a_collection(
 ) -> None:
     where = f"file://{tmp_path}/collection"
     missing = {"profile": where, "quality": "balanced"}
-    with pytest.raises(InputError, match=r"^profile: must name a file, or a place and an id .* it holds none of this"):
+    with pytest.raises(InputError, match=r"^profile: must name a file, or a place and an id .* cuvee profile list"):
         rank(missing)
     weights = weight_fingerprints(bundled_model_path()).found[0]
     ids = []
