@@ -1,10 +1,10 @@
 """`cuvee report`: measure what compression costs a model, next to the baselines, in one folder.
 
-    model, texts --> profiles --> quality of each method --> each cache length --> each task score --> blends
-                        |                   |                       |                     |              |
-                     profiles/              +-----------------------+---> report.json <---+--------------+
-                                                                              |
-                                                 equal-KL ratios, report.md, plots
+    model, texts --> profiles --> quality of each method --> scores of tasks --> blends
+                        |                  |                       |               |
+                     profiles/             +-----------------------+---------------+--> report.json
+                                                                                             |
+                                                                             equal-KL ratios, report.md, a plot
 
 `report.json` holds everything. It is written after every measurement and is also the state of an unfinished run: with
 the same configuration, a second run continues where the first one stopped. A folder with the results of another
