@@ -8,7 +8,7 @@ Methods and measurements
 The commands
     demo                 `cuvee demo`
     report               `cuvee report`
-    bench                benchmarks, run from a checkout: the codec on a CPU and on a GPU, vLLM, its own client
+    bench                benchmarks, run from a checkout: the codec on a CPU and on a GPU, vLLM, blends in vLLM
     lm_command           `cuvee eval`
 
 Shared parts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from cuvee.codec.errors import FormatError, InputError
 from cuvee.eval.report.schema import ChangeEntry, Changes, Report, Score
 from cuvee.eval.stats import paired_difference
 
-__all__ = ["Change", "Figures", "changes_since"]
+__all__ = ["Figure", "Figures", "changes_since", "clear_change"]
 
 METRICS = {"bits_per_value": False, "kl": False, "delta_nll": False, "top1": True}
 """The figures of each method that are compared, and whether more is better."""
@@ -95,32 +95,15 @@ class Figures:
         return cls(name, measured, found)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One figure of one method in two reports; `stderr` is that of the paired differences, None of a single pair."""
-
-    key: str
-    metric: str
-    before: float
-    after: float
-    stderr: float | None
-    more_is_better: bool
-
-    @property
-    def change(self) -> float:
-        """`after - before`, or 0 if that is no more than rounding."""
-        change = self.after - self.before
-        return change if abs(change) > _ROUNDING * max(abs(self.before), abs(self.after)) else 0.0
-
-    @property
-    def clear(self) -> bool:
-        """Whether the figure changed by more than two standard errors, or at all where there is a single pair."""
-        return abs(self.change) > CLEAR * (self.stderr or 0.0)
-
-    @property
-    def worse(self) -> bool:
-        """Whether it clearly changed in the wrong direction."""
-        return self.clear and (self.change > 0) is not self.more_is_better
+def clear_change(key: str, metric: str, was: Figure, now: Figure) -> ChangeEntry | None:
+    """Return how a figure of a method changed; None by up to two standard errors, or what rounding may leave."""
+    change = now.value - was.value
+    _, error = paired_difference(now.parts, was.parts)
+    rounding = _ROUNDING * max(abs(was.value), abs(now.value))
+    if abs(change) <= max(CLEAR * (error or 0.0), rounding):
+        return None
+    worse = (change > 0) is not now.more_is_better
+    return ChangeEntry(key, metric, was.value, now.value, error, now.more_is_better, worse)
 
 
 def changes_since(old: Figures, report: Report) -> Changes:
@@ -138,20 +121,11 @@ def changes_since(old: Figures, report: Report) -> Changes:
         raise InputError(
             f"against: must have measured what this report measures, but they differ in {'; '.join(different)}"
         )
-    changes = [
-        Change(key, metric, was.value, now.value, paired_difference(now.parts, was.parts)[1], now.more_is_better)
-        for (key, metric), was in old.found.items()
-        if (now := new.found.get((key, metric))) is not None
-    ]
+    compared = [clear_change(*name, was, new.found[name]) for name, was in old.found.items() if name in new.found]
     missing = [f"{key} {metric}" for key, metric in old.found if (key, metric) not in new.found]
-    clear = [change for change in changes if change.clear]
-    return Changes(
-        old.name,
-        [ChangeEntry(**asdict(change), worse=change.worse) for change in clear],
-        len(changes) - len(clear),
-        missing,
-        len(missing) + sum(change.worse for change in clear),
-    )
+    clear = [change for change in compared if change is not None]
+    worse = len(missing) + sum(change.worse for change in clear)
+    return Changes(old.name, clear, len(compared) - len(clear), missing, worse)
 
 
 def _figure(value: float, parts: Sequence[float], more_is_better: bool) -> Figure:

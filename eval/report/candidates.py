@@ -133,8 +133,8 @@ def pca_candidates(
 
     found = []
     widths = {group: max(map(len, pca_columns(layout, group))) for group in groups}
-    own = dict.fromkeys(group if widths[group] <= MOST_VALUES else "layer" for group in groups)
-    for group in list(own)[:1] if quick else own:
+    narrow = dict.fromkeys(group if widths[group] <= MOST_VALUES else "layer" for group in groups)
+    for group in list(narrow)[:1] if quick else narrow:
         family = f"pca/{group}"
         for step in PCA_STEPS[1::2] if quick else PCA_STEPS:
             found.append(

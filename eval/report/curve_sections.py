@@ -79,17 +79,17 @@ def headline(report: Report) -> list[Block]:
 
 def _task_changes(report: Report, family: str, bits: float) -> str:
     """Summarize the tasks at a family's best scored setting of at most `bits` per value."""
-    known = {e.key: e for e in report.quality if e.family == family and e.bits_per_value <= bits}
-    scored = {s.key for s in report.scores} & set(known)
+    fitting = {e.key: e for e in report.quality if e.family == family and e.bits_per_value <= bits}
+    scored = {s.key for s in report.scores} & set(fitting)
     if not scored:
         return "no scored setting is this small"
-    best = max(scored, key=lambda key: known[key].bits_per_value)
+    best = max(scored, key=lambda key: fitting[key].bits_per_value)
     moved = [
         f"{score.task} {format_number(score.difference, signed=True)}"
         for score in report.scores
         if score.key == best and beyond_error(report, score)
     ]
-    setting = f"{known[best].setting} ({format_ratio(16 / known[best].bits_per_value)})"
+    setting = f"{fitting[best].setting} ({format_ratio(16 / fitting[best].bits_per_value)})"
     return f"{setting}: {', '.join(moved) or 'none beyond one standard error'}"
 
 

@@ -76,7 +76,7 @@ class ReportPlan:
         self.tokens = reread(tokens, self.prefix, config.seed)
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = self._scorer() if config.tasks else None
-        self.alone = self._scorer(context="absent") if config.controls else None
+        self.without_context = self._scorer(context="absent") if config.controls else None
         self.blended = blend_prompts(load_tokenizer(config.model), config.blend_prompts) if config.blend else []
 
     def _given(self) -> dict[str, Profile]:

@@ -1,10 +1,10 @@
 """`cuvee report`: measure what compression costs a model, next to the baselines, in one folder.
 
-    model, texts --> profiles --> quality of each method --> each cache length --> each task score --> blends
-                        |                   |                       |                     |              |
-                     profiles/              +-----------------------+---> report.json <---+--------------+
-                                                                              |
-                                                 equal-KL ratios, report.md, plots
+    model, texts --> profiles --> quality of each method --> scores of tasks --> blends
+                        |                  |                       |               |
+                     profiles/             +-----------------------+---------------+--> report.json
+                                                                                             |
+                                                                             equal-KL ratios, report.md, a plot
 
 `report.json` holds everything. It is written after every measurement and is also the state of an unfinished run: with
 the same configuration, a second run continues where the first one stopped. A folder with the results of another
@@ -200,7 +200,7 @@ class _Run:
                 with log.step(f"{name}: {candidate.key}"):
                     self._score(self.plan.scorer, candidate, name)
                     self.save()
-        self._score_alone(log)
+        self._score_without_context(log)
         self._measure_blends(log)
         compare(self.report, self.plan.config.seed)
 
@@ -252,18 +252,18 @@ class _Run:
             self.report.profiles.setdefault(name, self._profile_entry(profile, None, None))
         for group in self._missing_profiles():
             path = self.out / "profiles" / f"{group.replace(':', '-')}.safetensors"
-            known = self.report.profiles.get(group)
-            if known is not None and path.exists():
+            recorded = self.report.profiles.get(group)
+            if recorded is not None and path.exists():
                 log.skip()
                 profile = Profile.load(path)
-                if profile.id.hex() != known.id:
+                if profile.id.hex() != recorded.id:
                     raise InputError(f"out: {path} is not the profile this report was measured with: use --force")
             else:
                 with log.step(f"learning a profile, group {group}"):
-                    profile = self._learn_group(group, path, known)
+                    profile = self._learn_group(group, path, recorded)
             self._profiles[group] = profile
 
-    def _learn_group(self, group: str, path: Path, known: ProfileEntry | None) -> Profile:
+    def _learn_group(self, group: str, path: Path, recorded: ProfileEntry | None) -> Profile:
         began = time.perf_counter()
         profile = cuvee.calibrate(
             self.plan.model,
@@ -276,7 +276,7 @@ class _Run:
             progress=False,
         )
         seconds = time.perf_counter() - began
-        if known is not None and known.id != profile.id.hex():
+        if recorded is not None and recorded.id != profile.id.hex():
             raise InputError(f"out: the profile {group} is gone and cannot be learned again the same: --force")
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -338,10 +338,10 @@ class _Run:
         except InputError as refused:  # the method cannot store some of the values
             self._skip(candidate.key, refused)
             return
-        own = {one.name: getattr(quality, one.name) for one in fields(quality)}
+        measured = {one.name: getattr(quality, one.name) for one in fields(quality)}
         self.report.quality.append(
             MethodEntry(
-                **own, key=candidate.key, family=candidate.family, label=candidate.label, kind=candidate.kind,
+                **measured, key=candidate.key, family=candidate.family, label=candidate.label, kind=candidate.kind,
                 setting=candidate.setting,
             )
         )  # fmt: skip
@@ -379,24 +379,25 @@ class _Run:
             self._skip(name if candidate.key == UNCOMPRESSED else candidate.key, refused)
             return
         self.report.scores.append(score)
-        if all(known.name != name for known in self.report.tasks):
+        if all(one.name != name for one in self.report.tasks):
             self.report.tasks.append(task)
 
     def _exact_score(self, name: str) -> Score | None:
         return next((s for s in self.report.scores if (s.key, s.task) == (UNCOMPRESSED, name)), None)
 
-    def _score_alone(self, log: StepLog) -> None:
+    def _score_without_context(self, log: StepLog) -> None:
         """Score each task with the question alone. A task without a context of its own has no such score."""
-        if self.plan.alone is None:
+        scorer = self.plan.without_context
+        if scorer is None:
             return
-        log.expect(len(self.plan.alone.names))
+        log.expect(len(scorer.names))
         digests = {task.name: task.docs_sha256 for task in self.report.tasks}
-        for name in self.plan.alone.names:
+        for name in scorer.names:
             if name not in digests or self._has_score(ABSENT, name):
                 log.skip()
                 continue
             with log.step(f"{name}: the question alone"):
-                task, score = self.plan.alone.score(baseline(UNCOMPRESSED), name, ABSENT, self._exact_score(name))
+                task, score = scorer.score(baseline(UNCOMPRESSED), name, ABSENT, self._exact_score(name))
                 if task.docs_sha256 != digests[name]:
                     self.report.scores.append(score)
                     self.save()

@@ -80,16 +80,16 @@ class TaskScorer:
         self._limit = limit
         self._chunk_tokens, self._cache_dtype, self._batch_size = chunk_tokens, cache_dtype, batch_size
         self._seed = seed
-        own_path, given = str(TASKS_PATH), dict(metadata or {})
-        self._manager: Any = TaskManager(include_path=own_path, metadata=given, include_defaults=False)
-        own = list(self._manager.all_tasks)
+        index = {"include_path": str(TASKS_PATH), "metadata": dict(metadata or {})}
+        self._manager: Any = TaskManager(**index, include_defaults=False)
+        names = list(self._manager.all_tasks)
         if not all(self._manager.match_tasks([name]) for name in tasks):
             # Reading the index of lm-eval's own tasks takes seconds, so this is done only if they are asked for.
-            self._manager = TaskManager(include_path=own_path, metadata=given)
-        known = list(dict.fromkeys([*own, *self._manager.all_tasks]))
+            self._manager = TaskManager(**index)
+            names = list(dict.fromkeys([*names, *self._manager.all_tasks]))
         for name in tasks:
             if not self._manager.match_tasks([name]):
-                raise InputError(f"tasks: {name!r} is not known; {_suggested_tasks(name, known)}")
+                raise InputError(f"tasks: {name!r} is not known; {_suggested_tasks(name, names)}")
         with _quiet():
             try:
                 self.names: list[str] = list(self._load(tasks)["tasks"])
@@ -153,14 +153,14 @@ class TaskScorer:
             ours.description if ours else "",
             hashlib.sha256("".join(sorted(s["doc_hash"] for s in samples)).encode()).hexdigest(),
         )
-        value, own = float(measured[column]), [float(one) for one in per_doc] if scalar else None
+        value, by_doc = float(measured[column]), [float(one) for one in per_doc] if scalar else None
         difference, error = None, None
         if exact is not None:
             difference = value - exact.score
-            if exact.per_doc and own:
-                difference, error = paired_difference(own, exact.per_doc)
+            if exact.per_doc and by_doc:
+                difference, error = paired_difference(by_doc, exact.per_doc)
         return task, Score(
-            key, name, value, float(stderr) if isinstance(stderr, int | float) else None, own,
+            key, name, value, float(stderr) if isinstance(stderr, int | float) else None, by_doc,
             self._lm.bits_per_value, len(per_doc), difference, error,
         )  # fmt: skip
 
@@ -170,8 +170,8 @@ def shows_something(task: Task, scores: Sequence[Score]) -> bool | None:
 
     It does if each control loses more than two standard errors, and the exact cache is that far above a guess.
     """
-    own = {score.key: score for score in scores if score.task == task.name}
-    controls = [own[name] for name in CONTROLS if name in own]
+    by_key = {score.key: score for score in scores if score.task == task.name}
+    controls = [by_key[name] for name in CONTROLS if name in by_key]
     sign, lost = 1 if task.higher_is_better else -1, []
     for control in controls:
         if control.difference is None or control.difference_stderr is None:
@@ -182,13 +182,13 @@ def shows_something(task: Task, scores: Sequence[Score]) -> bool | None:
     if task.chance is None:
         return all(lost)
     error = math.sqrt(task.chance * (1 - task.chance) / task.docs)
-    return all(lost) and sign * (own[UNCOMPRESSED].score - task.chance) > _CLEAR * error
+    return all(lost) and sign * (by_key[UNCOMPRESSED].score - task.chance) > _CLEAR * error
 
 
-def _suggested_tasks(name: str, known: Sequence[str]) -> str:
+def _suggested_tasks(name: str, names: Sequence[str]) -> str:
     """The end of an error about an unknown task: the nearest names, or cuvee's own. lm-eval knows 15,000 names."""
     groups = f"cuvee's are the group cuvee_local and {LINES_TASK}; `lm-eval ls tasks` lists lm-eval's"
-    return suggestion(name, known, most=3) if difflib.get_close_matches(name, known, 1) else groups
+    return suggestion(name, names, most=3) if difflib.get_close_matches(name, names, 1) else groups
 
 
 def _first_metric(results: Mapping[str, Any], name: str) -> tuple[str, bool]:

@@ -156,7 +156,7 @@ def measure_group(
     """Time encode and decode with every number of chunks, and add the group's kernels to `kernels`.
 
     Raises:
-        CuveeError: a cache did not come back, the CPU's bytes are other ones, or those of smaller batches are.
+        CuveeError: a cache did not come back, or the bytes differ from the CPU's or from those of a smaller batch.
     """
     profile, chunks = make_case(group, scope, clock.device)
     setting: dict[str, Any] = {"quality": LOSSLESS} if group == LOSSLESS else {"step": 1.0}

@@ -12,7 +12,7 @@ import pytest
 from tests.eval.report.world import filled
 
 from cuvee.codec.errors import FormatError, InputError, VersionError
-from cuvee.eval.report.against import Change, Figures, changes_since
+from cuvee.eval.report.against import Figure, Figures, changes_since, clear_change
 from cuvee.eval.stats import paired_difference
 
 Report = dict[str, Any]
@@ -96,10 +96,17 @@ def test_a_score_that_is_no_mean_is_not_compared(report: Report, tmp_path: Path)
     assert since(figures(report, tmp_path), report)["unchanged"] == 8
 
 
+def change(before: float, after: float, error: float | None, more_is_better: bool = False) -> Any:
+    """The change of a figure over two pairs whose difference has this standard error; None: over a single pair."""
+    parts = (after,) if error is None else (after - error, after + error)
+    was = Figure(before, (before,) * len(parts), more_is_better)
+    return clear_change("k", "kl", was, Figure(after, parts, more_is_better))
+
+
 def test_rounding_and_less_than_two_errors_are_no_change() -> None:
-    assert not Change("k", "kl", 0.1 + 0.2, 0.3, None, False).clear
-    assert not Change("k", "kl", 0.3, 0.4, 0.06, False).clear and Change("k", "kl", 0.3, 0.4, 0.04, False).clear
-    assert Change("k", "kl", 0.3, 0.4, None, False).worse and not Change("k", "top1", 0.3, 0.4, None, True).worse
+    assert change(0.1 + 0.2, 0.3, None) is None
+    assert change(0.3, 0.4, 0.06) is None and change(0.3, 0.4, 0.04).stderr == pytest.approx(0.04)
+    assert change(0.3, 0.4, None).worse and not change(0.3, 0.4, None, more_is_better=True).worse
 
 
 @pytest.mark.parametrize(
