@@ -175,7 +175,7 @@ class PagedCache:
         return slots
 
     def run(self, slots: torch.Tensor, layers: range | None = None) -> slice | None:
-        """Return the rows of a dense cache that the tokens at `slots` are; None if they are no run of them."""
+        """Return a slice if `slots` are consecutive rows of a dense cache, else None."""
         first, last = (int(slots[0]), int(slots[-1])) if len(slots) else (0, -1)
         if first < 0 or last - first + 1 != len(slots):
             return None

@@ -24,9 +24,9 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.schemes import batches
 from cuvee.kernels.chunks import join, raise_status, touched
 from cuvee.kernels.devices import Download, Mark, current, refuse_capture, settled
-from cuvee.kernels.lossless_scheme import LosslessDevice
+from cuvee.kernels.lossless_scheme import LosslessKernels
 from cuvee.kernels.plans import TransformPlan
-from cuvee.kernels.transform_scheme import TransformDevice
+from cuvee.kernels.transform_scheme import TransformKernels
 
 WORKSPACE_BYTES = 1 << 30  # scratch of one batch of launches that encode
 # Decoding fills a device with less work, so its batches are smaller: the host verifies one while another is decoded.
@@ -35,7 +35,7 @@ MAX_SCHEMES = 8  # most recently used schemes that are kept, with their bases
 MAX_GRID = 65_535  # programs along the second and third axis of a launch
 MAX_TOKENS = 16 * MAX_GRID  # of a chunk: `rotation_tables` takes 16 per program
 
-_Scheme = TransformDevice | LosslessDevice
+_Scheme = TransformKernels | LosslessKernels
 
 
 class TritonBackend:
@@ -124,10 +124,10 @@ class TritonBackend:
     def _make(self, coding: Coding, cache: PagedCache, product: torch.dtype) -> _Scheme:
         device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
         if coding.setting.lossless:
-            return LosslessDevice(layout, device)
+            return LosslessKernels(layout, device)
         setting = coding.setting
         refined = setting.refinements > 0
-        return TransformDevice(
+        return TransformKernels(
             TransformPlan(coding.profile, setting.step_index, device, product, coding.predicted, refined)
         )
 

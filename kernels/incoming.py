@@ -16,8 +16,7 @@ from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.codec.format.container import read_sections
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.stages.compiled import byte_plane_parts as parts
-from cuvee.codec.stages.compiled import coded_part as part
+from cuvee.codec.stages.compiled import byte_plane_parts, coded_part
 from cuvee.codec.stages.compiled.coded_part import joined
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.sections import read_index
@@ -96,7 +95,7 @@ class Incoming:
             found.append(index.found)
             classes.append(index.classes.ravel())
         all_found = np.concatenate(found)
-        begin = all_found[:, part.STATES] - part.HEADER_BYTES
+        begin = all_found[:, coded_part.STATES] - coded_part.HEADER_BYTES
         return part_fields(all_found, np.tile(self.tokens, self.parts), self.begin - begin), np.concatenate(classes)
 
     def read_layers(self, channels: I64) -> tuple[I64, I64, dict[str, I64], U16]:
@@ -108,24 +107,24 @@ class Incoming:
         """
         layers = len(channels)
         planes = np.zeros((self.count, channels.shape[1], 4), np.int64)
-        found, moved = np.zeros((self.count, parts.STEPS + 1), np.int64), np.zeros(self.count, np.int64)
+        found, moved = np.zeros((self.count, byte_plane_parts.STEPS + 1), np.int64), np.zeros(self.count, np.int64)
         freq = []
         for first in range(0, self.count, layers):
-            own, problem = slice(first, first + layers), np.zeros(part.PROBLEM_FIELDS, np.int64)
+            own, problem = slice(first, first + layers), np.zeros(coded_part.PROBLEM_FIELDS, np.int64)
             data, spans = joined(self.views[own])
-            parts.index(data, spans, channels, self.tokens[first], planes[own], found[own], problem)
+            byte_plane_parts.index(data, spans, channels, self.tokens[first], planes[own], found[own], problem)
             self._check(problem, found[own], own)
-            freq.append(np.zeros((np.count_nonzero(planes[own, :, parts.CODED]), SYMBOLS), np.uint16))
+            freq.append(np.zeros((np.count_nonzero(planes[own, :, byte_plane_parts.CODED]), SYMBOLS), np.uint16))
             _read_frequencies(data, planes[own], channels, freq[-1])
             moved[own] = self.begin[own] - spans[:, 0]
-        planes[:, :, parts.AT] += moved[:, None]
-        return planes, found[:, parts.STEPS], part_fields(found, self.tokens, moved), np.concatenate(freq)
+        planes[:, :, byte_plane_parts.AT] += moved[:, None]
+        return planes, found[:, byte_plane_parts.STEPS], part_fields(found, self.tokens, moved), np.concatenate(freq)
 
     def _check(self, problem: I64, found: I64, jobs: slice) -> None:
         """Raise the error about the first damaged one of some jobs, all of one chunk, if there is one."""
-        if problem[part.RULE]:
-            error = part.problem_error(problem, found, int(self.tokens[jobs.start % self.count]))
-            text, name = str(error), self.names[jobs][problem[part.SECTION]]
+        if problem[coded_part.RULE]:
+            error = coded_part.problem_error(problem, found, int(self.tokens[jobs.start % self.count]))
+            text, name = str(error), self.names[jobs][problem[coded_part.SECTION]]
             raise type(error)(text.replace("a section" if "a section" in text else "section", name, 1))
 
     def chunk_batch(self, sent: Mapping[str, torch.Tensor], status: torch.Tensor) -> ChunkBatch:
@@ -142,15 +141,15 @@ def part_fields(found: I64, tokens: I64, moved: I64) -> dict[str, I64]:
 
     `moved` is how far from where they were found the bytes are in the upload.
     """
-    per_stream, there = np.left_shift(1, found[:, part.LOG2]), found[:, part.STATES] > 0
-    places = (part.STATES, part.LENGTHS, part.WORDS, part.CLASSES, part.ESCAPES)
+    per_stream, there = np.left_shift(1, found[:, coded_part.LOG2]), found[:, coded_part.STATES] > 0
+    places = (coded_part.STATES, coded_part.LENGTHS, coded_part.WORDS, coded_part.CLASSES, coded_part.ESCAPES)
     states, lengths, words, classes, escapes = (np.where(there, found[:, place] + moved, 0) for place in places)
     return {
-        "states": states // 4, "lengths": lengths // 2, "words": words // 2, "word_count": found[:, part.COUNT],
-        "escapes": escapes // 4, "escape_count": found[:, part.LISTED],
+        "states": states // 4, "lengths": lengths // 2, "words": words // 2, "word_count": found[:, coded_part.COUNT],
+        "escapes": escapes // 4, "escape_count": found[:, coded_part.LISTED],
         "streams": np.where(there, -(-tokens // per_stream), 0), "per_stream": per_stream,
-        "long_lengths": found[:, part.WIDE] // 4, "class_words": classes // 2,
-        "class_word_count": found[:, part.CLASS_WORDS], "class_state": found[:, part.CLASS_STATE],
+        "long_lengths": found[:, coded_part.WIDE] // 4, "class_words": classes // 2,
+        "class_word_count": found[:, coded_part.CLASS_WORDS], "class_state": found[:, coded_part.CLASS_STATE],
     }  # fmt: skip
 
 
@@ -161,7 +160,7 @@ def _read_frequencies(data, planes, channels, freq):  # type: ignore[no-untyped-
     for layer in range(len(planes)):
         for plane in range(len(channels[layer])):
             own = planes[layer, plane]
-            if own[parts.CODED]:
-                for pair in range(own[parts.AT] + channels[layer, plane] + 2, own[parts.END], 3):
-                    freq[table, data[pair]] = part.read_u16(data, pair + 1)
+            if own[byte_plane_parts.CODED]:
+                for pair in range(own[byte_plane_parts.AT] + channels[layer, plane] + 2, own[byte_plane_parts.END], 3):
+                    freq[table, data[pair]] = coded_part.read_u16(data, pair + 1)
                 table += 1

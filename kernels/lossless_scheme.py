@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +18,13 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.schemes.coefficients import tokens_per_stream
 from cuvee.codec.stages.byte_planes import choose_tables, write_model
-from cuvee.codec.stages.compiled import byte_plane_parts as parts
+from cuvee.codec.stages.compiled import byte_plane_parts
+from cuvee.codec.support.arrays import U8
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join, of_layers, raise_status, touched
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, ChunkField, PlanField, job_table
-from cuvee.kernels.ops.arguments import ChunkBatch, TileTable
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, KeyMove, TileTable
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.rans import WIDTH, coding_table, rans_decode
@@ -48,7 +51,7 @@ def _one_class(jobs: int) -> dict[str, npt.ArrayLike]:
     return {"plan": numbers, "deepest": numbers, "columns": 0, "class_state": LOWER_BOUND}
 
 
-class LosslessDevice:
+class LosslessKernels:
     """Codes chunks of any model losslessly; `layout` has the dtype of the blobs."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
@@ -100,8 +103,8 @@ class LosslessDevice:
         rans_decode(data, coding, decoding, sent["classes"], planes, status)
         merge_planes(
             data, planes, sent["table"], TileTable(sent["tiles"], geometry.tiles.pairs), batch,
-            incoming.cache_view(sent, tiles), source, target, dtype=self._dtype, moved=moved,
-            even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
+            incoming.cache_view(sent, tiles), KeyMove(source.cos, source.sin, target.cos, target.sin, moved),
+            dtype=self._dtype, even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
         )  # fmt: skip
         return status
 
@@ -114,8 +117,8 @@ class LosslessDevice:
         channels = blocks.repeat(self._dtype.itemsize, 1)
         found, counts, fields, freq = incoming.read_layers(channels)
         places, size = place_planes(counts, incoming.tokens)
-        coded, at = found[:, :, parts.CODED] > 0, found[:, :, parts.AT]
-        first = places[:, None] + found[:, :, parts.ROW] * incoming.tokens[:, None]
+        coded, at = found[:, :, byte_plane_parts.CODED] > 0, found[:, :, byte_plane_parts.AT]
+        first = places[:, None] + found[:, :, byte_plane_parts.ROW] * incoming.tokens[:, None]
         table = self._empty_table(incoming.count, sections)
         table[:, BytePlaneField.REFERENCE] = np.where(coded, at, STORED).ravel()
         table[:, BytePlaneField.PLANE] = np.where(coded, first, at).ravel()
@@ -146,38 +149,70 @@ class LosslessDevice:
     ) -> list[list[bytes]]:
         """Return the encoded sections of each chunk. Waits for the device three times, first for symbol counts."""
         memory, geometry, device = CacheMemory.of(cache), self._geometry, self._device
-        count, joined, width = len(self.sections), join(slots), self._dtype.itemsize
+        count, joined = len(self.sections), join(slots)
         starts = [request.source.start for request in requests]
         chunks = chunk_table([len(at) for at in slots], starts, starts)
         tokens = np.repeat(chunks[:, ChunkField.TOKENS], count)  # of each job
-        max_tokens = int(tokens.max())
         table = self._empty_table(len(tokens), range(count))
+        width = self._dtype.itemsize
         channels = np.tile([size for s in self.sections for size in s.blocks for _ in range(width)], len(slots))
         table[:, BytePlaneField.REFERENCE] = np.cumsum(channels) - channels
         tiles = geometry.tiles.tiles
-
-        part = send_arrays({"table": table, "chunks": chunks, "tiles": tiles, **memory.named()}, device)
+        sent = send_arrays({"table": table, "chunks": chunks, "tiles": tiles, **memory.named()}, device)
         status = torch.zeros(len(tokens), dtype=torch.int32, device=device)
-        total = int(channels.sum())
+        source = (
+            TileTable(sent["tiles"], geometry.tiles.pairs),
+            ChunkBatch(sent["chunks"], status, count, 0, int(tokens.max())),
+            memory.view(sent, joined, tiles),
+        )
+        references, counts, own = self._count_symbols(sent["table"], source, channels, first_chunk)
+        planned = self._plan_jobs(table, tokens, channels, counts, own)
+        part = sent | send_arrays(planned.arrays, device)
+        out, kept_out = (
+            torch.empty(size, dtype=torch.uint8, device=device) for size in (planned.coded, planned.stored)
+        )
+        split_planes(
+            part["table"], *source, references, out, kept_out, dtype=self._dtype, even=self._even(table, tokens)
+        )
+        download = Download(kept_out)
+        coding = stream_jobs(planned.jobs, part["jobs"], part["plans"], part["tables"])
+        streams, totals = code_streams(
+            planned.jobs, coding, part["entries"], out, planned.planes, part["classes"]
+        )  # fmt: skip
+        sizes = measure(planned.jobs, totals, torch.zeros_like(totals), status, self.sections, first_chunk)
+        index, value = (torch.empty(0, dtype=kind, device=device) for kind in (torch.uint32, torch.int32))
+        bodies = write_parts(coding, sizes, streams, index, value, streams.words)
+        whole = planned.join(download.wait(), bodies)  # the download has ended, as the bodies came later on its stream
+        return [whole[first : first + count] for first in range(0, len(whole), count)]
+
+    def _count_symbols(
+        self, table: torch.Tensor, source: tuple[TileTable, ChunkBatch, CacheView], channels: I64, first_chunk: int
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int32], U8]:
+        """Return the references of all channels on the device, the symbol counts of each plane, and the references.
+
+        Raises:
+            CuveeError: the kernels have found something wrong.
+        """
+        total, device, status = int(channels.sum()), self._device, source[1].status
         sums = torch.zeros(total, dtype=torch.int64, device=device)
         references = torch.empty(total, dtype=torch.uint8, device=device)
         counts = torch.zeros(len(table), SYMBOLS, dtype=torch.int32, device=device)
-        source = (
-            TileTable(part["tiles"], geometry.tiles.pairs),
-            ChunkBatch(part["chunks"], status, count, 0, max_tokens),
-            memory.view(part, joined, tiles),
-        )
-        sum_bytes(part["table"], *source, sums, dtype=self._dtype)
-        count_symbols(part["table"], *source, sums, references, counts, dtype=self._dtype)
-        measured = Download(torch.cat([counts.flatten(), status, references.int()])).wait()
-        symbol_counts = measured[: counts.numel()].reshape(counts.shape)
-        numbers = range(first_chunk, first_chunk + len(slots))
-        raise_status(measured[counts.numel() : counts.numel() + len(tokens)], self.sections, numbers)
-        reference = measured[counts.numel() + len(tokens) :].astype(np.uint8)
+        sum_bytes(table, *source, sums, dtype=self._dtype)
+        count_symbols(table, *source, sums, references, counts, dtype=self._dtype)
+        found = Download(torch.cat([counts.flatten(), status, references.int()])).wait()
+        of_counts, of_status, of_references = np.split(found, [counts.numel(), counts.numel() + len(status)])
+        numbers = range(first_chunk, first_chunk + len(status) // len(self.sections))
+        raise_status(of_status, self.sections, numbers)
+        return references, of_counts.reshape(counts.shape), of_references.astype(np.uint8)
 
-        chosen, at, of_job = choose_tables(symbol_counts, channels), table[:, BytePlaneField.REFERENCE], 2 * width
+    def _plan_jobs(
+        self, table: I64, tokens: I64, channels: I64, counts: npt.NDArray[np.int32], references: U8
+    ) -> _Planned:
+        """Choose the planes to code and their tables, and complete the table of `BytePlaneField`."""
+        chosen, at = choose_tables(counts, channels), table[:, BytePlaneField.REFERENCE]
+        of_job = 2 * self._dtype.itemsize
         models = [
-            bytes(1) if own is None else b"\1" + write_model(reference[first : first + size], own)
+            bytes(1) if own is None else b"\1" + write_model(references[first : first + size], own)
             for own, first, size in zip(chosen, at.tolist(), channels.tolist(), strict=True)
         ]
         heads = [b"".join(models[first : first + of_job]) for first in range(0, len(models), of_job)]
@@ -199,29 +234,43 @@ class LosslessDevice:
         per_stream = np.array([tokens_per_stream(len(own), each) for own, each in zip(of_jobs, bits, strict=True)])
         fields = {"tokens": tokens, "planes": places, **stream_fields(tokens, per_stream, planes, planes)}
         jobs = job_table(len(tokens), **fields, **_one_class(len(tokens)))
-        entries = coding_table(tables or raw_bit_tables())  # some table, even where no plane is coded
-        part |= send_arrays(
-            {
-                "plans": _plans(planes), "tables": used, "entries": entries, "table": table, "jobs": jobs,
-                "classes": np.zeros(max_tokens, np.uint8),
-            },
-            device,
-        )  # fmt: skip
-        out = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
-        kept_out = torch.empty(stored, dtype=torch.uint8, device=device)
-        split_planes(
-            part["table"], *source, references, out, kept_out, dtype=self._dtype, even=self._even(table, tokens)
-        )
-        download = Download(kept_out)
-        coding = stream_jobs(jobs, part["jobs"], part["plans"], part["tables"])
-        streams, totals = code_streams(jobs, coding, part["entries"], out, planes, part["classes"])
-        sizes = measure(jobs, totals, torch.zeros_like(totals), status, self.sections, first_chunk)
-        index, value = (torch.empty(0, dtype=kind, device=device) for kind in (torch.uint32, torch.int32))
-        bodies = write_parts(coding, sizes, streams, index, value, streams.words)
-        raw = download.wait()  # it has ended, as the bodies came later on the same stream
-        whole = []
-        for job, (head, body) in enumerate(zip(heads, bodies, strict=True)):
-            own = raw[kept_at[job] : kept_at[job] + kept_bytes[job]].tobytes()
-            padded = [part + bytes(-len(part) % 4) for part in (head, own)]
-            whole.append(b"".join([*padded, body] if planes[job] else padded))
-        return [whole[first : first + count] for first in range(0, len(whole), count)]
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "plans": _plans(planes), "tables": used, "table": table, "jobs": jobs,
+            "entries": coding_table(tables or raw_bit_tables()),  # some table, even where no plane is coded
+            "classes": np.zeros(int(tokens.max()), np.uint8),
+        }  # fmt: skip
+        return _Planned(jobs, arrays, heads, planes, plane_bytes, stored, kept_at, kept_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What the host decides about a batch to encode.
+
+    Attributes:
+        jobs: of the entropy coder.
+        arrays: to send, by name.
+        heads: of each section, what precedes its planes.
+        planes: of each job, the coded planes of a token.
+        coded: bytes of all coded planes.
+        stored: bytes of all stored planes, with gaps.
+        kept_at, kept: where the stored planes of each job begin, and their bytes.
+    """
+
+    jobs: I64
+    arrays: dict[str, npt.NDArray[Any]]
+    heads: list[bytes]
+    planes: I64
+    coded: int
+    stored: int
+    kept_at: I64
+    kept: I64
+
+    def join(self, stored: npt.NDArray[np.uint8], bodies: Sequence[bytes]) -> list[bytes]:
+        """Return the sections, given the stored planes and the coded parts."""
+        out = []
+        for head, body, planes, first, size in zip(
+            self.heads, bodies, self.planes.tolist(), self.kept_at.tolist(), self.kept.tolist(), strict=True
+        ):
+            padded = [part + bytes(-len(part) % 4) for part in (head, stored[first : first + size].tobytes())]
+            out.append(b"".join([*padded, body] if planes else padded))
+        return out

@@ -234,7 +234,7 @@ class TransformPlan:
         finest: int64 `[parts, S]` finest class of each section that is served.
         planes: int64 `[parts, S, 16]`; the maximum over the classes is P of the format, `most_planes`.
         bits: float64 `[parts, S, 16]` that a token of each class is expected to take.
-        usual: int64 `[S]` the finest class that is no rarity, which tells how large a chunk is as a rule.
+        usual: int64 `[S]` the finest common class, which tells how large a chunk usually is.
         freq: uint16 `[S, 256]` of the tables that code the classes.
 
     Raises:

@@ -11,6 +11,7 @@ share the rows of coefficients: the refinement codes what quantizing the base le
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField, PlanField, TileField, job_table
 from cuvee.kernels.ops.analyze import analyze, gather
-from cuvee.kernels.ops.arguments import ChunkBatch, TileTable, TokenOrder
+from cuvee.kernels.ops.arguments import CenterTable, ChunkBatch, PlaneJobs, TileTable, TokenOrder
 from cuvee.kernels.ops.dequantize import MIN_DEPTH, dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
@@ -44,7 +45,7 @@ from cuvee.kernels.upload import send_arrays
 from cuvee.kernels.workspace import place_coefficients, place_planes, running_offsets, zeros
 
 
-class TransformDevice:
+class TransformKernels:
     """Codes chunks with a learned profile at one step, or as bases and refinements."""
 
     def __init__(self, plan: TransformPlan) -> None:
@@ -108,20 +109,20 @@ class TransformDevice:
             rans_decode(data, coding, plan.tables.decoding, order.classes, planes, status)
             out = y if last else torch.empty(coefficients, dtype=torch.float32, device=device)
             dequantize(
-                data, sent["jobs"][own], plan.device_plans, order.classes, planes, out, status, found[part],
+                data, PlaneJobs(sent["jobs"][own], plan.device_plans, order.classes, planes), out, status, found[part],
                 max_rows, max_tokens, max(config.block_t, MIN_DEPTH), base,
             )  # fmt: skip
             base = out
-        means, center_rows = plan.means, None
-        if centers_of is not None:
-            centers = centers_of.centers(sent, sections)
-            means, center_rows = centers.table, centers.rows
+        centers = None if centers_of is None else centers_of.centers(sent, sections)
         device_tiles = TileTable(sent["tiles"] if partial else plan.maps.device_tiles, geometry.tiles.pairs)
         synthesize(
-            y, sent["jobs"], device_tiles, plan.maps.bases.inverse(plan.product), means, batch, rotations, view, order,
-            config, center_rows,
+            y, sent["jobs"], device_tiles, plan.maps.bases.inverse(plan.product), self._center_table(centers), batch,
+            rotations, view, order, config,
         )  # fmt: skip
         return status
+
+    def _center_table(self, centers: Centers | None) -> CenterTable:
+        return CenterTable(self._plan.means) if centers is None else CenterTable(centers.table, centers.rows)
 
     def _incoming_jobs(self, incoming: Incoming, sections: range, chunks: int) -> tuple[I64, int, int, int]:
         """Decode the classes of all jobs, and add to the upload what follows from them.
@@ -178,70 +179,92 @@ class TransformDevice:
 
         Waits for the device twice, and once more where a predictor is asked.
         """
-        plan, memory = self._plan, CacheMemory.of(cache)
-        geometry, device = plan.geometry, plan.device
-        count, numbers = len(self.sections), range(first_chunk, first_chunk + len(slots))
+        plan, count = self._plan, len(self.sections)
         starts = [request.source.start for request in requests]
         table = chunk_table([len(at) for at in slots], starts, starts)
-        predictor = self._predictor
+        x, classes, chunks = self._gather(table, CacheMemory.of(cache), join(slots), requests, first_chunk)
+        jobs, planes_size, coefficients, arrays_of_classes = self._plan_jobs(table, classes)
+        sent = send_arrays({"jobs": jobs, **arrays_of_classes}, plan.device)
+        order = TokenOrder(sent["classes"], sent["order"], plan.block_ranks)
+        y = torch.empty(plan.parts * coefficients, dtype=torch.float32, device=plan.device)
+        of_part = len(chunks.status)
+        analyze(
+            x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.bases.forward, chunks, y,
+            max_rank=int(plan.maps.blocks[:, BlockField.RANK].max()), order=order,
+        )  # fmt: skip
+        planes = torch.empty(planes_size, dtype=torch.uint8, device=plan.device)
+        coded = PlaneJobs(sent["jobs"], plan.device_plans, order.classes, planes)
+        counts = self._quantize(y, coefficients, coded, plan.plans[jobs[:, JobField.DEEPEST]], chunks.status)
+        parts = self._code(y, jobs, coded, counts, sent["class_words"], chunks.status, first_chunk)
+        return [
+            [section for first in range(at, len(parts), of_part) for section in parts[first : first + count]]
+            for at in range(0, of_part, count)
+        ]
+
+    def _gather(
+        self, table: I64, memory: CacheMemory, slots: torch.Tensor, requests: Sequence[EncodeRequest], first_chunk: int
+    ) -> tuple[torch.Tensor, U8, ChunkBatch]:
+        """Return the centered values of all chunks of a `table`, the classes of their tokens, and the batch."""
+        plan, geometry, device, predictor = self._plan, self._plan.geometry, self._plan.device, self._predictor
         host: dict[str, npt.NDArray[Any]] = {"chunks": table, **memory.named()}
         if predictor is not None:
             following = [request.source.following for request in requests]
             host["jobs"], host["positions"], host["levels"] = predictor.place(table, following)
         if plan.token_centers is not None:
+            starts = [request.source.start for request in requests]
             host |= plan.token_centers.lay_out([request.token_ids for request in requests], starts)
         sent = send_arrays(host, device)
-        joined = join(slots)
-        max_tokens = int(table[:, ChunkField.TOKENS].max())
-        status = torch.zeros(len(slots) * count, dtype=torch.int32, device=device)
+        count, max_tokens = len(self.sections), int(table[:, ChunkField.TOKENS].max())
+        status = torch.zeros(len(table) * count, dtype=torch.int32, device=device)
         chunks = ChunkBatch(sent["chunks"], status, count, 0, max_tokens)
-        x = torch.empty(len(joined), geometry.tiles.columns, dtype=torch.float32, device=device)
-        rotations = geometry.rotations(chunks.chunks, len(joined), max_tokens, use_source=True, inverse=True)
-        view = memory.view(sent, joined, plan.maps.tiles)
-        centers = None
-        if plan.token_centers is not None:
-            centers = plan.token_centers.centers(sent, range(count))
-        means, center_rows = (plan.means, None) if centers is None else (centers.table, centers.rows)
-        gather(view, TileTable(plan.maps.device_tiles, geometry.tiles.pairs), chunks, rotations, means, x, center_rows)
+        x = torch.empty(len(slots), geometry.tiles.columns, dtype=torch.float32, device=device)
+        rotations = geometry.rotations(chunks.chunks, len(slots), max_tokens, use_source=True, inverse=True)
+        view = memory.view(sent, slots, plan.maps.tiles)
+        centers = None if plan.token_centers is None else plan.token_centers.centers(sent, range(count))
+        tiles = TileTable(plan.maps.device_tiles, geometry.tiles.pairs)
+        gather(view, tiles, chunks, rotations, self._center_table(centers), x)
+        numbers = range(first_chunk, first_chunk + len(table))
+        return x, self._choose(table, predictor, x, sent, chunks, centers, numbers), chunks
 
-        classes = self._choose(table, predictor, x, sent, chunks, centers, numbers)
-        jobs, planes_size, coefficients, arrays_of_classes = self._plan_jobs(table, classes)
-        sent = send_arrays({"jobs": jobs, **arrays_of_classes}, device)
-        of_part, plans = len(status), plan.plans[jobs[:, JobField.DEEPEST]]
-        order = TokenOrder(sent["classes"], sent["order"], plan.block_ranks)
-        y = torch.empty(plan.parts * coefficients, dtype=torch.float32, device=device)
-        planes = torch.empty(planes_size, dtype=torch.uint8, device=device)
+    def _quantize(
+        self, y: torch.Tensor, coefficients: int, coded: PlaneJobs, plans: I64, status: torch.Tensor
+    ) -> torch.Tensor:
+        """Quantize the coefficients of all parts; return the number of escapes of each row, `[J, rows]`."""
+        plan, of_part = self._plan, len(status)
         # A multiple of four, so that the rows of each part begin at a multiple of 16 bytes.
         max_rows = -(-int(plans[:, PlanField.ROWS].max()) // 4) * 4
-        counts = torch.empty(len(jobs), max_rows, dtype=torch.int32, device=device)
-        analyze(
-            x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.bases.forward, chunks, y,
-            max_rank=int(plan.maps.blocks[:, BlockField.RANK].max()), order=order,
-        )  # fmt: skip
+        counts = torch.empty(len(plans), max_rows, dtype=torch.int32, device=plan.device)
         for part in range(plan.parts):
             own, left = slice(part * of_part, (part + 1) * of_part), None
             if part < plan.parts - 1:
                 # Of the components that a base does not have, all is left.
                 left = y[coefficients:].copy_(y[:coefficients])
-            quantize(
-                y, sent["jobs"][own], plan.device_plans, plan.tables.reach, order.classes, planes,
-                counts[own], status, max_rows, left,
-            )  # fmt: skip
-        coding = stream_jobs(jobs, sent["jobs"], plan.device_plans.plans, plan.device_plans.tables)
-        streams, totals = code_streams(
-            jobs, coding, plan.tables.entries, planes, plans[:, PlanField.PLANES], order.classes
-        )
+            of_jobs = replace(coded, jobs=coded.jobs[own])
+            quantize(y, of_jobs, plan.tables.reach, counts[own], status, max_rows, left)
+        return counts
+
+    def _code(
+        self,
+        y: torch.Tensor,
+        jobs: I64,
+        coded: PlaneJobs,
+        counts: torch.Tensor,
+        class_words: torch.Tensor,
+        status: torch.Tensor,
+        first_chunk: int,
+    ) -> list[bytes]:
+        """Entropy-code the planes of all jobs, and write their sections."""
+        plan, device = self._plan, self._plan.device
+        coding = stream_jobs(jobs, coded.jobs, plan.device_plans.plans, plan.device_plans.tables)
+        of_planes = plan.plans[jobs[:, JobField.DEEPEST], PlanField.PLANES]
+        streams, totals = code_streams(jobs, coding, plan.tables.entries, coded.planes, of_planes, coded.classes)
         sizes = measure(jobs, totals, counts.sum(1, dtype=torch.int64), status, self.sections, first_chunk)
         index = torch.empty(sizes.escapes, dtype=torch.uint32, device=device)
         value = torch.empty(sizes.escapes, dtype=torch.int32, device=device)
         flat = counts.flatten().to(torch.int64)
         starts_at = (flat.cumsum(0) - flat).view(counts.shape)
-        list_escapes(y, sent["jobs"], plan.device_plans, order.classes, planes, starts_at, index, value, max_rows)
-        parts = write_parts(coding, sizes, streams, index, value, sent["class_words"])
-        return [
-            [section for first in range(at, len(parts), of_part) for section in parts[first : first + count]]
-            for at in range(0, of_part, count)
-        ]
+        list_escapes(y, coded, starts_at, index, value, counts.shape[1])
+        return write_parts(coding, sizes, streams, index, value, class_words)
 
     def _choose(
         self,

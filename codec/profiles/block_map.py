@@ -91,7 +91,7 @@ class BlockMap:
 
     @property
     def inverse(self) -> torch.Tensor:
-        """float32 `[n, r]`: values of a unit of each component. It is made anew: who needs it often keeps a copy."""
+        """float32 `[n, r]`: values of a unit of each component. Recomputed on each access."""
         return self.square()[:, : self.rank].float()
 
     @lazy

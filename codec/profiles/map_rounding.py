@@ -29,7 +29,7 @@ def round_columns(exact: Floats, scale: Floats, limit: Floats) -> F32:
     # are held at a time: that of a block of all layers takes a gigabyte.
     inverse = torch.from_numpy(exact @ exact.T)
     inverse.diagonal().add_(_JITTER * inverse.diagonal().mean())
-    # Dear values first: cheap ones make up for them.
+    # Most sensitive first, as in GPTQ: later values make up for the errors of earlier ones.
     order = inverse.diagonal().argsort()
     inverse = inverse[order[:, None], order]
     root = torch.linalg.cholesky(inverse, upper=True)

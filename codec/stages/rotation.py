@@ -12,7 +12,7 @@ from cuvee.codec.support.arrays import F32
 class Rotation:
     """cos and sin of a run of positions, computed once per distinct RoPE, when they are first asked for.
 
-    Threads share it. If two of them compute the same tables, both get those that are kept.
+    Threads share it. If two of them compute the same tables, the first result wins.
     """
 
     def __init__(self, start: int, tokens: int, device: torch.device, inverse: bool = False) -> None:

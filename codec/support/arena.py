@@ -37,7 +37,7 @@ class Arena(threading.local):
         return plain.view(dtype)
 
 
-# The stages that encode a tile hand it on through two buffers, so that it stays in the second cache: a stage reads one
-# and writes the other, or parts of the same that it has read. A tile in three buffers took a twentieth longer.
+# Ping-pong buffers of the stages that encode a tile, so that it stays in the second-level cache: a stage reads one and
+# writes the other, or parts of the same that it has read. With three buffers, a tile took a twentieth longer.
 tile_arena = Arena()
 FIRST, SECOND = "first", "second"

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from cuvee.kernels.jobs import BLOCK, CHUNK, ELEMENTS, JOB, STATUS, TILE
-from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
+from cuvee.kernels.ops.arguments import CacheView, CenterTable, ChunkBatch, RotationTables, TileTable, TokenOrder
 from cuvee.kernels.ops.pages import load_pairs, token_offsets, turn_pairs
 from cuvee.kernels.ops.transform import _sorted_columns
 
@@ -65,9 +65,8 @@ def gather(
     tiles: TileTable,
     batch: ChunkBatch,
     rotations: RotationTables,
-    means: torch.Tensor,
+    centers: CenterTable,
     x: torch.Tensor,
-    center_rows: torch.Tensor | None = None,
 ) -> None:
     """Read a cache into columns: un-rotate, then subtract the mean of the token's position, or its center.
 
@@ -76,17 +75,15 @@ def gather(
 
     Args:
         rotations: from `rotation_tables(inverse=True)`, by source positions.
-        means: float32 `[S + 1, M]`: means of the first S positions of a sequence, then that of all others.
         x: float32 `[tokens, width]`, written in rows ChunkField.FIRST …, columns TileField.COLUMN …;
             padded columns become zero.
-        center_rows: int32 `[tokens]`, the row of `means` that is subtracted from each token, from ChunkField.FIRST on;
-            `means` may then have further rows. None: the row of the token's position.
     """
+    means = centers.table
     _gather[(len(tiles.tiles), triton.cdiv(batch.max_tokens, GATHER_TOKENS), len(batch.chunks))](
-        tiles.tiles, means, center_rows, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.places,
+        tiles.tiles, means, centers.rows, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.places,
         cache.scales, x, batch.status, batch.sections, batch.first_section, len(means) - 1, means.stride(0),
         x.stride(0), rotations.cos.shape[1], BLOCK_T=GATHER_TOKENS, ELEMENT=ELEMENTS[cache.element],
-        UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs, PREDICTED=center_rows is not None,
+        UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs, PREDICTED=centers.rows is not None,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -71,6 +71,37 @@ class RotationTables:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyMove:
+    """The rotations of keys that were stored at other positions, as in `RotationTables`; not read unless `moved`.
+
+    Attributes:
+        source_cos, source_sin: from `rotation_tables(inverse=True)`, by source positions.
+        target_cos, target_sin: from `rotation_tables`, by target positions.
+        moved: whether any chunk has another target than its source.
+    """
+
+    source_cos: torch.Tensor
+    source_sin: torch.Tensor
+    target_cos: torch.Tensor
+    target_sin: torch.Tensor
+    moved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CenterTable:
+    """What is subtracted from the values of each token before they are coded, and added to decoded ones.
+
+    Attributes:
+        table: float32 `[S + 1, M]`: means of the first S positions of a sequence, then that of all others; or the rows
+            that `rows` names.
+        rows: int32 `[tokens]`, the row of each token, from `ChunkField.FIRST` on; None: that of its position.
+    """
+
+    table: torch.Tensor
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOrder:
     """The order in which the coefficients of a job lie, and how many a column has.
 
@@ -110,6 +141,23 @@ class DevicePlans:
     steps: torch.Tensor
     inverses: torch.Tensor
     limits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneJobs:
+    """The jobs of a launch between coefficients and byte planes.
+
+    Attributes:
+        jobs: int64 `[J, len(JobField)]`.
+        plans: how each class is coded; components, planes and extent never rise with the class.
+        classes: uint8 below 16: `TokenOrder.classes`.
+        planes: uint8, `[P, T]` of each job.
+    """
+
+    jobs: torch.Tensor
+    plans: DevicePlans
+    classes: torch.Tensor
+    planes: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from cuvee.kernels.jobs import JOB, PLAN, STATUS
-from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.arguments import PlaneJobs
 from cuvee.kernels.ops.symbols import ESCAPE, INT_FIELDS, Y_ROW, _coefficient, _half, _low_bits, _of_row, _shrinkage
 
 _ROWS = 16  # of a tile
@@ -142,10 +142,7 @@ def _place_escapes(  # type: ignore[no-untyped-def]
 
 def dequantize(
     data: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: DevicePlans,
-    classes: torch.Tensor,
-    planes: torch.Tensor,
+    coded: PlaneJobs,
     y: torch.Tensor,
     status: torch.Tensor,
     found: torch.Tensor,
@@ -161,11 +158,7 @@ def dequantize(
     whose status gets `Status.ESCAPES` are arbitrary.
 
     Args:
-        data: uint8, a multiple of four bytes.
-        jobs: int64 `[J, len(JobField)]`; their lists of escapes lie within `data`.
-        plans: how each class is coded; components, planes and extent never rise with the class.
-        classes: uint8 below 16: `TokenOrder.classes`.
-        planes: uint8, `[P, T]` of each job.
+        data: uint8, a multiple of four bytes, which holds the jobs' lists of escapes.
         y: bfloat16 or float32, written.
         status: int32 `[J]`; gets `Status.ESCAPES` where the list does not name all ESCAPE bytes in order.
         found: int32 `[J]`, zeros; gets the number of ESCAPE bytes.
@@ -174,6 +167,7 @@ def dequantize(
         depth: MIN_DEPTH, 128 or 256.
         base: float32, coefficients at the same places, which are added before rounding; None: nothing is.
     """
+    jobs, plans, classes, planes = coded.jobs, coded.plans, coded.classes, coded.planes
     count = len(jobs)
     grid = (count, triton.cdiv(max_rows, _ROWS), triton.cdiv(max_tokens, MIN_DEPTH))
     if grid[1]:

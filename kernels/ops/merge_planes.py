@@ -11,7 +11,7 @@ import triton.language as tl
 
 from cuvee.codec.entropy import tables
 from cuvee.kernels.jobs import CHUNK, TILE
-from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, KeyMove, TileTable
 from cuvee.kernels.ops.lossless import BYTE, TOKENS, VALUES, WARPS, _constants, _half_channels, _multiple, _words
 from cuvee.kernels.ops.pages import finite, pair_addresses, saturated, store_pairs, token_offsets, turn_pairs
 from cuvee.kernels.ops.rans import ENTRIES, SPAN, WIDTH
@@ -130,11 +130,9 @@ def merge_planes(
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
-    source: RotationTables,
-    target: RotationTables,
+    move: KeyMove,
     *,
     dtype: torch.dtype,
-    moved: bool,
     even: bool,
 ) -> None:
     """Write byte planes into a cache: bit for bit, NaN payloads included, unless keys turn or types differ.
@@ -146,10 +144,6 @@ def merge_planes(
         data: uint8, stored planes and reference bytes.
         planes: uint8, decoded symbols of the coded planes.
         table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`.
-        source: from `rotation_tables(inverse=True)`, by source positions; neither this nor the next is read unless
-            `moved`.
-        target: from `rotation_tables`, by target positions.
-        moved: whether any chunk has another target than its source.
         even: whether every chunk's tokens and every BytePlaneField.PLANE are multiples of four.
     """
     grid = tiles.grid(batch, TOKENS)
@@ -157,8 +151,8 @@ def merge_planes(
         return
     # No fused multiply-add: the turned keys are then the codec's, bit for bit, given the same tables.
     _merge_planes[grid](
-        data, planes, table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, source.cos,
-        source.sin, target.cos, target.sin, batch.status, batch.sections, batch.first_section, target.cos.shape[1],
-        FACTOR=4 if even else 1, MOVED=moved, **_constants(tiles, cache, dtype), num_warps=WARPS,
-        enable_fp_fusion=False,
+        data, planes, table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots,
+        move.source_cos, move.source_sin, move.target_cos, move.target_sin, batch.status, batch.sections,
+        batch.first_section, move.target_cos.shape[1], FACTOR=4 if even else 1, MOVED=move.moved,
+        **_constants(tiles, cache, dtype), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from cuvee.codec.format.streams import WINDOW
 from cuvee.kernels.jobs import JOB, PLAN, STATUS
-from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.arguments import PlaneJobs
 from cuvee.kernels.ops.symbols import (
     DEAD_ZONE,
     ESCAPE,
@@ -105,11 +105,8 @@ def _quantize(  # type: ignore[no-untyped-def]
 
 def quantize(
     y: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: DevicePlans,
+    coded: PlaneJobs,
     reach: torch.Tensor,
-    classes: torch.Tensor,
-    planes: torch.Tensor,
     counts: torch.Tensor,
     status: torch.Tensor,
     max_rows: int,
@@ -123,15 +120,16 @@ def quantize(
     Args:
         y: float32, columns in coding order.
         reach: int32 `[K, 2]`, the least and the greatest value that each table codes: `EntropyTables.reach`.
-        planes: uint8; gets `[P, T]` of each job.
+        coded: its planes are written.
         counts: int32 `[J, max_rows]`, written; zero where a job has no row.
         status: int32 `[J]`; gets `Status.TOO_LARGE` where a coefficient is `MAX_LEVEL` steps or more, or NaN.
         max_rows: rows of the largest job.
-        left: float32; gets, at the places of the coefficients, what their planes leave over. None: nobody asks.
+        left: float32; gets, at the places of the coefficients, what their planes leave over. or None.
     """
-    _quantize[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-        y, left, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, plans.inverses, plans.limits,
-        plans.tables, reach, classes, planes, counts, status, max_rows, ROWS=_BLOCK_ROWS,
+    plans = coded.plans
+    _quantize[(len(coded.jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
+        y, left, coded.jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, plans.inverses, plans.limits,
+        plans.tables, reach, coded.classes, coded.planes, counts, status, max_rows, ROWS=_BLOCK_ROWS,
         COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -195,10 +193,7 @@ def _list_escapes(  # type: ignore[no-untyped-def]
 
 def list_escapes(
     y: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: DevicePlans,
-    classes: torch.Tensor,
-    planes: torch.Tensor,
+    coded: PlaneJobs,
     starts: torch.Tensor,
     index: torch.Tensor,
     value: torch.Tensor,
@@ -209,9 +204,10 @@ def list_escapes(
     `starts`, int64 `[J, max_rows]`, says where a row's escapes begin: the sum of all counts before it. `index`, uint32
     `[E]`, gets row * T + column, and `value`, int32 `[E]`, the number in place of the ESCAPE byte.
     """
-    total = len(index)
+    total, plans = len(index), coded.plans
     if total:
-        _list_escapes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-            y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, classes, planes, starts, index,
-            value, total, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
+        _list_escapes[(len(coded.jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
+            y, coded.jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, coded.classes, coded.planes,
+            starts, index, value, total, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip

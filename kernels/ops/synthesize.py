@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from cuvee.kernels.jobs import CHUNK, ELEMENTS, JOB, TILE
-from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
+from cuvee.kernels.ops.arguments import CacheView, CenterTable, ChunkBatch, RotationTables, TileTable, TokenOrder
 from cuvee.kernels.ops.pages import saturated, store_pairs, token_offsets, turn_pairs
 from cuvee.kernels.ops.transform import _WINDOW, _sorted_columns
 
@@ -179,13 +179,12 @@ def synthesize(
     jobs: torch.Tensor,
     tiles: TileTable,
     basis: torch.Tensor,
-    means: torch.Tensor,
+    centers: CenterTable,
     batch: ChunkBatch,
     rotations: RotationTables,
     cache: CacheView,
     order: TokenOrder,
     config: SynthesisConfig,
-    center_rows: torch.Tensor | None = None,
 ) -> None:
     """Write a cache in one pass: inverse transform, mean or center, rotation, rounding.
 
@@ -198,23 +197,21 @@ def synthesize(
         jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
         basis: dtype of y, at a multiple of 16 bytes: a tile's `[RANK, 2 * PAIRS]` at TileField.BASIS with rows
             TileField.BASIS_STRIDE apart, both multiples of 2 * PAIRS.
-        means: float32 `[S + 1, M]`: means of the first S positions of a sequence, then that of all others.
         rotations: from `rotation_tables`, by target positions.
         order: column i of the coefficients is the token that it names; of each `block_t` columns, the components of
             the first are read.
-        center_rows: int32 `[tokens]`, the row of `means` that is added to each token, from ChunkField.FIRST on; `means`
-            may then have further rows. None: the row of the token's position.
     """
+    means = centers.table
     token_blocks = triton.cdiv(batch.max_tokens, config.block_t)
     count, chunks = len(tiles.tiles), len(batch.chunks)
     group = max(min(count // batch.sections, MAX_GROUP), 1)
     _synthesize[(count * chunks * token_blocks,)](
-        y, jobs, tiles.tiles, basis, means, center_rows, batch.chunks, cache.slots, rotations.cos, rotations.sin,
+        y, jobs, tiles.tiles, basis, means, centers.rows, batch.chunks, cache.slots, rotations.cos, rotations.sin,
         cache.places, cache.scales, batch.status, order.classes, order.order, order.block_ranks, batch.sections,
         batch.first_section, count, group, chunks, token_blocks, len(means) - 1, means.stride(0),
         rotations.cos.shape[1], BLOCK_T=config.block_t, BLOCK_R=config.block_r, ELEMENT=ELEMENTS[cache.element],
         UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs,
-        PRECISION=product_precision(y.dtype, cache.element), PREDICTED=center_rows is not None,
+        PRECISION=product_precision(y.dtype, cache.element), PREDICTED=centers.rows is not None,
         num_warps=config.num_warps, enable_fp_fusion=True, num_stages=_stages(config),
     )  # fmt: skip
 

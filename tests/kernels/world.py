@@ -25,7 +25,7 @@ from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.arrays import F32, U8
 from cuvee.kernels.class_streams import sort_columns
 from cuvee.kernels.jobs import JobField, PlanField, job_table
-from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.arguments import DevicePlans, PlaneJobs
 from cuvee.kernels.ops.dequantize import MIN_DEPTH, dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.plans import TransformPlan
@@ -145,6 +145,9 @@ class World:
             out[self.planes_of(job)] = self.tensor(np.where(kept, coded, below).astype(np.uint8).ravel())
         return out
 
+    def coded_jobs(self, planes: torch.Tensor) -> PlaneJobs:
+        return PlaneJobs(self.tensor(self.jobs), self.plans, self.tensor(self.columns), planes)
+
     def place_y(self) -> torch.Tensor:
         out = torch.full((self.sizes[1],), float("nan"), device=self.device)
         for job, y in enumerate(self.y):
@@ -167,8 +170,8 @@ class World:
         data, status, found = self.place_escapes(), self.flags(), self.flags()
         y = torch.full((self.sizes[1],), float("nan"), dtype=dtype, device=self.device)
         dequantize(
-            data, self.tensor(self.jobs), self.plans, self.tensor(self.columns), self.place_planes(below), y, status,
-            found, int(self.plan.plans[:, PlanField.EXTENT].max()), int(self.jobs[:, JobField.TOKENS].max()),
+            data, self.coded_jobs(self.place_planes(below)), y, status, found,
+            int(self.plan.plans[:, PlanField.EXTENT].max()), int(self.jobs[:, JobField.TOKENS].max()),
             depth, base,
         )  # fmt: skip
         return y, status.tolist(), found.tolist()
@@ -206,8 +209,7 @@ class World:
         planes, status = self.poison(self.sizes[0]), self.flags()
         counts = torch.full((len(self.jobs), max_rows), -1, dtype=torch.int32, device=self.device)
         quantize(
-            self.place_y() if y is None else y, self.tensor(self.jobs), self.plans, self.reach,
-            self.tensor(self.columns), planes, counts, status, max_rows, left,
+            self.place_y() if y is None else y, self.coded_jobs(planes), self.reach, counts, status, max_rows, left,
         )  # fmt: skip
         return planes, counts, status.tolist()
 
@@ -217,8 +219,7 @@ class World:
         starts, total = (flat.cumsum(0) - flat).view(counts.shape), int(flat.sum())
         index, value = self.poison(total + 5, torch.uint32), self.poison(total + 5, torch.int32)
         list_escapes(
-            self.place_y(), self.tensor(self.jobs), self.plans, self.tensor(self.columns), planes, starts,
-            index[:total], value[:total], counts.shape[1],
+            self.place_y(), self.coded_jobs(planes), starts, index[:total], value[:total], counts.shape[1],
         )  # fmt: skip
         assert raw(index[total:]) == raw(value[total:]) == bytes([POISON] * 20)
         return index[:total], value[:total]

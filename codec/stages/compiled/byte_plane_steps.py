@@ -21,7 +21,6 @@ def _joining(by_token: bool) -> Any:
         `join_by_channel_step`
 
         Args:
-            typing: Numba's.
             low: uint8 array.
             at_low: where the first channel's low bytes are.
             low_row: from a channel's bytes to the next channel's.
@@ -70,7 +69,6 @@ def split_step(typing: Any, words, begins, token, later, low, at_low, high, at_h
     `split_step(words, begins, token, later, low, at_low, high, at_high, row)`
 
     Args:
-        typing: Numba's.
         words: uint16 array.
         begins: int64 array, where each token's words begin.
         token: the first token's entry.

@@ -112,7 +112,6 @@ def _dequantizing(low_bits: bool) -> Any:
         `dequantize_step(symbols, place, at_low, bits, one, more, step, out, to)`, or `dequantize_low_step`
 
         Args:
-            typing: Numba's.
             symbols: uint8 array.
             place: where 16 symbols can be read.
             at_low: where 16 bytes with low bits can be read in the same array, for `dequantize_low_step`.

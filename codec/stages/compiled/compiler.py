@@ -56,10 +56,9 @@ _INNER: dict[str, Any] = _NOT_FROM_C | {"no_cpython_wrapper": True, "pipeline_cl
 def compiled(function: Callable[..., Any]) -> Any:
     """Return the function, to be compiled at its first call. It releases the GIL.
 
-    Without a usable cache, the call works but compilation costs time. Two things make that longer. A number that is
-    written in a call, or that a variable holds before a loop changes it, is a type of its own: the function that is
-    called is compiled for it, and again for others, so loops here write `np.int64(0)`. And to assign an array to a
-    slice compiles the message of the error for other shapes, which takes seconds: loops copy entry by entry.
+    Without a usable cache, each process compiles it, and two things make that longer. Numba specializes on literals, in
+    calls and before loops: use `np.int64(0)`. Assigning an array to a slice also compiles the error message for other
+    shapes, which takes seconds: loops copy entry by entry.
     """
     return _cached(nb.njit(nogil=True, **_NOT_FROM_C)(function))
 

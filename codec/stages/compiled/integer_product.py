@@ -12,7 +12,7 @@ import torch
 
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.compiled.integer_steps import TOKENS, multiply_step, pair_rows, turn_step
+from cuvee.codec.stages.compiled.integer_steps import TOKENS, multiply_step, pair_rows, transpose_step
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.products import Products
 from cuvee.codec.support.arena import Arena
@@ -78,7 +78,7 @@ def _analyze(x, sizes, fields, matrix, scale, ranks, known, pairs, units, edge, 
             count = min(WIDTH, tokens - t)
             whole = size // WIDTH * WIDTH if count == WIDTH else np.int64(0)
             for term in range(0, whole, WIDTH):
-                turn_step(x_, t * x.shape[1] + column + term, x.shape[1], edge, term * WIDTH)
+                transpose_step(x_, t * x.shape[1] + column + term, x.shape[1], edge, term * WIDTH)
             for term in range(whole, 2 * half):
                 for i in range(WIDTH):
                     edge[term * WIDTH + i] = x[t + i, column + term] if i < count and term < size else np.float32(0)

@@ -19,7 +19,6 @@ def pair_rows(typing: Any, y, place, stride, rows, pairs, to, units, first):  # 
     """Round 16 columns to integers, as pairs of rows: `pair_rows(y, place, stride, rows, pairs, to, units, first)`.
 
     Args:
-        typing: Numba's.
         y: float32 array.
         place: where row 0 of the columns begins.
         stride: from a row to the next.
@@ -66,11 +65,10 @@ def pair_rows(typing: Any, y, place, stride, rows, pairs, to, units, first):  # 
 
 
 @spelled_out
-def turn_step(typing: Any, x, place, stride, out, to):  # type: ignore[no-untyped-def]
-    """Transpose 16 rows of 16 numbers: `turn_step(x, place, stride, out, to)`.
+def transpose_step(typing: Any, x, place, stride, out, to):  # type: ignore[no-untyped-def]
+    """Transpose 16 rows of 16 numbers: `transpose_step(x, place, stride, out, to)`.
 
     Args:
-        typing: Numba's.
         x: float32 array.
         place: where the first row is.
         stride: from a row to the next.
@@ -105,7 +103,6 @@ def multiply_step(typing: Any, pairs, at, matrix, tile, half, units, first, scal
     `multiply_step(pairs, at, matrix, tile, half, units, first, scale, value, out, to, stride)`
 
     Args:
-        typing: Numba's.
         pairs: int32 array, see `pair_rows`.
         at: where the first pair of the first column is.
         matrix: int32 array; for each two rows 16 pairs of integers, one for each value.

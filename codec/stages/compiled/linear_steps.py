@@ -37,8 +37,8 @@ def _shifting(placing: bool) -> tuple[Any, Any]:
         return signature, generate
 
     @spelled_out
-    def turn_step(typing: Any, x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to):  # type: ignore[no-untyped-def]
-        """Shift and rotate 16 pairs of values: `add_and_turn_step`, or `turn_and_subtract_step`.
+    def rotate_step(typing: Any, x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to):  # type: ignore[no-untyped-def]
+        """Shift and rotate 16 pairs of values: `add_and_rotate_step`, or `rotate_and_subtract_step`.
 
         Arrays are those of `add_step`. The second of each pair come `half` entries after the first in all of them. The
         entries of `cos` and `sin`, float32, begin at `angle`.
@@ -66,8 +66,8 @@ def _shifting(placing: bool) -> tuple[Any, Any]:
 
         return signature, generate
 
-    return shift_step, turn_step
+    return shift_step, rotate_step
 
 
-add_step, add_and_turn_step = _shifting(placing=True)
-subtract_step, turn_and_subtract_step = _shifting(placing=False)
+add_step, add_and_rotate_step = _shifting(placing=True)
+subtract_step, rotate_and_subtract_step = _shifting(placing=False)

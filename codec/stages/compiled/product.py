@@ -143,8 +143,7 @@ def prepare_inverse(
             them MIXED multiplies as bfloat16.
 
     Returns:
-        the transposed maps, padded with zeros to a common number of rows; equal blocks are stacked: `[b, rows, n]`. If
-        some rows are bfloat16 and others float32, a `MixedInverse` of each block.
+        `stacked_rows` of bfloat16 if dense products serve all rows, else tiles.
     """
     rows = padded(rank)
     leading = [products.leading_rows(share, rows) for share in shares]

@@ -15,10 +15,10 @@ from cuvee.codec.stages import transform
 from cuvee.codec.stages.compiled.bfloat16 import rounded, saturated, to_float
 from cuvee.codec.stages.compiled.compiler import compiled, inlined, inner
 from cuvee.codec.stages.compiled.linear_steps import (
-    add_and_turn_step,
+    add_and_rotate_step,
     add_step,
+    rotate_and_subtract_step,
     subtract_step,
-    turn_and_subtract_step,
 )
 from cuvee.codec.stages.compiled.memory import array_at
 from cuvee.codec.stages.compiled.simd import WIDTH
@@ -39,7 +39,7 @@ def place_head(  # type: ignore[no-untyped-def]
     """
     i = 0
     while i + WIDTH <= half:
-        add_and_turn_step(
+        add_and_rotate_step(
             x, at + i, mean, center + i, predicted, guess + i, half, cos, sin, angle + i, out, to + i
         )  # fmt: skip
         i += WIDTH
@@ -235,7 +235,7 @@ def _gather(  # type: ignore[no-untyped-def]
             center, guess, to = of_mean + h * stride, of_token + h * stride, t * width + column + h * stride
             i = 0
             while i + WIDTH <= half:
-                turn_and_subtract_step(
+                rotate_and_subtract_step(
                     memory, at + i, mean, center + i, predicted, guess + i, half, cos, sin, angle + i, out, to + i
                 )  # fmt: skip
                 i += WIDTH

@@ -44,7 +44,7 @@ def from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
 
 
 def split_unit(unit: torch.Tensor) -> list[BytePlane]:
-    """Split a unit `[T, H, D]` of a 16- or 32-bit dtype into byte planes, least significant first: the reference."""
+    """See `cuvee.codec.stages.compiled.byte_planes.split_unit`."""
     planes = []
     for data in byte_planes(unit.flatten(1)):
         # A channel's exponents gather around their mean (for a Gaussian, half of them within one of it).
@@ -128,11 +128,7 @@ class LayerIndex:
 def index_layers(
     sections: Sequence[memoryview], layers: Sequence[LayerLayout], dtype: torch.dtype, tokens: int
 ) -> list[LayerIndex]:
-    """Read the sections of layers, one of each, once for all of their tiles; values have the dtype `dtype`.
-
-    Raises:
-        FormatError, CorruptError: the bytes break a rule.
-    """
+    """See `cuvee.codec.stages.compiled.byte_planes.index_layers`."""
     return [_index(data, layer, dtype, tokens) for data, layer in zip(sections, layers, strict=True)]
 
 
@@ -163,14 +159,7 @@ def decode_layers(
     values: Sequence[Rows | None],
     first_row: int,
 ) -> None:
-    """Write the exact bits of a tile of layers: the reference.
-
-    Args:
-        which: the layers to decode, by their places in the index; at least one.
-        at: the tokens of the tile, which begins where a window begins.
-        keys: for each of these layers, rows of the tokens' keys; None to leave them out.
-        first_row: row of the tile's first token. Tokens without a row are left out.
-    """
+    """See `cuvee.codec.stages.compiled.byte_planes.decode_layers`."""
     for own, *of_layer in zip(index[which], keys, values, strict=True):
         sizes = own.layer.head_dim, own.layer.value_dim
         for unit, (rows, size) in enumerate(zip(of_layer, sizes, strict=True)):

@@ -18,9 +18,6 @@ def predict_classes(
     finer: torch.Tensor,
     finest: int,
 ) -> U8:
-    """Return the classes `[t]` uint8 of a run of tokens, none finer than `finest`: see `Predictor.offsets`.
-
-    `y`, `[K, t]` float32, lacks what tokens predict of the coefficients that the predictor reads, if they do.
-    """
+    """See `cuvee.codec.stages.compiled.class_predictor.predict_classes`."""
     whole = y if predictions is None else y + predictions.rows[torch.from_numpy(predictions.index)].T
     return choose_classes(predictor.offsets(whole, start, first, finer), finest)

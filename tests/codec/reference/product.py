@@ -24,15 +24,7 @@ class MixedInverse(NamedTuple):
 
 
 def product_runs(columns: U8, class_ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[slice, tuple[int, ...]]]:
-    """Yield runs of columns that share a product, and how many components of each block they need.
-
-    With several blocks, a run has one class: an encoder's rows are those of the class, and a shard, which has some of
-    the blocks, must come out bit for bit as in the whole.
-
-    Args:
-        columns: `[T]` uint8, the class of each column, sorted within windows.
-        class_ranks: `SectionCoding.class_ranks`.
-    """
+    """See `cuvee.codec.stages.compiled.product.product_runs`."""
     if len(class_ranks[0]) > 1:
         for run, k in class_runs(columns):
             yield run, class_ranks[k]
@@ -60,19 +52,7 @@ def analyze(
     known: int,
     y: torch.Tensor,
 ) -> None:
-    """Write the coefficients of some columns: `y[: sum(ranks), run]`.
-
-    Args:
-        x: `[T, N]` float32, the values of all columns minus their means.
-        basis: the section's.
-        run: the columns.
-        ranks: the number of leading components of each block.
-        products: how to multiply.
-        known: this many components of the first block are there, as products of float32: they are the largest. In
-            bfloat16 they cost a tenth of the KL at fine steps, because attention sinks are large, and finest of all
-            tokens. If none are there, bfloat16 serves no other component either.
-        y: `[R, T]` float32.
-    """
+    """See `cuvee.codec.stages.compiled.integer_product.analyze`."""
     if products is not Products.INT16:
         dtype = products.dense if known else torch.float32
         basis.coefficients(x[run], tuple(ranks), y[: sum(ranks), run], known, dtype)
@@ -97,19 +77,7 @@ def analyze(
 def prepare_inverse(
     maps: InverseMaps, rank: int, products: Products, shares: Sequence[F32]
 ) -> tuple[torch.Tensor, ...] | tuple[MixedInverse, ...]:
-    """Return a section's inverse maps as `synthesize` takes them.
-
-    Args:
-        maps: of the section; they keep what is made here.
-        rank: the most components of a block that are ever used.
-        products: how to multiply.
-        shares: for each block and component the expected share of coefficients that are not zero, which says which of
-            them MIXED multiplies as bfloat16.
-
-    Returns:
-        the transposed maps, padded with zeros to a common number of rows; equal blocks are stacked: `[b, rows, n]`. If
-        some rows are bfloat16 and others float32, a `MixedInverse` of each block.
-    """
+    """See `cuvee.codec.stages.compiled.product.prepare_inverse`."""
     rows = padded(rank)
     leading = [products.leading_rows(share, rows) if products is Products.MIXED else 0 for share in shares]
     if min(leading) == rows > 0:
@@ -130,19 +98,7 @@ def synthesize(
     runs: Iterable[tuple[slice, Sequence[int]]],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Turn coefficients into values.
-
-    Args:
-        y: `[B, pad, t]`, each block's leading components, then zeros.
-        inverse: the result of `prepare_inverse`. If it is bfloat16, so are values, whatever `y` and `out` are.
-        runs: columns of each product, and the rows of each block that it needs. In bfloat16, which only CPUs that
-            multiply it fast use, one product serves all columns of equal blocks, because a call costs as much as it
-            would save. Mixed products have all rows of all columns.
-        out: `[t N]` of the dtype of `y`, receives the values.
-
-    Returns:
-        `[t, N]`, or `[B, t, N / B]` if one product took all blocks: a view of `out`.
-    """
+    """See `cuvee.codec.stages.compiled.product.synthesize`."""
     depth, width = y.shape[1:]
     if isinstance(inverse[0], MixedInverse):
         values = []

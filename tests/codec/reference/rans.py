@@ -46,7 +46,7 @@ def stream_rows(tokens: int, tokens_per_stream: int) -> Iterator[tuple[slice, sl
 
 
 def rans_encode(sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]:
-    """Return the streams of the planes of each section of one chunk; their plans index `tables`."""
+    """See `cuvee.codec.stages.compiled.rans.rans_encode`."""
     return [_encode(section, tables) for section in sections]
 
 
@@ -113,7 +113,7 @@ def rans_decode(streams: Streams, columns: U8, plan: ColumnPlan, tables: Entropy
 
 
 def encode_classes(classes: U8, table: EntropyTables) -> Streams:
-    """Encode the classes `[T]` uint8 of a section's tokens as one stream: one column of T steps with one table."""
+    """See `cuvee.codec.stages.compiled.rans.encode_classes`."""
     plan = one_class(np.zeros(len(classes), np.uint16))
     return _encode(SectionPlanes(classes[:, None], np.zeros(1, np.uint8), plan, 1), table)
 

@@ -58,11 +58,7 @@ class SectionIndex:
 
 
 def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> list[SectionIndex]:
-    """Read sections, once for all of their tiles; `parts` are the number and the bytes of each.
-
-    Raises:
-        FormatError, CorruptError: the bytes break a rule.
-    """
+    """See `cuvee.codec.stages.compiled.sections.index_sections`."""
     tables, quantizer = coding.family.tables, coding.family.quantizer
     indexed = []
     for number, data in parts:
@@ -80,7 +76,7 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
 
 
 def decode_sections(index: Sequence[SectionIndex], at: slice, dtype: torch.dtype) -> list[Coefficients]:
-    """Return a tile of sections, which begins where a window begins, in float32 or bfloat16."""
+    """See `cuvee.codec.stages.compiled.sections.decode_sections`."""
     out = []
     for own in index:
         columns, ranks = own.columns[at], own.class_ranks

@@ -27,20 +27,7 @@ from cuvee.codec.support.arrays import F32, I32, U8
 def to_planes(
     y: F32, columns: U8, plan: ClassedPlan, quantizer: Quantizer, tables: EntropyTables
 ) -> tuple[U8, Escapes]:
-    """Quantize and pack.
-
-    Args:
-        y: `[R, T]` float32, columns sorted by class within windows. R is at least the number of components of the
-            finest class in `columns`.
-        columns: `[T]` uint8, the class of each column; none is finer than `plan.finest`.
-
-    Returns:
-        planes `[P, T]` uint8, zero below a column's last plane, where P is the number of planes of the finest class in
-        `columns`; and the escapes, numbered row * T + column.
-
-    Raises:
-        InputError: a coefficient is too many steps large, or not a number.
-    """
+    """See `cuvee.codec.stages.compiled.symbols.to_planes`; planes are zero below a column's last."""
     tokens = len(columns)
     planes = np.zeros((int(plan.planes[columns].max(initial=0)), tokens), np.uint8)
     index, value = [np.empty(0, np.uint32)], [np.empty(0, np.int32)]

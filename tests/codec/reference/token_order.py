@@ -21,18 +21,7 @@ def coding_order(classes: U8) -> npt.NDArray[np.intp]:
 def arrange(
     classes: U8, x: torch.Tensor, leading: torch.Tensor | None, rows: int
 ) -> tuple[U8, torch.Tensor, torch.Tensor]:
-    """Bring the tokens of a tile into the order in which they are coded.
-
-    Args:
-        classes: `[t]` uint8.
-        x: `[t, N]` float32, their values. This memory may be used for the results.
-        leading: `[K, t]` float32, their first coefficients if these are known; None otherwise.
-        rows: R, at most N, the number of coefficients to make room for.
-
-    Returns:
-        the classes of the columns; their values `[t, N]`; and room for their coefficients `[R, t]`, whose first
-        min(K, R) rows hold the known ones. They are valid until the thread gathers its next tile.
-    """
+    """See `cuvee.codec.stages.compiled.token_order.arrange`."""
     by_class = coding_order(classes)
     order = torch.from_numpy(by_class)
     y = torch.empty(rows, len(classes), dtype=torch.float32)
