@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,21 +17,20 @@ from cuvee.codec.profiles.profile import Profile
 VOCABULARY, TOKENS, LIMIT = 3000, 300, 4096
 
 
-def small_model(seed: int = 0) -> LlamaForCausalLM:
+def small_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """A model of three layers with four heads of keys and values."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=LIMIT, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.eval()
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LIMIT, "pad_token_id": 0,
+    }  # fmt: skip
+    model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
     return model
 
 
-def text(sequences: int, length: int, seed: int) -> torch.Tensor:
+def text(sequences: int, length: int, seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
     """Ids `[sequences, length]`."""
-    return torch.randint(VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(vocabulary, (sequences, length), generator=torch.Generator().manual_seed(seed))
 
 
 def cached(model: LlamaForCausalLM, dtype: torch.dtype = torch.float32) -> KVChunk:

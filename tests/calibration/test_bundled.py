@@ -7,13 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuvee.calibration.bundled import (
-    CALIBRATION_TEXTS,
-    EVALUATION_TEXTS,
-    TEXTS,
-    bundled_model_path,
-    bundled_text,
-)
+from cuvee.calibration.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, TEXTS, bundled_model_path, bundled_text
 from cuvee.calibration.corpus import BUNDLED_MODEL, load_bundled_model, read_corpus, spread_sequences
 from cuvee.calibration.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.errors import InputError

@@ -103,8 +103,7 @@ def test_sample_names_the_bad_argument(bundled: tuple[Any, Any], field: str, arg
 
 
 @pytest.mark.parametrize(
-    ("bos", "eos", "first"),
-    [(5, 7, 5), (None, 7, 7), (None, [9, 8], 9), (None, None, None), (None, [], None)],
+    ("bos", "eos", "first"), [(5, 7, 5), (None, 7, 7), (None, [9, 8], 9), (None, None, None), (None, [], None)]
 )
 def test_sample_starts_from_bos_or_eos(
     bundled: tuple[Any, Any], bos: Any, eos: Any, first: int | None, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import torch
 
 from cuvee.codec.support.arena import MOST_KEPT, Arena
 
@@ -30,15 +29,6 @@ def test_a_large_buffer_is_not_kept() -> None:
     kept = arena.array("a", 100, np.uint8)
     assert arena.array("a", MOST_KEPT + 1, np.uint8).shape == (MOST_KEPT + 1,)
     assert np.shares_memory(kept, arena.array("a", 100, np.uint8))
-
-
-def test_tensors_share_the_buffers() -> None:
-    arena = Arena()
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        tensor = arena.tensor("y", 64, dtype)
-        assert tensor.shape == (64,) and tensor.dtype == dtype
-        tensor.fill_(1.5)
-        assert torch.equal(arena.tensor("y", 32, dtype), torch.full((32,), 1.5, dtype=dtype))
 
 
 def test_every_thread_has_its_own() -> None:

@@ -238,16 +238,10 @@ def test_every_truncation_and_any_tail_is_refused(key: bytes | None) -> None:
         read_header(blob + b"\0")
 
 
-def test_the_header_checksum_covers_header_and_contents() -> None:
-    blob = written()
-    for at in range(88 + 39 + 8):
-        for flip in (1, 0x80, 0xFF):
-            changed = bytearray(blob)
-            changed[at] ^= flip
-            with pytest.raises(FormatError):
-                read_header(bytes(changed))
-    changed = bytearray(blob)
-    changed[12] ^= 1  # start: every value is legal
+def test_the_header_checksum_covers_what_may_have_any_value() -> None:
+    """`test_hostile.py` changes every other byte, too."""
+    changed = bytearray(written())
+    changed[12] ^= 1  # start
     with pytest.raises(CorruptError, match="header"):
         read_header(bytes(changed))
 

@@ -68,12 +68,6 @@ def test_every_error_is_called_one() -> None:
     assert [name for name in raised_on_purpose() if not name.endswith("Error")] == []
 
 
-def test_what_the_classes_say_is_what_they_have() -> None:
-    for name in BLAMED.keys() & vars(errors).keys():
-        kind = getattr(errors, name)
-        assert issubclass(kind, CuveeError) and kind.blames_blob is BLAMED[name]
-
-
 def test_mismatches_are_no_bad_arguments() -> None:
     """They say that two things do not belong together, be it a key or a profile; no value of an argument is wrong."""
     for kind in (errors.KeyMismatchError, errors.ProfileMismatchError):

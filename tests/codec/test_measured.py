@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers
 
-import cuvee
-from cuvee.codec.errors import InputError, OutOfMemoryError, UnsupportedModelError
+from cuvee.codec.errors import OutOfMemoryError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models import stand_in
 from cuvee.codec.models.measured import measured_layers
@@ -29,18 +28,6 @@ def long_rope(tiny: Callable[..., Any]) -> Any:
         "phi3", rope_parameters={"rope_type": "longrope", **factors, **THETA, "partial_rotary_factor": 0.5},
         original_max_position_embeddings=64,
     )  # fmt: skip
-
-
-def small(name: str, **changes: Any) -> Any:
-    sizes = {"vocab_size": 61, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return getattr(transformers, name)(**{**sizes, **changes})
-
-
-ABSOLUTE = {
-    "gpt2": lambda: small("GPT2Config", n_embd=32, n_layer=2, n_head=4),
-    "xglm": lambda: small("XGLMConfig", d_model=32, num_layers=2, attention_heads=4, ffn_dim=32),
-    "bloom": lambda: small("BloomConfig", hidden_size=32, n_layer=2, n_head=4),
-}
 
 
 @pytest.fixture
@@ -72,24 +59,6 @@ def test_frequencies_that_change_with_the_length_bind_keys(
     assert not layout.relocatable
     large = make(lambda family, **changes: tiny_config(family, vocab_size=stand_in._SMALL // 16, **changes))
     assert KVLayout.from_config(large, "float32") == layout
-
-
-@pytest.mark.parametrize("family", ABSOLUTE)
-def test_absolute_positions_and_biases_bind_keys(family: str) -> None:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(ABSOLUTE[family]()).eval()
-    layout = KVLayout.of(model)
-    assert all(own.rope is None for own in layout.layers) and not layout.relocatable
-    cache: Any = transformers.DynamicCache()
-    ids = torch.arange(3, 23)[None]
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    codec = cuvee.Codec.without_profile(model)
-    blobs = cuvee.encode_cache(codec, cache, ids)
-    back: Any = cuvee.decode_cache(codec, blobs, model)
-    assert all(torch.equal(own.keys, other.keys) for own, other in zip(back.layers, cache.layers, strict=True))
-    with pytest.raises(InputError, match=rf"^start: must be 0, where the tokens were encoded, got 5: {family} has no"):
-        codec.decode(blobs[0], start=5)
 
 
 def test_the_rotary_module_is_not_believed(model: Any) -> None:

@@ -325,10 +325,7 @@ FAMILY: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, An
         ("one too many", lambda a: np.concatenate([a, a[:1]])),
         ("empty", lambda a: a[:0]),
     )
-] + [
-    ("another sum", "freq", lambda a: _set(a, float(a.flat[-1] + 1))),
-    ("no escapes", "freq", _without_escapes),
-]
+] + [("another sum", "freq", lambda a: _set(a, float(a.flat[-1] + 1))), ("no escapes", "freq", _without_escapes)]
 ARRAYS = [(what, f"family.{name}", change) for what, name, change in FAMILY]
 ARRAYS += [(what, f"section.2.{name}", change) for what, name, change in CLASS_ARRAYS]
 ARRAYS += [(what, f"section.2.predictor.{name}", change) for what, name, change in PREDICTOR]
@@ -344,11 +341,7 @@ ARRAYS += [
 
 @pytest.mark.parametrize(("what", "key", "change"), ARRAYS, ids=[f"{key}: {what}" for what, key, _ in ARRAYS])
 def test_numbers_that_break_a_rule(
-    what: str,
-    key: str,
-    change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
-    fitted: Fitted,
-    tmp_path: Path,
+    what: str, key: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], fitted: Fitted, tmp_path: Path
 ) -> None:
     """Refused by the rule, not by the id, which is anybody's to compute: compiled loops divide by what they find."""
     whole(fitted).save(tmp_path / "p")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests import recognizing
 from tests.chunks import error, same
 from tests.conftest import decoded_layers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
@@ -43,24 +45,13 @@ from cuvee.naming.identity import Identity
 VOCABULARY, TOKENS = 96, 300
 
 
-def small_model(seed: int = 0, layers: int = 3) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.eval()
-    return model
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 512}
+text = partial(recognizing.text, vocabulary=VOCABULARY)
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return small_model()
-
-
-def text(sequences: int, length: int, seed: int) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(seed))
+    return recognizing.small_model(**SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -326,9 +317,11 @@ def test_ids_of_every_vocabulary_survive(vocabulary: int, profile: Profile, chun
 # The profile ---------------------------------------------------------------------------------------------------
 
 
-def test_too_little_text_predicts_nothing(model: LlamaForCausalLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_little_text_predicts_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        few = cuvee.calibrate(small_model(layers=1), text(4, 60, 1), "head", progress=False)
+        few = cuvee.calibrate(
+            recognizing.small_model(**SIZES, num_hidden_layers=1), text(4, 60, 1), "head", progress=False
+        )
     assert few.token_table is None
     assert "no prediction from tokens" in caplog.text
 
@@ -411,11 +404,8 @@ def test_threads_share_a_cache() -> None:
             if not torch.equal(found.rows[torch.from_numpy(found.index)], exact[torch.from_numpy(ids)]):
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(6)))
     assert not wrong
 
 

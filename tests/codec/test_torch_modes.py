@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.recognizing import small_model
+from transformers import LlamaForCausalLM
 
 import cuvee
 from cuvee.blend import Blender, ChunkCache, Segment
@@ -44,16 +45,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
 }
-
-
-def small_model() -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, dtype="float32",
-    )  # fmt: skip
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
-    return model
 
 
 @dataclass(frozen=True)
@@ -90,7 +81,8 @@ class World:
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    model, ids = small_model(), torch.randint(61, (12, 96), generator=torch.Generator().manual_seed(4))
+    model = small_model(3, vocab_size=61, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2)
+    ids = torch.randint(61, (12, 96), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         cache = model(ids[:1], use_cache=True).past_key_values
     return World(model, ids, cache, cuvee.calibrate(model, ids, "layer", progress=False))

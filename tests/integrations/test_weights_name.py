@@ -10,21 +10,6 @@ import pytest
 from cuvee.integrations.weights_name import WeightsName
 
 
-def test_a_name_is_made_in_the_background() -> None:
-    go = threading.Event()
-
-    def make(stop: threading.Event) -> str:
-        go.wait(60)
-        return "a"
-
-    weights = WeightsName(make)
-    assert weights.wait(0) is None
-    assert not weights.holds(None)
-    go.set()
-    named = weights.wait(60)
-    assert named is not None and named is weights.current and named.text == "a" and weights.holds(named)
-
-
 @pytest.mark.parametrize("end", ["withdraw", "close"])
 def test_what_was_made_of_withdrawn_weights_is_dropped(end: str) -> None:
     go, stopped = threading.Event(), []

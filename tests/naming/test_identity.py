@@ -12,16 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuvee.codec.errors import InputError
-from cuvee.naming.identity import (
-    Identity,
-    Media,
-    PageNames,
-    PrefixChain,
-    Scope,
-    content_digest,
-    store_key,
-    tenant_id,
-)
+from cuvee.naming.identity import Identity, Media, PageNames, PrefixChain, Scope, content_digest, store_key, tenant_id
 
 LOSSY = Identity("llama-7b", "spm", b"layout-16-bytes!", b"profile-16-bytes", "step:-64", 2)
 EXACT = Identity("llama-7b", "spm", b"layout-16-bytes!", b"", "lossless")

@@ -98,10 +98,7 @@ def page() -> str:
         return kind != plain, [own != usual for own, usual in zip(kind, plain, strict=True)], kind
 
     columns = list(ENGINES.values())
-    lines = [
-        "| " + " | ".join(["what is served", *columns]) + " |",
-        "|---" * (1 + len(columns)) + "|",
-    ]
+    lines = ["| " + " | ".join(["what is served", *columns]) + " |", "|---" * (1 + len(columns)) + "|"]
     for kind in sorted({kind for kind, _ in best}, key=plain_first):
         differs = [(name, own) for name, own in zip(PLAIN, kind, strict=True) if own != PLAIN[name]]
         what = ", ".join(SHOWN.get(name, "{}").format(own) for name, own in differs) or ", ".join(plain[:2])

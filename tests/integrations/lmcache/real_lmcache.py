@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.vllm_tier.real_tiers import bits, wait_for
+from tests.integrations.vllm_tier.real_tiers import bits
+from tests.waiting import wait_until
 
 from cuvee.calibration.bundled import bundled_model_path
 
@@ -135,7 +136,7 @@ class Server:
     def store(self, numbers: Sequence[int], desc: Any, **key: Any) -> None:
         """Write chunks and wait until the adapter's tasks are done, then forget the chunks in memory."""
         self.write(numbers, desc, **key)
-        wait_for(lambda: self._done == self._written)
+        wait_until(lambda: self._done == self._written)
         self.manager.clear(force=True)
 
     def fetch(self, numbers: Sequence[int], desc: Any, **key: Any) -> int:

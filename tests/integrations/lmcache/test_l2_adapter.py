@@ -7,8 +7,9 @@ import os
 import random
 import re
 import select
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,8 @@ from tests.integrations.lmcache.real_lmcache import (
     values,
 )
 from tests.integrations.stores.dict_store import DictStore, hold
-from tests.integrations.vllm_tier.real_tiers import bits, wait_for
+from tests.integrations.vllm_tier.real_tiers import bits
+from tests.waiting import wait_until
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
@@ -85,7 +87,7 @@ class Memory:
             results.update(self.adapter.pop_completed_store_tasks())
             return task in results
 
-        wait_for(done)
+        wait_until(done)
         return int(results[task])
 
     def save(self, numbers: Sequence[int], desc: Any = None, **key: Any) -> int:
@@ -119,7 +121,7 @@ class Memory:
     def delete(self, numbers: Sequence[int], **key: Any) -> None:
         """Delete chunks and wait until that is done."""
         self.adapter.delete([object_key(number, **key) for number in numbers])
-        wait_for(lambda: not self.adapter._deleting)
+        wait_until(lambda: not self.adapter._deleting)
 
     @property
     def counters(self) -> dict[str, float]:
@@ -136,7 +138,7 @@ def result_of(ask: Callable[[], Any]) -> Any:
             found.append(result)
         return bool(found)
 
-    wait_for(asked)
+    wait_until(asked)
     return found[0]
 
 
@@ -147,31 +149,21 @@ def store() -> DictStore:
 
 @pytest.fixture
 def memory(store: DictStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Memory]]:
-    made: list[Memory] = []
-
     def make(params: dict[str, Any] | None = None, over: Store | None = None) -> Memory:
-        made.append(
-            Memory(over or store, {"load_timeout": 10.0, "lookup_timeout": 10.0, **(params or {})}, monkeypatch)
-        )
-        return made[-1]
+        given = {"load_timeout": 10.0, "lookup_timeout": 10.0, **(params or {})}
+        made = Memory(over or store, given, monkeypatch)
+        stack.callback(made.adapter.close)
+        return made
 
-    yield make
-    store.before = lambda operation: None
-    for each in made:
-        each.adapter.close()
+    with ExitStack() as stack:
+        yield make
+        store.before = lambda operation: None
 
 
 @pytest.fixture
 def server() -> Iterator[Callable[..., Server]]:
-    made: list[Server] = []
-
-    def make(*arguments: Any, **options: Any) -> Server:
-        made.append(Server(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with ExitStack() as stack:
+        yield lambda *arguments, **options: stack.enter_context(closing(Server(*arguments, **options)))
 
 
 # LMCache's storage manager --------------------------------------------------------------------------------------------
@@ -187,7 +179,7 @@ def test_quotas_by_salt_count_stored_bytes(server: Callable[..., Server]) -> Non
     s.manager.quota_manager.set_quota("bob", 3 * raw)
     for salt in ("alice", "bob"):
         s.store(range(8), desc, cache_salt=salt)
-    wait_for(lambda: s.adapter.get_usage().bytes_by_cache_salt["bob"] < 3 * raw)
+    wait_until(lambda: s.adapter.get_usage().bytes_by_cache_salt["bob"] < 3 * raw)
     assert s.fetch(range(8), desc, cache_salt="alice") == 8
     assert 0 < s.fetch(range(8), desc, cache_salt="bob") < 8, "the first ones of a request are kept longest"
     assert s.adapter.get_usage().bytes_by_cache_salt["alice"] < 6 * raw
@@ -201,8 +193,8 @@ def test_capacity_is_that_of_stored_bytes(server: Callable[..., Server]) -> None
     assert s.adapter.supports_global_eviction
     for first in range(0, 24, 4):
         s.store(range(first, first + 4), layout_desc())
-    wait_for(lambda: s.adapter.get_usage().usage_fraction < 0.9)
-    wait_for(lambda: not s.adapter._deleting)
+    wait_until(lambda: s.adapter.get_usage().usage_fraction < 0.9)
+    wait_until(lambda: not s.adapter._deleting)
     held = sum(s.fetch([number], layout_desc()) for number in range(24))
     assert 3 < held == s.adapter.report_status()["stored_object_count"] < 24
 
@@ -408,7 +400,7 @@ def test_what_is_being_deleted_is_not_found(memory: Callable[..., Memory], store
     m.adapter.delete([object_key(1)])
     assert m.found([1]) == []
     held.set()
-    wait_for(lambda: not m.adapter._deleting)
+    wait_until(lambda: not m.adapter._deleting)
     assert store.calls.count("delete") == 1 and not store.entries
 
 
@@ -438,33 +430,26 @@ def test_ranks_keep_their_own_heads(memory: Callable[..., Memory], store: DictSt
 
 def test_many_tasks_at_once(memory: Callable[..., Memory]) -> None:
     """Threads store, look up, load and delete the same chunks; whatever is loaded is right."""
-    m, failed = memory(), []
+    m = memory()
 
     def work(seed: int) -> None:
         generator = random.Random(seed)
-        try:
-            for _ in range(6):
-                numbers = generator.sample(range(12), 4)
-                salt = generator.choice(["", "alice"])
-                if generator.random() < 0.5:
-                    m.adapter.submit_store_task(
-                        [object_key(number, cache_salt=salt) for number in numbers],
-                        [m.object(layout_desc(), number) for number in numbers],
-                    )
-                found = m.found(numbers, cache_salt=salt)
-                m.load(numbers, cache_salt=salt)
-                m.unlock(found, cache_salt=salt)
-                m.adapter.delete([object_key(generator.randrange(12), cache_salt=salt)])
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(6):
+            numbers = generator.sample(range(12), 4)
+            salt = generator.choice(["", "alice"])
+            if generator.random() < 0.5:
+                m.adapter.submit_store_task(
+                    [object_key(number, cache_salt=salt) for number in numbers],
+                    [m.object(layout_desc(), number) for number in numbers],
+                )
+            found = m.found(numbers, cache_salt=salt)
+            m.load(numbers, cache_salt=salt)
+            m.unlock(found, cache_salt=salt)
+            m.adapter.delete([object_key(generator.randrange(12), cache_salt=salt)])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    wait_for(lambda: not m.adapter._deleting)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    wait_until(lambda: not m.adapter._deleting)
     assert m.adapter.report_status()["locked_key_count"] == 0
     assert not any(name.startswith("contained") for name in m.counters)
 

@@ -19,6 +19,7 @@ from tests.integrations.sglang import real_sglang, test_hicache
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier import real_tiers
+from tests.waiting import wait_until
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
@@ -185,7 +186,7 @@ class L2(Adapter):
             self._tasks -= self.memory.adapter.pop_completed_store_tasks().keys()
             return not self._tasks
 
-        real_tiers.wait_for(done)
+        wait_until(done)
 
     def load(self, count: int, sequence: int = 0, expected: Sequence[KVChunk] | None = None) -> int:
         adapter, objects = self.memory.adapter, [self.memory.object(self._desc) for _ in range(count)]

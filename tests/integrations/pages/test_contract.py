@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,9 @@ def kind(request: pytest.FixtureRequest) -> type[Adapter]:
 
 @pytest.fixture
 def make(kind: type[Adapter], store: DictStore) -> Iterator[Make]:
-    made: list[Adapter] = []
-
-    def build(options: dict[str, Any] | None = None, **given: Any) -> Adapter:
-        made.append(kind(store, options or {}, **given))
-        return made[-1]
-
-    yield build
-    store.before = lambda operation: None
-    for each in made:
-        each.close()
+    with ExitStack() as stack:
+        yield lambda options=None, **given: stack.enter_context(closing(kind(store, options or {}, **given)))
+        store.before = lambda operation: None
 
 
 # There and back -------------------------------------------------------------------------------------------------------

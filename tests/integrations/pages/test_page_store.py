@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -101,16 +102,14 @@ def store() -> DictStore:
 
 @pytest.fixture
 def desk(store: DictStore) -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
     def make(*arguments: Any, **options: Any) -> Desk:
-        made.append(Desk(store, *arguments, **options))
-        return made[-1]
+        made = Desk(store, *arguments, **options)
+        stack.callback(made.pages.close)
+        return made
 
-    yield make
-    store.before = lambda operation: None
-    for each in made:
-        each.pages.close()
+    with ExitStack() as stack:
+        yield make
+        store.before = lambda operation: None
 
 
 def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.integrations.profile_collection.small_profiles import (
     WEIGHTS,
     small_profile,
 )
-from tests.integrations.stores.fake_http import FakeHTTP, answer, fake_http
+from tests.integrations.stores.fake_http import FakeHTTP, answer
 
 from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
@@ -41,7 +42,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield f"file://{tmp_path}/collection"
     elif request.param == "bucket":
         pytest.importorskip("obstore", reason="needs obstore")
-        with fake_http() as server:
+        with closing(FakeHTTP()) as server:
             yield server.url
     else:
         with fake_hub(tmp_path / "hub", monkeypatch):
@@ -217,7 +218,7 @@ def test_a_failed_push_leaves_no_half_profile(folder: Path, monkeypatch: pytest.
 @pytest.fixture
 def bucket() -> Iterator[FakeHTTP]:
     pytest.importorskip("obstore", reason="needs obstore")
-    with fake_http() as server:
+    with closing(FakeHTTP()) as server:
         yield server
 
 

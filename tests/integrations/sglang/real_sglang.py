@@ -68,6 +68,13 @@ def page_hash() -> Callable[[list[int], None, int], list[str]]:
     return found
 
 
+def pool_modules(kind: str) -> tuple[ModuleType, ModuleType]:
+    """Import SGLang's modules of device pools and of host pools of a kind."""
+    # Pools of a test take megabytes, also where little more is free: SGLang leaves ten gigabytes to others.
+    vars(real("sglang.srt.mem_cache.pool_host.base"))["HICACHE_HOST_MEMORY_RESERVE_BYTES"] = 0
+    return real("sglang.srt.mem_cache.device_pool_info"), real(f"sglang.srt.mem_cache.pool_host.{kind}")
+
+
 def host_pool(
     arrangement: str, *, layers: int, heads: int, dim: int, page_tokens: int, pages: int, dtype: torch.dtype
 ) -> Any:
@@ -80,7 +87,7 @@ def host_pool(
         pages: pages of the device's pool.
         dtype: of the cache.
     """
-    info, mha = real("sglang.srt.mem_cache.device_pool_info"), real("sglang.srt.mem_cache.pool_host.mha")
+    info, mha = pool_modules("mha")
     tokens = pages * page_tokens
     keys, values = ([torch.zeros(tokens, heads, dim, dtype=dtype) for _ in range(layers)] for _ in range(2))
     addresses = [torch.tensor([each.data_ptr() for each in unit], dtype=torch.uint64) for unit in (keys, values)]
@@ -113,7 +120,7 @@ def latent_pool(
         pages: pages of the device's pool.
         dtype: of the cache.
     """
-    info, mla = real("sglang.srt.mem_cache.device_pool_info"), real("sglang.srt.mem_cache.pool_host.mla")
+    info, mla = pool_modules("mla")
     tokens, width = pages * page_tokens, latent + rotated
     buffers = tuple(torch.zeros(tokens, 1, width, dtype=dtype) for _ in range(layers))
     device = info.MLABufferInfo(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -127,15 +128,13 @@ class Rank:
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
-    made: list[Rank] = []
-
     def make(extra: dict[str, Any] | None = None, *arguments: Any, **options: Any) -> Rank:
-        made.append(Rank({"store": f"file://{tmp_path}/store", **(extra or {})}, *arguments, **options))
-        return made[-1]
+        made = Rank({"store": f"file://{tmp_path}/store", **(extra or {})}, *arguments, **options)
+        stack.callback(made.backend.close)
+        return made
 
-    yield make
-    for each in made:
-        each.backend.close()
+    with ExitStack() as stack:
+        yield make
 
 
 TOKENS = random.Random(0).choices(range(4096), k=16 * 200)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import BinaryIO
 
 from tests.integrations.stores.loopback import LoopbackServer, Said
@@ -66,13 +65,3 @@ class FakeHTTP(LoopbackServer):
             return answer("404 Not Found", b"" if method == "HEAD" else b"no such object")
         data = self.objects[path]
         return answer(Content_Length=str(len(data))) if method == "HEAD" else answer(body=data)
-
-
-@contextmanager
-def fake_http() -> Iterator[FakeHTTP]:
-    """Yield a `FakeHTTP`, and close it afterwards."""
-    server = FakeHTTP()
-    try:
-        yield server
-    finally:
-        server.close()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from tests.integrations.stores.loopback import LoopbackServer, Said
@@ -56,13 +55,3 @@ class FakeRedis(LoopbackServer):
                 self.commands.append(command)
             reply: Any = self.replies.get(name, HONEST.get(name, b"+OK\r\n"))
             self.say(connection, reply(command) if callable(reply) else reply)
-
-
-@contextmanager
-def fake_redis(**replies: Reply) -> Iterator[FakeRedis]:
-    """Yield a `FakeRedis`, and close it afterwards."""
-    server = FakeRedis(**replies)
-    try:
-        yield server
-    finally:
-        server.close()

@@ -9,14 +9,14 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import wait_until
 
 _PATIENCE = 20.0  # seconds after which a server or a cluster counts as broken
 
@@ -33,14 +33,6 @@ def require_redis() -> str:
     if os.environ.get("CUVEE_REQUIRE_REDIS") == "1":
         pytest.fail(f"CUVEE_REQUIRE_REDIS=1, but {missing} is not installed")
     pytest.skip(f"needs {missing}")
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Check every 20 ms until `condition` holds."""
-    end = time.monotonic() + _PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"not within {_PATIENCE:g} s: {what}"
-        time.sleep(0.02)
 
 
 class RedisServer:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from tests.integrations.stores.dict_store import FakeStore, hold
 from tests.integrations.stores.fake_clock import Clock
-from tests.integrations.stores.redis_server import wait_until
+from tests.waiting import wait_until
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError
@@ -28,11 +29,6 @@ def down() -> StoreError:
 @pytest.fixture
 def inner() -> FakeStore:
     return FakeStore(shared=True)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -200,11 +196,8 @@ def test_operations_that_fail_together_open_the_circuit_once(
         together.wait(LONG)
 
     inner.before = meet
-    threads = [threading.Thread(target=store.get, args=(KEY,)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(store.get, [KEY] * 8))
     inner.before = lambda call: None
     mend(inner)
     assert figures(store) == (8, 0)

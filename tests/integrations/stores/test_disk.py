@@ -27,12 +27,7 @@ from cuvee.integrations.stores import counted, disk, folder, safe_files
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.disk import DiskStore
-from cuvee.integrations.stores.envelope import (
-    HEADER_BYTES,
-    ExpiredError,
-    seal,
-    verify,
-)
+from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, verify
 
 KEY = "ab/0123"
 
@@ -324,12 +319,7 @@ def test_neither_the_root_nor_its_lock_is_a_link(root: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [
-        ({"path": ""}, "path"),
-        ({"max_bytes": 0}, "max_bytes"),
-        ({"ttl": 0.0}, "ttl"),
-        ({"ttl": float("nan")}, "ttl"),
-    ],
+    [({"path": ""}, "path"), ({"max_bytes": 0}, "max_bytes"), ({"ttl": 0.0}, "ttl"), ({"ttl": float("nan")}, "ttl")],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(InputError, match=f"^{name}: must"):
@@ -495,10 +485,7 @@ def raising(number: int) -> Callable[..., Any]:
     return fail
 
 
-@pytest.mark.parametrize(
-    ("call", "number"),
-    [("replace", errno.EIO), ("open", errno.EIO), ("read", errno.EMFILE)],
-)
+@pytest.mark.parametrize(("call", "number"), [("replace", errno.EIO), ("open", errno.EIO), ("read", errno.EMFILE)])
 def test_what_no_entry_is_to_blame_for_is_a_failure(
     root: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:

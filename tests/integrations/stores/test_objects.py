@@ -6,18 +6,18 @@ import gzip
 import importlib
 import itertools
 import os
-import secrets
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from tests.integrations.stores.fake_http import FakeHTTP, answer, fake_http, head
+from tests.integrations.stores.fake_http import FakeHTTP, answer, head
 from tests.integrations.stores.loopback import Said
-from tests.integrations.stores.s3_server import BUCKET, SECRET, s3_server
+from tests.integrations.stores.s3_server import SECRET
 
 if os.environ.get("CUVEE_REQUIRE_S3") != "1":
     pytest.importorskip("obstore", reason="needs obstore")
@@ -43,17 +43,16 @@ Open = Callable[..., ObjectStore]
 
 @pytest.fixture
 def open_objects() -> Iterator[Open]:
-    """Return a function that opens an `ObjectStore`, which is closed after the test."""
-    stores: list[ObjectStore] = []
+    """Return a function that opens an `ObjectStore`, which is closed twice after the test."""
 
     def make(url: str, **named: Any) -> ObjectStore:
-        stores.append(ObjectStore(url, **named))
-        return stores[-1]
+        store = ObjectStore(url, **named)
+        for _ in range(2):
+            stack.callback(store.close)
+        return store
 
-    yield make
-    for store in stores:
-        store.close()
-        store.close()
+    with ExitStack() as stack:
+        yield make
 
 
 def counted(store: ObjectStore) -> TierCounters:
@@ -63,40 +62,26 @@ def counted(store: ObjectStore) -> TierCounters:
 # A real server
 
 
-@pytest.fixture(scope="module")
-def shared_bucket() -> Iterator[dict[str, str]]:
-    with s3_server() as environment:
-        yield environment
-
-
-@pytest.fixture
-def url(shared_bucket: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the URL of an empty prefix."""
-    for name, text in shared_bucket.items():
-        monkeypatch.setenv(name, text)
-    return f"s3://{BUCKET}/{secrets.token_hex(8)}"
-
-
 def test_an_endpoint_without_tls_has_to_be_allowed(
-    url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch
+    s3_url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(StoreError, match=r"^object store s3://"):
-        open_objects(url).put(KEY, b"x")
+        open_objects(s3_url).put(KEY, b"x")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    assert open_objects(url).contains([KEY]) == [False]
+    assert open_objects(s3_url).contains([KEY]) == [False]
 
 
-def test_signed_requests(url: str, monkeypatch: pytest.MonkeyPatch, open_objects: Open) -> None:
+def test_signed_requests(s3_url: str, monkeypatch: pytest.MonkeyPatch, open_objects: Open) -> None:
     """The server refuses requests without a signature, or with a wrong one. No message shows the key."""
-    store = open_store(f"{url}?ttl=1d", guarded=False)
+    store = open_store(f"{s3_url}?ttl=1d", guarded=False)
     assert store.put(KEY, b"x") and store.get(KEY) == b"x" and store.delete_tenant("ab") == 1
     store.close()
     wrong = SECRET[:-1] + "x"
     for name, text in (("AWS_SECRET_ACCESS_KEY", wrong), ("AWS_SKIP_SIGNATURE", "true")):
         with monkeypatch.context() as patch:
             patch.setenv(name, text)
-            refused = open_objects(url)
+            refused = open_objects(s3_url)
             with pytest.raises(StoreError, match="403") as caught:
                 refused.put(KEY, b"y")
             assert wrong not in str(caught.value)
@@ -104,9 +89,9 @@ def test_signed_requests(url: str, monkeypatch: pytest.MonkeyPatch, open_objects
                 refused.get(KEY)
 
 
-def test_what_a_server_lists_is_checked(url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_lists_is_checked(s3_url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what has the name of an entry of this tenant is deleted."""
-    store = open_objects(url)
+    store = open_objects(s3_url)
     deleted: list[str] = []
     names = ["ab/01/0123", "cd/01/0123", "ab/01/0223", "../ab/01/0123", "ab/01/0123/x", "ab/01/01\n", "ab"]
     monkeypatch.setattr(obstore, "list", lambda *_, **__: iter([[{"path": name} for name in names], []]))
@@ -114,7 +99,7 @@ def test_what_a_server_lists_is_checked(url: str, open_objects: Open, monkeypatc
     assert store.delete_tenant("ab") == 1 and deleted == ["ab/01/0123"]
 
 
-def test_a_forked_process_gets_an_error_rather_than_hanging(url: str) -> None:
+def test_a_forked_process_gets_an_error_rather_than_hanging(s3_url: str) -> None:
     """The threads of obstore do not survive a fork, and a call would wait for them for ever."""
     code = """
         import os, sys
@@ -131,7 +116,7 @@ def test_a_forked_process_gets_an_error_rather_than_hanging(url: str) -> None:
             os._exit(2)
         assert os.waitpid(child, 0)[1] == 7 << 8 and store.get("ab/01") == b"x"
         """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), url]
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), s3_url]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
@@ -140,7 +125,7 @@ def test_a_forked_process_gets_an_error_rather_than_hanging(url: str) -> None:
 
 @pytest.fixture
 def server() -> Iterator[FakeHTTP]:
-    with fake_http() as server:
+    with closing(FakeHTTP()) as server:
         yield server
 
 

@@ -12,12 +12,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
-from tests.integrations.stores.fake_redis import FakeRedis, bulk, fake_redis
-from tests.integrations.stores.redis_server import RedisServer, redis_cluster, redis_server, wait_until
+from tests.integrations.stores.fake_redis import FakeRedis, bulk
+from tests.integrations.stores.redis_server import RedisServer, redis_cluster, redis_server
+from tests.waiting import wait_until
 
 if os.environ.get("CUVEE_REQUIRE_REDIS") != "1":
     pytest.importorskip("redis", reason="needs redis-py")
@@ -55,17 +57,16 @@ def cluster() -> Iterator[list[RedisServer]]:
 
 @pytest.fixture
 def open_redis() -> Iterator[Open]:
-    """Return a function that opens a `RedisStore`, which is closed after the test."""
-    stores: list[RedisStore] = []
+    """Return a function that opens a `RedisStore`, which is closed twice after the test."""
 
     def make(url: str, *arguments: Any, **named: Any) -> RedisStore:
-        stores.append(RedisStore(url, *arguments, **{"timeout": 5.0, **named}))
-        return stores[-1]
+        store = RedisStore(url, *arguments, **{"timeout": 5.0, **named})
+        for _ in range(2):
+            stack.callback(store.close)
+        return store
 
-    yield make
-    for store in stores:
-        store.close()
-        store.close()
+    with ExitStack() as stack:
+        yield make
 
 
 def counted(store: RedisStore) -> TierCounters:
@@ -232,24 +233,17 @@ def test_a_cluster_is_resharded_while_it_is_read_and_written(cluster: list[Redis
                     failures.append("what was written is not there")
             rounds[1] += 1
 
-    def tried(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:
-            failures.append(error)
-
     before = [len(_names(node)) for node in cluster]
-    threads = [threading.Thread(target=tried, args=(work,)) for work in (read, write)]
-    for thread in threads:
-        thread.start()
+    pool = ThreadPoolExecutor(2)
+    working = [pool.submit(read), pool.submit(write)]
     with cluster[0].client() as source, cluster[1].client() as target:
         ids = [client.execute_command("CLUSTER", "MYID").decode() for client in (source, target)]
     command = ["redis-cli", "--cluster", "reshard", f"127.0.0.1:{cluster[0].port}", "--cluster-yes"]
     command += ["--cluster-from", ids[0], "--cluster-to", ids[1], "--cluster-slots", "2000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     over.set()
-    for thread in threads:
-        thread.join()
+    for each in working:
+        each.result(60)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr
     after = [len(_names(node)) for node in cluster]
     assert after[0] < before[0] and after[1] > before[1], "entries have moved"
@@ -262,7 +256,7 @@ def test_a_cluster_is_resharded_while_it_is_read_and_written(cluster: list[Redis
 
 @pytest.fixture
 def peer() -> Iterator[FakeRedis]:
-    with fake_redis() as server:
+    with closing(FakeRedis()) as server:
         yield server
 
 

@@ -14,17 +14,12 @@ from typing import Any
 import pytest
 from tests.integrations.stores.dict_store import Held
 from tests.integrations.stores.fake_clock import Clock
-from tests.integrations.stores.redis_server import wait_until
+from tests.waiting import wait_until
 
 from cuvee.integrations.stores import threads
 from cuvee.integrations.stores.threads import ThreadPool
 
 LONG = 10.0  # seconds after which a hanging test fails
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.integrations.stores.dict_store import FakeStore, Held
-from tests.integrations.stores.redis_server import wait_until
+from tests.waiting import wait_until
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import tiered

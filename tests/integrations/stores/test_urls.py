@@ -72,10 +72,7 @@ def test_file(tmp_path: Path, place: str, options: str, root: str, budget: int |
         ("redis://host:6379/0", ("redis://host:6379/0", None, 1.0, False)),
         ("redis://host", ("redis://host", None, 1.0, False)),
         ("redis://[::1]:6379/2", ("redis://[::1]:6379/2", None, 1.0, False)),
-        (
-            "redis://user:p%40ss@host:6379/0?ttl=1h&timeout=0.5",
-            ("redis://user:p%40ss@host:6379/0", 3600, 0.5, False),
-        ),
+        ("redis://user:p%40ss@host:6379/0?ttl=1h&timeout=0.5", ("redis://user:p%40ss@host:6379/0", 3600, 0.5, False)),
         ("valkey://host:1/", ("redis://host:1/", None, 1.0, False)),
         ("VALKEYS://host:1", ("rediss://host:1", None, 1.0, False)),
         (
@@ -145,10 +142,7 @@ def test_a_bad_tier_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> N
         ("/var/cache", r"^url: must begin with .*got /var/cache; did you mean file:///var/cache\?$"),
         ("flie:///x", r"^url: must begin with the scheme of a store.*, got flie://; did you mean file://\?"),
         ("ftp+x://h", r"^url: must begin with the scheme of a store.*, got ftp\+x://; there are memory, file"),
-        (
-            "memory://?max_bg=8",
-            r"^max_bg: must be an option of memory:// stores; did you mean max_gb\? \(in memory://",
-        ),
+        ("memory://?max_bg=8", r"^max_bg: must be an option of memory:// stores; did you mean max_gb\? \(in memory://"),
         ("memory://?ttl=1d", r"^ttl: must be an option of memory:// stores; did you mean|there [a-z]+ max_gb"),
         ("memory://name", r"^url: must be memory:// with options only"),
         (

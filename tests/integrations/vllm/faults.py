@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests.integrations.stores.dict_store import DictStore
-from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm.engines import (
     cuvee,
@@ -41,6 +40,7 @@ from tests.integrations.vllm.engines import (
     start_engine,
     total,
 )
+from tests.waiting import wait_until
 
 from cuvee.integrations.stores import Store, open_store
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore
-from tests.integrations.stores.redis_server import wait_until
+from tests.waiting import wait_until
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.dict_store import DictStore
-from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.injection import POINTS, Injector
 from tests.integrations.vllm.sides import Bench, Desk, image, make_request
 from tests.integrations.vllm.small_engine import SmallEngine
+from tests.waiting import wait_until
 
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores.base import TierCounters

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import Desk, image, make_request
 from tests.integrations.vllm.small_engine import SmallEngine
+from tests.waiting import wait_until
 
 from cuvee.integrations import adapters
 from cuvee.integrations.vllm import media_names

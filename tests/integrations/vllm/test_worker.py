@@ -14,8 +14,8 @@ import pytest
 import torch
 from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore, hold
-from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, Served, make_pages, poison
+from tests.waiting import wait_until
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec

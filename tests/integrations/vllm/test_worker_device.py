@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from tests.codec.forging import sections_of, with_section
-from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import BLOCKS, CHUNK, TENANT, Bench
 from tests.kernels.late_device import CUDA, DeviceTensor, LateDevice, late_device
+from tests.waiting import wait_until
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError

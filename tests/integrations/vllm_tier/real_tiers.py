@@ -13,13 +13,14 @@ import importlib
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from tests.waiting import wait_until
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
@@ -67,14 +68,6 @@ def same(one: KVChunk, other: KVChunk) -> bool:
     """Whether two chunks hold the same bits."""
     pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
     return all(torch.equal(bits(a), bits(b)) for a, b in pairs)
-
-
-def wait_for(true: Callable[[], Any], timeout: float = 60.0) -> None:
-    """Wait until something is true."""
-    until = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < until, "timed out"
-        time.sleep(0.002)
 
 
 @cache
@@ -173,7 +166,7 @@ class Engine:
             self.step()
             return not self.manager._jobs
 
-        wait_for(settled)
+        wait_until(settled)
 
     def chunk(self, row: int) -> KVChunk:
         """What our view sees in a row."""

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,8 @@ from tests.integrations.vllm_tier.real_tiers import (
     Worker,
     key_of,
     real,
-    wait_for,
 )
+from tests.waiting import wait_until
 
 from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
@@ -41,16 +42,12 @@ def _needs_vllm() -> None:
 
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
     def make(tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
         given = {"store": "memory://?max_gb=0.099", "load_timeout": 10.0, "lookup_timeout": 10.0, **(tier or {})}
-        made.append(Engine(given, **changes))
-        return made[-1]
+        return stack.enter_context(closing(Engine(given, **changes)))
 
-    yield make
-    for each in made:
-        each.close()
+    with ExitStack() as stack:
+        yield make
 
 
 @pytest.fixture
@@ -129,7 +126,7 @@ def test_what_can_be_loaded_is_kept_and_the_rest_is_computed(engine: Callable[..
         e.tier.on_schedule_end(None)
         return answers
 
-    wait_for(lambda: asked() == [found.HIT] * 6)
+    wait_until(lambda: asked() == [found.HIT] * 6)
     del store.entries[entries[3]]
     assert e.lookup(range(6), context) == 3
     assert e.counters["loaded_pages"] == 3, "they were loaded once"
@@ -269,7 +266,7 @@ def test_a_job_with_bad_rows_or_lengths_fails(engine: Callable[..., Engine]) -> 
         results.extend(e.tier.get_finished_jobs())
         return len(results) == 3
 
-    wait_for(all_three)
+    wait_until(all_three)
     by_number = {result.job_id: result for result in results}
     assert not by_number[1].success and not by_number[2].success and by_number[3].success
     assert e.tier.get_finished_jobs() == []
