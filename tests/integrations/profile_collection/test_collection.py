@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -204,7 +205,7 @@ def test_a_failed_push_leaves_no_half_profile(folder: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(module.shutil, "copyfile", full)
+        patched.setattr(shutil, "copyfile", full)
         for number in range(2):
             with pytest.raises(StoreError, match="No space left on device"):
                 push(str(folder), small_profile(number))

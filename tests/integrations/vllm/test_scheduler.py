@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.dict_store import hold
-from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import (
     BLOCK,
     CHUNK,
@@ -25,6 +24,7 @@ from tests.integrations.vllm.sides import (
     make_request,
     patience,
 )  # fmt: skip
+from tests.waiting import wait_until
 
 from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.adapters import AdapterFiles
