@@ -51,4 +51,4 @@ def may_be_smaller(values: npt.NDArray[Any], bits: float) -> bool:
     if tokens < 2:
         return False
     equal = int(np.count_nonzero(values[:, None] == values)) - values.size  # but for each token and itself
-    return equal * 2.0 ** (bits + _MARGIN) >= values.size * (tokens - 1)
+    return bool(equal * 2.0 ** (bits + _MARGIN) >= values.size * (tokens - 1))
