@@ -182,7 +182,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         self._leading = leading_ids(self.tokenizer)
         if method is None:
             source = Profile.unlearned(self.layout) if self._profile is None else self._profile
-            sized = {"dtype": self.layout.dtype} if "ratio" in asked else {}
+            sized: dict[str, Any] = {"dtype": self.layout.dtype} if "ratio" in asked else {}
             method = CodecMethod(Codec(source, backend=codec_backend or "auto", **asked, **sized))
         self.use(method)
 

@@ -122,7 +122,7 @@ def quick_config(config: ReportConfig) -> ReportConfig:
         given = getattr(config, name)
         if given != getattr(default, name) and given > value:
             raise InputError(f"{name}: must be at most {value} in a quick report, got {given}: leave out one of them")
-    numbers = {name: min(getattr(config, name) or value, value) for name, value in most.items()}
+    numbers: dict[str, Any] = {name: min(getattr(config, name) or value, value) for name, value in most.items()}
     numbers["calibration_sequences"] = min(config.learned_sequences, numbers["calibration_sequences"])
     tasks = QUICK_TASKS if config.tasks == default.tasks else config.tasks
     return replace(config, quick=True, tasks=tasks, **numbers)

@@ -111,9 +111,9 @@ def calibrate(
         >>> profile.source, len(profile.learned)
         ('calibrated', 2)
     """
-    for name, given in (("flops", flops is not None), ("tensor_parallel", tensor_parallel)):
+    for option, given in (("flops", flops is not None), ("tensor_parallel", tensor_parallel)):
         if given and group != "auto":
-            raise InputError(f"{name}: must come with group='auto', which it is for, got {group!r}: leave one out")
+            raise InputError(f"{option}: must come with group='auto', which it is for, got {group!r}: leave one out")
     fingerprint = model_fingerprint(model)
     layout = coded_layout(model)
     testing: dict[str, torch.Tensor] = {}
