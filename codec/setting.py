@@ -148,16 +148,6 @@ class Settings:
         lossless = self.predicted.lossless and self.plain.lossless
         return None if lossless or not self.limits_kl else max(self.profile.lengths, default=None)
 
-    @property
-    def layer_runs(self) -> tuple[range, ...]:
-        """The runs of layers that cost least to restore one after the other, in order; together all layers.
-
-        Layers that were coded together are one run.
-        """
-        if self.predicted.lossless:
-            return tuple(range(layer, layer + 1) for layer in range(self.profile.layout.num_layers))
-        return tuple(range(section.first_layer, section.end_layer) for section in self.profile.sections)
-
 
 def check_refinements(refinements: object, profile: Profile) -> None:
     """Raise InputError unless a codec may have this many refinements."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuvee.codec.errors import CorruptError
 from cuvee.codec.support.arrays import I32, U16, U32
 
 LOWER_BOUND = 1 << 16
@@ -45,15 +44,6 @@ NO_ESCAPES = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
 def stream_count(tokens: int, tokens_per_stream: int) -> int:
     """Return the number of streams that hold `tokens` tokens."""
     return -(-tokens // tokens_per_stream)
-
-
-def check_streams(streams: Streams, tokens_per_stream: int, tokens: int) -> None:
-    """Raise CorruptError unless the parts of `streams` agree with each other and with the number of tokens."""
-    count = stream_count(tokens, tokens_per_stream)
-    if len(streams.states) != count or len(streams.lengths) != count:
-        raise CorruptError(f"{tokens} tokens need {count} entropy-coded streams, there are {len(streams.states)}")
-    if int(streams.lengths.sum(dtype=np.uint64)) != len(streams.words):
-        raise CorruptError("the lengths of the entropy-coded streams do not add up to their words")
 
 
 def windows(first: int, end: int) -> Iterator[slice]:

@@ -45,11 +45,10 @@ class Rows:
         return replace(self, begins=self.begins[part])
 
 
-def dense_rows(tensor: torch.Tensor, tokens: I64 | None = None) -> Rows:
-    """Return the rows of a tensor `[T, H, D]` whose last dimension is adjacent; of these of its tokens, if given."""
+def dense_rows(tensor: torch.Tensor) -> Rows:
+    """Return the rows of a tensor `[T, H, D]` whose last dimension is adjacent."""
     count, heads, size = tensor.shape
-    numbers = np.arange(count, dtype=np.int64) if tokens is None else tokens
-    return Rows(all_memory(tensor), numbers * tensor.stride(0), tensor.stride(1), heads, size)
+    return Rows(all_memory(tensor), np.arange(count) * tensor.stride(0), tensor.stride(1), heads, size)
 
 
 def has_rows(cache: PagedCache) -> bool:

@@ -8,8 +8,9 @@ import struct
 import numpy as np
 import pytest
 from tests.codec.inner_loops import find_part, list_words
+from tests.codec.reference.coded_part import Reader, read_coded
 
-from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded, write_coded
+from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.streams import Escapes, Streams
 from cuvee.codec.stages.compiled import coded_part as compiled
 from cuvee.codec.support.arrays import U16

@@ -17,6 +17,7 @@ from tests.classed import with_classes
 from tests.codec.forging import ENTRY, HEADER, OFFSETS, codec_of, correlated_chunk, reseal, reseal_header, sections_of
 from tests.codec.reference import get_stages
 from tests.codec.reference.byte_planes import read_model
+from tests.codec.reference.coded_part import Reader
 from tests.codec.reference.token_order import coding_order
 from tests.codec.vectors import FOLDER as GOLDEN
 from tests.codec.vectors import KEY, golden_codec
@@ -31,7 +32,7 @@ from cuvee.codec.entropy.coding_plan import ESCAPE
 from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import CLASSES, SectionPlanes, one_class
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.format.coded_part import CodedPart, Reader, write_coded
+from cuvee.codec.format.coded_part import CodedPart, write_coded
 from cuvee.codec.format.container import inspect, read_header, write_blob
 from cuvee.codec.format.keys import Key
 from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, Escapes, Streams

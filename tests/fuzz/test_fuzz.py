@@ -95,7 +95,7 @@ def _verify_without_payload(*entry: Any) -> None:
 REFERENCE = ("tests.fuzz.blobs.REFERENCE_EVERY", 1)
 # Who finds it, in how many cases, what the finding says, and what is put in the place of what.
 DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
-    "lengths": (BlobTarget, 300, "Error", [("cuvee.codec.format.coded_part.Reader.take", unchecked)]),
+    "lengths": (BlobTarget, 300, "Error", [("tests.codec.reference.coded_part.Reader.take", unchecked)]),
     "escapes": (
         BlobTarget, 600, "refuses what numba",
         [REFERENCE, ("cuvee.codec.stages.compiled.sections._decode", without_escapes)],

@@ -1,4 +1,4 @@
-"""Parse the coded part of a section in compiled loops, with the checks of `read_coded`, in the same order."""
+"""Parse the coded part of a section in compiled loops, and check it, in the order of `codec/FORMAT.md`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Coded sections to coefficients, compiled: all sections of a chunk in one call that releases the GIL.
 
-    bytes --index--> classes, streams, escapes                                  once
-    a tile of them --decode_streams--> planes --levels, dequantize--> y           for each tile
-
-The results are those of `reference/sections.py`, which explains the steps section by section.
+bytes --index--> classes, streams, escapes                                  once
+a tile of them --decode_streams--> planes --levels, dequantize--> y           for each tile
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.codec.reference.coded_part import Reader, read_coded
 from tests.codec.reference.rans import rans_decode
 
 from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables
 from cuvee.codec.entropy.token_classes import one_class
 from cuvee.codec.format import rules
-from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
+from cuvee.codec.format.coded_part import CodedPart
 from cuvee.codec.format.rules import rule_error
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.byte_planes import COUNT, PAIRS, BytePlane

@@ -31,7 +31,7 @@ from cuvee.codec.entropy.token_classes import ColumnPlan, SectionPlanes, one_cla
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.format import rules
 from cuvee.codec.format.rules import rule_error
-from cuvee.codec.format.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count, windows
+from cuvee.codec.format.streams import LOWER_BOUND, WORD_BITS, Streams, stream_count, windows
 from cuvee.codec.support.arrays import U8
 
 
@@ -72,6 +72,15 @@ def _encode(section: SectionPlanes, tables: EntropyTables) -> Streams:
     lengths = np.array([len(w) for w in words], dtype=np.uint32)
     flat = np.array([word for w in words for word in reversed(w)], dtype=np.uint16)
     return Streams(state.astype(np.uint32), lengths, flat)
+
+
+def check_streams(streams: Streams, tokens_per_stream: int, tokens: int) -> None:
+    """Raise CorruptError unless the parts of `streams` agree with each other and with the number of tokens."""
+    count = stream_count(tokens, tokens_per_stream)
+    if len(streams.states) != count or len(streams.lengths) != count:
+        raise CorruptError(f"{tokens} tokens need {count} entropy-coded streams, there are {len(streams.states)}")
+    if int(streams.lengths.sum(dtype=np.uint64)) != len(streams.words):
+        raise CorruptError("the lengths of the entropy-coded streams do not add up to their words")
 
 
 def rans_decode(streams: Streams, columns: U8, plan: ColumnPlan, tables: EntropyTables, tokens_per_stream: int) -> U8:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from tests.codec.reference.coded_part import Reader, read_coded
 from tests.codec.reference.rans import decode_classes, rans_decode
 from tests.codec.reference.symbols import from_planes
 from tests.codec.reference.token_order import coding_order
 
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.format import rules
-from cuvee.codec.format.coded_part import CodedPart, Reader, read_coded
+from cuvee.codec.format.coded_part import CodedPart
 from cuvee.codec.format.rules import rule_error
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.columns import Coefficients, class_runs, padded
