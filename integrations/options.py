@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from cuvee.codec.errors import InputError
@@ -20,6 +21,48 @@ from cuvee.integrations.stores.redaction import redacted
 
 _LOCAL = ("memory:", "file:")  # stores of this host
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
+
+
+def limited(default: Any, **limits: Any) -> Any:
+    """Declare an option with limits: `least` and `most` of a number, or the `choices` of a text.
+
+    One that is checked `elsewhere` is left to that place.
+    """
+    return field(default=default, metadata=limits)
+
+
+def check_values(options: Any, prefix: str = "") -> None:
+    """Check each field of a dataclass that is declared as a switch, a text or a number.
+
+    Unless their declaration is `limited`, texts are not empty, whole numbers are at least 1, and others above 0.
+
+    Raises:
+        InputError: names the first that is wrong.
+    """
+    for each in fields(options):
+        kind, _, optional = str(each.type).partition(" | ")
+        value = getattr(options, each.name)
+        if each.metadata.get("elsewhere") or (optional and value is None):
+            continue
+        if wanted := _wanted(kind, value, **each.metadata):
+            raise InputError(
+                f"{prefix}{each.name}: must be {wanted}{', or left out' if optional else ''}, got {value!r:.100}"
+            )
+
+
+def _wanted(kind: str, value: Any, least: int = 1, most: float = math.inf, choices: Sequence[str] = ()) -> str | None:
+    """Return what a value declared as `kind` must be; None if it is that."""
+    if kind == "bool" and not isinstance(value, bool):
+        return "true or false"
+    if choices and value not in choices:
+        return f"one of {', '.join(choices)}"
+    if kind == "str" and not (isinstance(value, str) and value):
+        return "a string that is not empty"
+    if kind == "int" and not (type(value) is int and least <= value <= most):
+        return f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
+    if kind == "float" and not (type(value) in (int, float) and 0 < value < math.inf):
+        return "a number above 0"
+    return None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,12 +93,12 @@ class CodingOptions:
     store: tuple[str, ...] = ("memory://?max_gb=4",)
     profile: str | None = None
     quality: str | None = None
-    kl: float | None = None
-    bits: float | None = None
-    ratio: float | None = None
-    step: float | None = None
+    kl: float | None = limited(None, elsewhere=True)
+    bits: float | None = limited(None, elsewhere=True)
+    ratio: float | None = limited(None, elsewhere=True)
+    step: float | None = limited(None, elsewhere=True)
     worst: bool = False
-    tenant: str = ""
+    tenant: str = limited("", elsewhere=True)
     model_id: str | None = None
     check_model: bool = True
     threads: int = 2
@@ -82,14 +125,11 @@ class CodingOptions:
             object.__setattr__(self, name, names)
         if self.key_env and self.key_file:
             raise InputError("key_file: must be left out if key_env is given, got both")
-        self._check_texts("profile", "quality", "model_id")
+        check_values(self)
         if self.profile is not None and names_collection(self.profile):
             ProfileLocation.parse(self.profile)
         if not isinstance(self.tenant, str):
             raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
-        self._check_switches("worst", "check_model")
-        self._check_counts("threads")
-        self._check_positive("lookup_timeout", "load_timeout")
         given_qualities = self.codec_quality.keys() - {"worst"}
         if len(given_qualities) > 1:
             got = ", ".join(name for name in _QUALITIES if name in given_qualities)
@@ -101,7 +141,7 @@ class CodingOptions:
 
     def __repr__(self) -> str:
         """Show all options, secrets in URLs and the tenant redacted: a tenant is as good as a secret."""
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {each.name: getattr(self, each.name) for each in fields(self)}
         shown["store"] = tuple(map(redacted, self.store))
         shown["profile"] = None if self.profile is None else shown_profile(self.profile)
         shown["tenant"] = "***" if self.tenant else ""
@@ -114,7 +154,7 @@ class CodingOptions:
         Raises:
             InputError: an unknown name (with the nearest known one), or a value of the wrong type or range.
         """
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         for name in extra:
             if name not in known:
                 raise InputError(f"{cls.SOURCE}: has no option {name!r}: {suggestion(name, known)}")
@@ -160,29 +200,3 @@ class CodingOptions:
             InputError: as `secrets`.
         """
         return tuple(key.id for key in make_keys(self.secrets() or None))
-
-    def _check_texts(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value):
-                raise InputError(f"{name}: must be a string that is not empty, or left out, got {value!r}")
-
-    def _check_switches(self, *names: str) -> None:
-        for name in names:
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name}: must be true or false, got {getattr(self, name)!r}")
-
-    def _check_counts(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InputError(f"{name}: must be a whole number of at least 1, got {value!r}")
-
-    def _check_positive(self, *names: str, optional: bool = False) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if optional and value is None:
-                continue
-            if type(value) not in (int, float) or not 0 < value < float("inf"):
-                left_out = ", or left out" if optional else ""
-                raise InputError(f"{name}: must be a number above 0{left_out}, got {value!r}")

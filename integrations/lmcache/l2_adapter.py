@@ -43,7 +43,7 @@ from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
 from cuvee.integrations.lmcache.memory_objects import holds_latents, object_cache
 from cuvee.integrations.lmcache.object_keys import following_tokens, page_name
 from cuvee.integrations.pages import Counts, PageStore, PageStores
-from cuvee.integrations.pages.refusals import check_uniform
+from cuvee.integrations.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError
-from cuvee.integrations.options import CodingOptions
+from cuvee.integrations.options import CodingOptions, limited
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -37,17 +37,11 @@ class LMCacheOptions(CodingOptions):
     chunk_tokens: int = 256
     model: str | None = None
     model_name: str | None = None
-    dtype: str | None = None
+    dtype: str | None = limited(None, choices=tuple(TORCH_DTYPES))
     max_gb: float | None = None
     max_pending_gb: float = 8.8
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_texts("model", "model_name", "dtype")
-        self._check_counts("chunk_tokens")
-        self._check_positive("max_pending_gb")
-        self._check_positive("max_gb", optional=True)
         if self.model is None:
             raise InputError("model: must be the folder or hub id of the served checkpoint, got none")
-        if self.dtype is not None and self.dtype not in TORCH_DTYPES:
-            raise InputError(f"dtype: must be one of {', '.join(TORCH_DTYPES)}, got {self.dtype!r}")

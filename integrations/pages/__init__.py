@@ -6,8 +6,8 @@ An adapter describes the engine's memory as a `cuvee.codec.paged.PagedCache` and
 `PageStore` does the rest.
 """
 
-from cuvee.integrations.pages.counts import Counts
+from cuvee.integrations.pages.counts import COUNTED, Counts
 from cuvee.integrations.pages.opening import PageStores
 from cuvee.integrations.pages.page_store import PageStore
 
-__all__ = ["Counts", "PageStore", "PageStores"]
+__all__ = ["COUNTED", "Counts", "PageStore", "PageStores"]

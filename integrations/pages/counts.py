@@ -6,23 +6,31 @@ import threading
 
 from cuvee.integrations.guard import Recorder
 
+COUNTED: dict[str, tuple[bool, str]] = {
+    "saved_pages": (False, "Chunks that were coded and stored."),
+    "kept_pages": (False, "Chunks to store that were stored before."),
+    "unsaved_pages": (False, "Chunks that could not be stored."),
+    "loaded_pages": (False, "Chunks that were restored into host memory."),
+    "missed_pages": (False, "Chunks to load that could not be restored."),
+    "recognized_pages": (False, "Stored chunks whose tokens were recognized by their cache."),
+    "raw_bytes": (False, "Uncompressed bytes of stored chunks."),
+    "blob_bytes": (False, "Bytes of stored chunks in the store."),
+    "loaded_raw_bytes": (False, "Uncompressed bytes of restored chunks."),
+    "loaded_blob_bytes": (False, "Bytes of restored chunks in the store."),
+    "encode_seconds": (False, "Seconds that threads coded."),
+    "decode_seconds": (False, "Seconds that threads decoded."),
+    "failures": (True, "Failures, by what failed: lookup, fetch, decode, encode, store, positions or weights."),
+    "weights_changed": (False, "How often vLLM's weights may have changed; what was stored before is not found."),
+    "contained": (True, "Errors that were kept from the engine, by the call in which they happened."),
+}
+"""What `Counts` holds by name: whether it has a label, and what it counts. A chunk is a page of the engine."""
+
 
 class Counts:
     """Sums by name and label. Safe to use from several threads.
 
-    The names, all of which begin at 0:
-
-        saved_pages, kept_pages, unsaved_pages     pages to store: stored now, stored before, and not stored
-        loaded_pages, missed_pages                 pages to load: restored, and not
-        refused_pages                              pages of a kind that the adapter does not support
-        recognized_pages                           stored pages whose tokens were recognized by their cache, so that a
-                                                   profile predicts from them
-        raw_bytes, blob_bytes                      of what was stored: uncompressed, and in the store
-        loaded_raw_bytes, loaded_blob_bytes        of what was restored, likewise
-        encode_seconds, decode_seconds             of all threads together
-        failures{lookup,fetch,decode,encode,store,positions,weights}    by what failed
-        weights_changed                            how often the engine's weights were said to be others
-        contained{…}                               errors kept from the engine, by the call in which they happened
+    The names are those of `COUNTED`, and `refused_pages`: pages of a kind that the adapter does not support. All begin
+    at 0.
 
     Args:
         all: told of every event as well; these are then the sums of a part, such as one call.

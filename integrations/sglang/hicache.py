@@ -24,7 +24,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.pages import Counts, PageStore, PageStores
-from cuvee.integrations.pages.refusals import refuse_features
+from cuvee.integrations.refusals import refuse
 from cuvee.integrations.sglang.host_pool import check_pool, pool_cache
 from cuvee.integrations.sglang.options import HiCacheOptions
 from cuvee.integrations.sglang.served_model import ServedModel
@@ -33,6 +33,7 @@ from cuvee.integrations.sglang.weight_updates import watch_updates
 logger = logging.getLogger(__name__)
 
 _ENGINE = "sglang-hicache"
+_MESSAGE = "CuveeHiCache does not support {}"
 _SGLANGS_OWN = ("backend_name", "module_path", "class_name", "interface_v1")
 _MOST_MOVED = 1000
 
@@ -74,9 +75,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
                 values.
         """
         others = [str(name) for name in getattr(self, "registered_pools", {}) if str(name) != "kv"]
-        refuse_features(
-            "CuveeHiCache", {f"models with other caches than keys and values, got {', '.join(others)}": bool(others)}
-        )
+        refuse({f"models with other caches than keys and values, got {', '.join(others)}": bool(others)}, _MESSAGE)
         pool, options = self.mem_pool_host, self._options
         check_pool(pool)
         model = ServedModel.find(options.model, self._config.model_name)
@@ -251,4 +250,4 @@ def _refuse_features(config: HiCacheStorageConfig) -> None:
         ),
         "pages shared by engines of different tensor-parallel sizes (tp_lcm_size)": config.should_split_heads,
     }
-    refuse_features("CuveeHiCache", features)
+    refuse(features, _MESSAGE)

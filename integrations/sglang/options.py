@@ -19,7 +19,3 @@ class HiCacheOptions(CodingOptions):
     SOURCE: ClassVar[str] = "hicache-storage-backend-extra-config"
 
     model: str | None = None
-
-    def __post_init__(self) -> None:
-        CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_texts("model")

@@ -24,9 +24,9 @@ LOCK_SECONDS = 5.0
 
 
 @contextmanager
-def open_file(name: str, parent: int, flags: int = os.O_RDONLY, mode: int = 0o600) -> Iterator[int]:
+def open_file(name: str, parent: int, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open a regular file in an open folder, without blocking, and yield its descriptor."""
-    file = os.open(name, flags | _FILE, mode, dir_fd=parent)
+    file = os.open(name, flags | _FILE, 0o600, dir_fd=parent)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(errno.ENXIO, "not a regular file", name)
@@ -36,11 +36,11 @@ def open_file(name: str, parent: int, flags: int = os.O_RDONLY, mode: int = 0o60
 
 
 @contextmanager
-def temporary_file(parent: int, mode: int = 0o600) -> Iterator[tuple[str, int]]:
+def temporary_file(parent: int) -> Iterator[tuple[str, int]]:
     """Create `.tmp-<random>` in an open folder; yield its name and descriptor, and delete it unless it is renamed."""
     name = ".tmp-" + secrets.token_hex(8)
     try:
-        with open_file(name, parent, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as file:
+        with open_file(name, parent, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             yield name, file
     finally:
         with suppress(FileNotFoundError):
@@ -48,7 +48,7 @@ def temporary_file(parent: int, mode: int = 0o600) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def open_folder(name: str, parent: int | None, *, create: bool = False, mode: int = 0o700) -> Iterator[int]:
+def open_folder(name: str, parent: int | None, *, create: bool = False) -> Iterator[int]:
     """Open a folder in an open folder, or by its path, or create it; never through a link. Yield its descriptor.
 
     Missing parents of a path get mode 0755, so that no other user can swap the folder.
@@ -61,7 +61,7 @@ def open_folder(name: str, parent: int | None, *, create: bool = False, mode: in
         for above in reversed(Path(name).parents) if parent is None else ():
             above.mkdir(0o755, exist_ok=True)
         with suppress(FileExistsError):
-            os.mkdir(name, mode, dir_fd=parent)
+            os.mkdir(name, 0o700, dir_fd=parent)
         folder = os.open(name, _FOLDER, dir_fd=parent)
     try:
         yield folder

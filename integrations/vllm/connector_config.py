@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.options import CodingOptions
+from cuvee.integrations.options import CodingOptions, limited
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.cores import LOWEST_PRIORITY
 from cuvee.integrations.vllm.request_params import read_deadline
 from cuvee.naming.part_keys import MAX_PARTS
 
-_DECISIONS = ("measured", "always")
 # A request that loads waits for at least one step of the engine, and this many more tokens hardly lengthen a step.
 _LEAST_TOKENS = 64
 
@@ -48,35 +47,22 @@ class Options(CodingOptions):
 
     chunk_tokens: int = 256
     min_tokens: int | None = None
-    decide: str = "measured"
+    decide: str = limited("measured", choices=("measured", "always"))
     store_generated: bool = True
-    store_niceness: int = 19
+    store_niceness: int = limited(19, least=0, most=LOWEST_PRIORITY)
     max_pending_gb: float = 2.2
     close_timeout: float = 30.0
-    refinements: int = 0
-    deadline_ms: float | None = None
+    refinements: int = limited(0, least=0, most=MAX_PARTS - 1)
+    deadline_ms: float | None = limited(None, elsewhere=True)
     blend: BlendOptions | None = None
 
     def __post_init__(self) -> None:
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_switches("store_generated")
-        self._check_counts("chunk_tokens")
-        if self.min_tokens is not None:
-            self._check_counts("min_tokens")
-        if type(self.store_niceness) is not int or not 0 <= self.store_niceness <= LOWEST_PRIORITY:
-            raise InputError(
-                f"store_niceness: must be a whole number from 0 to {LOWEST_PRIORITY}, got {self.store_niceness!r}"
-            )
-        self._check_positive("max_pending_gb", "close_timeout")
-        if type(self.refinements) is not int or not 0 <= self.refinements < MAX_PARTS:
-            raise InputError(f"refinements: must be 0 … {MAX_PARTS - 1}, got {self.refinements!r}")
         if read_deadline("", self.deadline_ms) is not None and self.blend is not None:
             raise InputError(
                 "deadline_ms: must be left out with blend, because loads with a deadline are not blended; requests may "
                 "name it"
             )
-        if self.decide not in _DECISIONS:
-            raise InputError(f"decide: must be one of {', '.join(_DECISIONS)}, got {self.decide!r}")
         blend: Any = self.blend
         if not isinstance(blend, BlendOptions | None):
             object.__setattr__(self, "blend", BlendOptions.from_json(blend))

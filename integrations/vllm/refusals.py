@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,14 @@ import torch
 from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.integrations.refusals import refuse
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, is_latent
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _BLENDED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers were checked against vLLM's prefill
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp")  # how tokens are drafted
-
-
-def refuse(refused: Mapping[str, bool], message: str = "CuveeConnector does not support {}") -> None:
-    """Refuse the first of these features that is there."""
-    for name, there in refused.items():
-        if there:
-            raise UnsupportedModelError(message.format(name))
+_MESSAGE = "CuveeConnector does not support {}"
 
 
 def refuse_features(vllm_config: Any) -> None:
@@ -54,7 +49,7 @@ def refuse_features(vllm_config: Any) -> None:
             parallel.pipeline_parallel_size > 1
         ),
     }
-    refuse(refused)
+    refuse(refused, _MESSAGE)
 
 
 def check_windows(groups: Sequence[LayerGroup], chunk_tokens: int, block: int) -> None:
@@ -143,7 +138,7 @@ def check_recurrent(vllm_config: Any) -> None:
         ),
         "use_replayssm: leave --use-replayssm out": bool(getattr(cache, "use_replayssm", False)),
     }
-    refuse(refused)
+    refuse(refused, _MESSAGE)
 
 
 def check_latents(vllm_config: Any, layout: KVLayout, options: Options) -> None:

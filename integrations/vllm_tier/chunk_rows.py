@@ -24,7 +24,7 @@ from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.pages.refusals import refuse_features
+from cuvee.integrations.refusals import refuse
 
 LAYOUTS = {"LBNHC": False, "LBHNC": True}  # names of vLLM's `KVCacheLayout`, and whether heads come before tokens
 
@@ -166,7 +166,7 @@ def row_shape(config: Any, layout: KVLayout, row_bytes: int) -> RowShape:
             config.kv_cache_layout not in LAYOUTS
         ),
     }  # fmt: skip
-    refuse_features("CuveeTier", features)
+    refuse(features, "CuveeTier does not support {}")
     (group,) = groups
     places = _places(group.layer_names, layout.num_layers)
     shape = RowShape(group.tokens_per_block, config.cache.blocks_per_chunk, LAYOUTS[config.kv_cache_layout], places)

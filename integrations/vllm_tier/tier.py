@@ -41,18 +41,18 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from cuvee.integrations.checkpoint import naming_of_weights, read_layout
 from cuvee.integrations.engine_config import vllm_options
 from cuvee.integrations.guard import Guard
-from cuvee.integrations.pages import Counts, PageStore, PageStores
-from cuvee.integrations.pages.refusals import check_uniform
+from cuvee.integrations.pages import COUNTED, Counts, PageStore, PageStores
+from cuvee.integrations.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, cache_dtype, check_mapping, row_memory, row_shape
 from cuvee.integrations.vllm_tier.tier_checks import check_model, engine_config, refuse_names
-from cuvee.integrations.vllm_tier.tier_metrics import DOCUMENTED, PREFIX
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
 logger = logging.getLogger(__name__)
 
 _ENGINE = "vllm-tier"
+_METRICS = "vllm:cuvee_tier_"  # begins the names of vLLM's metrics
 _THREADS = 4  # for each kind of job; they mostly wait for the store and for the codec's threads
 _TOGETHER = 2048  # tokens of a job that are stored between two looks at the clock
 
@@ -307,18 +307,18 @@ class CuveeTier(SecondaryTierManager):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Return vLLM's definitions of the tier's counters."""
         return {
-            PREFIX + name: OffloadingCounterMetadata(text, ("what",) if labelled else ())
-            for name, (labelled, text) in DOCUMENTED.items()
+            _METRICS + name: OffloadingCounterMetadata(text, ("what",) if labelled else ())
+            for name, (labelled, text) in COUNTED.items()
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call; None if nothing was."""
         with self._guard("get_stats"):
-            new = {key: value for key, value in self._counts.take_new().items() if key[0] in DOCUMENTED}
+            new = {key: value for key, value in self._counts.take_new().items() if key[0] in COUNTED}
             if new:
                 stats = OffloadingConnectorStats()
                 for (name, label), value in new.items():
-                    stats.increase_counter(PREFIX + name, value, (label,) if label else ())
+                    stats.increase_counter(_METRICS + name, value, (label,) if label else ())
                 return stats
         return None
 

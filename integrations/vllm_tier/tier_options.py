@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cuvee.codec.errors import InputError
-from cuvee.integrations.options import CodingOptions
-
-LOCALITIES = ("LOCAL", "REMOTE")
+from cuvee.integrations.options import CodingOptions, limited
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -35,14 +32,6 @@ class TierOptions(CodingOptions):
     SOURCE: ClassVar[str] = "secondary_tiers"
 
     model: str | None = None
-    locality: str | None = None
+    locality: str | None = limited(None, choices=("LOCAL", "REMOTE"))
     enable_kv_events: bool = False
     max_pending_gb: float = 2.2
-
-    def __post_init__(self) -> None:
-        CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
-        self._check_texts("model")
-        self._check_switches("enable_kv_events")
-        self._check_positive("max_pending_gb")
-        if self.locality is not None and self.locality not in LOCALITIES:
-            raise InputError(f"locality: must be {' or '.join(LOCALITIES)}, or left out, got {self.locality!r}")

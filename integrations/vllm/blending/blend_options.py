@@ -9,6 +9,7 @@ from typing import Any
 from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunker, Span
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
+from cuvee.integrations.options import check_values, limited
 from cuvee.integrations.vllm.request_params import PARAMETERS, request_fields, shown
 
 _LEAST_SEGMENT = 12  # tokens of `segment_tokens`: a third of them is the shortest segment
@@ -30,16 +31,13 @@ class BlendOptions:
         InputError: a value of the wrong type or range.
     """
 
-    cost: float = 0.15
-    segment_tokens: int = 192
-    min_context: int = 128
+    cost: float = limited(0.15, elsewhere=True)
+    segment_tokens: int = limited(192, least=_LEAST_SEGMENT)
+    min_context: int = limited(128, least=0)
 
     def __post_init__(self) -> None:
         _check_cost("blend.cost", self.cost)
-        for name, least in (("segment_tokens", _LEAST_SEGMENT), ("min_context", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(f"blend.{name}: must be a whole number of at least {least}, got {value!r}")
+        check_values(self, "blend.")
 
     @property
     def least_tokens(self) -> int:

@@ -11,9 +11,7 @@ from tests.integrations.readme_tables import check_options
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier.real_tiers import MODEL, TIER, engine_config, offloading_config, real
 
-from cuvee.integrations.pages import Counts
 from cuvee.integrations.vllm_tier.chunk_rows import LAYOUTS
-from cuvee.integrations.vllm_tier.tier_metrics import DOCUMENTED
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
 README = (Path(__file__).parents[3] / "integrations" / "vllm_tier" / "README.md").read_text(encoding="utf-8")
@@ -48,13 +46,6 @@ def test_the_command_is_what_vllm_takes(tmp_path: Path) -> None:
     manager = spec.get_manager()
     assert type(manager.secondary_tiers[0]).__name__ == "CuveeTier"
     manager.shutdown()
-
-
-def test_every_count_is_a_metric() -> None:
-    """What pages are refused for, the tier refuses at the start."""
-    named = re.findall(r"^        ((?:\w+(?:\{.+?\})?(?:, )?)+)   ", Counts.__doc__ or "", re.MULTILINE)
-    names = {re.sub(r"\{.+?\}", "", each) for line in named for each in re.split(r", (?![^{]*\})", line)}
-    assert names - {"refused_pages"} == set(DOCUMENTED)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

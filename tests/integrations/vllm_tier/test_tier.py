@@ -368,7 +368,7 @@ def test_locality_follows_the_store(engine: Callable[..., Engine]) -> None:
         ({}, {"dim": 576, "heads": 1}, UnsupportedModelError, r"block: must have \d+ bytes .* MLA"),
         ({"stores": "x"}, {}, InputError, "secondary_tiers: has no option 'stores'"),
         ({"model": "/nowhere"}, {}, InputError, "model: must be a folder or hub id"),
-        ({"locality": "here"}, {}, InputError, "locality: must be LOCAL or REMOTE"),
+        ({"locality": "here"}, {}, InputError, "locality: must be one of LOCAL, REMOTE, or left out"),
         ({"max_pending_gb": 0}, {}, InputError, "max_pending_gb: must be a number above 0"),
         ({"enable_kv_events": 1}, {}, InputError, "enable_kv_events: must be true or false"),
     ],

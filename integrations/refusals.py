@@ -24,12 +24,12 @@ def check_uniform(layout: KVLayout) -> None:
             )
 
 
-def refuse_features(adapter: str, features: Mapping[str, bool]) -> None:
-    """Refuse the first feature that is there, by its name.
+def refuse(refused: Mapping[str, bool], message: str) -> None:
+    """Refuse the first feature that is there, by its name, which replaces {} in the message.
 
     Raises:
-        UnsupportedModelError: names the adapter and the feature.
+        UnsupportedModelError: there is one.
     """
-    for name, there in features.items():
+    for name, there in refused.items():
         if there:
-            raise UnsupportedModelError(f"{adapter} does not support {name}")
+            raise UnsupportedModelError(message.format(name))
