@@ -138,8 +138,9 @@ class SchedulerSide:
     def _match(self, record: RequestRecord, computed: int, asks: bool) -> tuple[PrefixMatch, BlendMatch]:
         """Return what can be loaded and blended after the first `computed` tokens. Changes nothing."""
         prefix = self._loads.match(record, computed) if asks else NOT_ASKED
-        blends = record.segmented is not None and prefix.tokens is not None
-        return prefix, self._planner.match(record, computed + prefix.tokens) if blends else NO_BLEND
+        if record.segmented is None or prefix.tokens is None:
+            return prefix, NO_BLEND
+        return prefix, self._planner.match(record, computed + prefix.tokens)
 
     def _promise(self, record: RequestRecord, computed: int, prefix: PrefixMatch, blend: BlendMatch) -> int | None:
         """Decide by a match, and return what the engine is told: tokens to load; None: it is to ask again."""

@@ -141,8 +141,10 @@ class Day:
             self.weights.current = Weights.name
         elif event == "odd":
             request.resumable = True
-        elif event in ("place", "end"):
-            d.side.take(Report(**{{"place": "placed", "end": "ended"}[event]: ["r"]}))
+        elif event == "place":
+            d.side.take(Report(placed=["r"]))
+        elif event == "end":
+            d.side.take(Report(ended=["r"]))
         elif event == "fail":
             d.side.take(Report(failed={"r"}))
         elif event == "fill":  # ranks have as many loads as they may
