@@ -32,7 +32,7 @@ class LoadPhase(Enum):
     OVER = "over"  # its outcome is booked
 
 
-UNDER_WAY = {RequestPhase.LOADING, RequestPhase.PLACED, RequestPhase.ENDING}
+UNDER_WAY = (RequestPhase.LOADING, RequestPhase.PLACED, RequestPhase.ENDING)  # a tuple: to hash them takes longer
 """Phases in which ranks have a load."""
 
 NEXT: Mapping[Enum, set[Enum]] = {

@@ -15,7 +15,7 @@ from cuvee.integrations.vllm.messages import Blend
 from cuvee.integrations.vllm.phases import UNDER_WAY, RequestPhase, following
 from cuvee.naming.identity import Media, PrefixChain, Scope
 
-_WITH_PLACE = UNDER_WAY | {RequestPhase.PROMISED}
+_WITH_PLACE = (*UNDER_WAY, RequestPhase.PROMISED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from cuvee.integrations.adapters import Adapters
 from cuvee.integrations.costs import prefill_quantities
 from cuvee.integrations.guard import Guard
 from cuvee.integrations.stores import Store
-from cuvee.integrations.vllm.blending.planning import BlendMatch, BlendPlanner
+from cuvee.integrations.vllm.blending.planning import NO_BLEND, BlendMatch, BlendPlanner
 from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
@@ -35,7 +35,7 @@ from cuvee.integrations.vllm.phases import UNDER_WAY, RequestPhase
 from cuvee.integrations.vllm.request_record import NOTHING, RequestRecord, RequestTable
 from cuvee.integrations.vllm.scheduler_blend import SchedulerBlends
 from cuvee.integrations.vllm.scheduler_events import EventPair, SchedulerEvents
-from cuvee.integrations.vllm.scheduler_load import PrefixMatch, SchedulerLoads
+from cuvee.integrations.vllm.scheduler_load import ASK_AGAIN, NOT_ASKED, PrefixMatch, SchedulerLoads
 from cuvee.integrations.vllm.scheduler_requests import Requests
 from cuvee.integrations.vllm.scheduler_save import SchedulerSaves
 from cuvee.integrations.vllm.scheduler_state import PATIENCE, KnownEntries, SchedulerState
@@ -115,32 +115,37 @@ class SchedulerSide:
         again. The engine asks as often as it likes: each question takes the last answer back.
         """
         with self._guard("matched_tokens", partial(self._give_up, request)):
-            record = self._record_of(request)
-            if not self._begin(record):
-                return None, False
-            self._loads.withdraw(record)
-            if record.phase is not RequestPhase.ASKING:
-                return 0, False
+            record = self._records.of(request)
+            if record.request is not request or record.phase is not RequestPhase.ASKING:
+                record = self._record_of(request)
+                if not self._begin(record):
+                    return None, False
+                self._loads.withdraw(record)
+                if record.phase is not RequestPhase.ASKING:
+                    return 0, False
             if self._requests.waits(self._step):
                 return None, False
             asks = self._loads.worth_asking(request, computed)
-            if not ((not asks or self._loads.learn(record)) and self._planner.learn(record)):
+            if asks and not self._loads.learn(record):
                 return None, False
-            if record.over:  # the answer took too long
-                return 0, False
-            tokens = self._promise(record, computed, *self._match(record, computed, asks))
+            if record.segmented is not None and not self._planner.learn(record):
+                return None, False
+            prefix, blend = self._match(record, computed, asks)
+            tokens = None if prefix is ASK_AGAIN else self._promise(record, computed, prefix, blend)
             return tokens, bool(tokens)
         return 0, False
 
     def _match(self, record: RequestRecord, computed: int, asks: bool) -> tuple[PrefixMatch, BlendMatch]:
         """Return what can be loaded and blended after the first `computed` tokens. Changes nothing."""
-        prefix = self._loads.match(record, computed) if asks else PrefixMatch(0)
-        return prefix, BlendMatch() if prefix.tokens is None else self._planner.match(record, computed + prefix.tokens)
+        prefix = self._loads.match(record, computed) if asks else NOT_ASKED
+        if record.segmented is None or prefix.tokens is None:
+            return prefix, NO_BLEND
+        return prefix, self._planner.match(record, computed + prefix.tokens)
 
     def _promise(self, record: RequestRecord, computed: int, prefix: PrefixMatch, blend: BlendMatch) -> int | None:
         """Decide by a match, and return what the engine is told: tokens to load; None: it is to ask again."""
         tokens = prefix.tokens
-        if not self._planner.promise(record, blend):
+        if record.segmented is not None and not self._planner.promise(record, record.segmented, blend):
             tokens = None
         elif record.blend is not None:
             tokens = record.blend_end - computed if self._loads.have_place else None

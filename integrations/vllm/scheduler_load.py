@@ -46,6 +46,11 @@ class PrefixMatch(NamedTuple):
     queues: bool = False  # whether it waits because ranks have enough loads
 
 
+NOT_ASKED = PrefixMatch(0)
+ASK_AGAIN = PrefixMatch(None)
+_TOO_FEW = {result: PrefixMatch(0, result) for result in ("miss", "partial", "hit")}
+
+
 class SchedulerLoads:
     """Decides what to load and keeps account of it.
 
@@ -156,7 +161,8 @@ class SchedulerLoads:
             return False
         if lookup.timed_out and not found.chunks and not found.tail:
             self._records.load_no_more(record)
-            self._count(record, "timeout")
+            if not record.counted:
+                self._count(record, "timeout")
             found = NOTHING
         elif lookup.tokens != request.num_tokens:  # this question has no answer yet; ask again once it has
             return False
@@ -176,12 +182,12 @@ class SchedulerLoads:
         options, found, verdict = self._state.options, record.found, record.verdict
         tokens = record.end - computed
         if tokens >= options.least_tokens and self._is_loaded_by_another(record, computed):
-            return PrefixMatch(None, verdict=verdict)
+            return ASK_AGAIN
         coded = self._coded(found)
         full = coded >= self._state.usable(record.request.num_tokens)
         result = "miss" if not coded else "hit" if full else "partial"
         if tokens < options.least_tokens:
-            return PrefixMatch(0, result, verdict)
+            return _TOO_FEW[result]
         if verdict is None and record.due is None and options.decide == "measured":  # else the load decides
             first, chunk = computed // self._state.chunk, self._state.chunk
             sizes = [chunk] * (found.chunks - first) + [found.tail] * bool(found.tail)
@@ -198,12 +204,13 @@ class SchedulerLoads:
         """Note what a match decides, and that the engine is told of `tokens` after the first `computed`; 0 or None: of
         none.
         """
-        if record.verdict is None and match.verdict is not None:
-            self._pays.note("load", match.verdict)
-        record.verdict = match.verdict or record.verdict
+        if match.verdict is not None:
+            if record.verdict is None:
+                self._pays.note("load", match.verdict)
+            record.verdict = match.verdict
         if match.queues and record.queued is None:
             record.queued = self._state.clock()
-        if match.result:
+        if match.result and not record.counted:
             self._count(record, match.result)
         if tokens:
             record.first = computed
@@ -231,10 +238,9 @@ class SchedulerLoads:
         return self._state.clock() - record.queued >= computing
 
     def _count(self, record: RequestRecord, result: str) -> None:
-        """Count the answer to a request, once."""
-        if not record.counted:
-            record.counted = True
-            self._state.recorder.count("lookups", label=result)
+        """Count the first answer to a request."""
+        record.counted = True
+        self._state.recorder.count("lookups", label=result)
 
     def _coded(self, found: Found) -> int:
         """Return the end of what was found."""

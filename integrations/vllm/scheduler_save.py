@@ -54,21 +54,21 @@ class SchedulerSaves:
         """
         request, chunk = record.request, self._state.chunk
         self._leave_out(record, before, after)
-        beside = self._segments(record, after, block_state) + self._states(record, after, block_state)
+        others = self._segments(record, after, block_state) + self._states(record, after, block_state)
         done = min(after, self._storable(record)) // chunk
         first = min(record.saved, before // chunk)  # fewer than saved: a load failed, or the request was preempted
         prompt_ends = before < request.num_prompt_tokens <= after
         if done <= first and not prompt_ends:
-            return beside
+            return others
         digests = record.chain.digests(request.all_token_ids, max(done, first))
         record.saved = max(done, first)
         wanted = [at for at in range(first, done) if not self._known.check(digests[at])]
         if not wanted and not prompt_ends:
-            return beside
+            return others
         tables = block_state.get_block_ids(request.request_id)
         saves = [self._save(record, Entry("chunk", digests[at], at * chunk, chunk), tables) for at in wanted]
         end = min(request.num_prompt_tokens, self._storable(record))
-        return self._held(saves + (self._tail(record, end, tables) if prompt_ends else [])) + beside
+        return self._held(saves + (self._tail(record, end, tables) if prompt_ends else [])) + others
 
     def end(self, record: RequestRecord, tables: Sequence[Sequence[int]]) -> None:
         """Store the tail of a request that has ended with the next step; its blocks are in these tables."""
@@ -203,7 +203,7 @@ class SchedulerSaves:
         request = record.request
         # What is sampled in a step has no KV yet; under asynchronous scheduling its tokens are not known either.
         generated = self._state.options.store_generated
-        known: int = request.num_tokens if generated else request.num_prompt_tokens
+        wanted: int = request.num_tokens if generated else request.num_prompt_tokens
         segmented = record.segmented
-        exact = known if segmented is None or segmented.exact is None else segmented.exact
-        return min(self._state.addressed(known), exact)
+        exact = wanted if segmented is None or segmented.exact is None else segmented.exact
+        return min(self._state.addressed(wanted), exact)

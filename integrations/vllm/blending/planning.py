@@ -98,6 +98,9 @@ class BlendMatch(NamedTuple):
     refused: str = ""  # why the request is not blended although it could be
 
 
+NO_BLEND = BlendMatch()
+
+
 class BlendPlanner:
     """Finds what can be blended. Used by the scheduler's side alone, in the engine's loop.
 
@@ -169,8 +172,8 @@ class BlendPlanner:
     def match(self, record: RequestRecord, base: int) -> BlendMatch:
         """Return what can be blended behind a request's first `base` tokens, which are exact. Changes nothing."""
         segmented, options = record.segmented, self._options
-        if segmented is None or options is None or not segmented.blends or segmented.there is None:
-            return BlendMatch()
+        if segmented is None or options is None or not segmented.blends or segmented.there is None or record.over:
+            return NO_BLEND
         request, there = record.request, segmented.there
         last = request.num_prompt_tokens - 1
         # The engine may have dropped blocks since they were renamed, so that fewer tokens are exact now. Tokens before
@@ -200,13 +203,11 @@ class BlendPlanner:
             return BlendMatch(verdict=verdict, refused="hashes")
         return BlendMatch(blend, end, verdict)
 
-    def promise(self, record: RequestRecord, match: BlendMatch) -> bool:
+    def promise(self, record: RequestRecord, segmented: Segmented, match: BlendMatch) -> bool:
         """Note what a match decides, by which the engine is answered: `record.blend`, or none. False: the engine is to
         ask again, because it may have this blend already, under the new names of its blocks.
         """
-        segmented, record.blend = record.segmented, None
-        if segmented is None:
-            return True
+        record.blend = None
         if segmented.verdict is None and match.verdict is not None:
             self._pays.note("blend", match.verdict)
         segmented.verdict = match.verdict or segmented.verdict

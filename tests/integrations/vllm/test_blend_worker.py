@@ -457,8 +457,10 @@ def test_a_dropped_blend_is_computed(bench: Callable[..., Bench], exact: int, sl
     assert len(blender.budgets) == slices
 
 
-def test_what_is_dropped_while_it_loads_is_not_placed(bench: Callable[..., Bench]) -> None:
-    b, go, reading = bench(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_dropped_while_it_loads_is_not_placed(bench: Callable[..., Bench], early: bool) -> None:
+    """Nor is what the scheduler wants recomputed too early: other ranks must not wait."""
+    b, blender, go, reading = bench(), FakeBlender(), threading.Event(), threading.Event()
     store_segments(b)
 
     def hold(operation: str) -> None:
@@ -469,7 +471,11 @@ def test_what_is_dropped_while_it_loads_is_not_placed(bench: Callable[..., Bench
     b.store.before = hold
     b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)])
     assert reading.wait(30)
-    b.worker.loads.drop(["r"])
+    if early:
+        compute(b, ["r"], blender)
+        assert blender.well == [False] and not blender.calls
+    else:
+        b.worker.loads.drop(["r"])
     assert b.worker.loads.take_arrived() == {"r"} and b.worker.loads.take_invalid_blocks() == set(PAGES[:5])
     go.set()
     b.worker.close()

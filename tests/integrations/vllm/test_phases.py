@@ -147,6 +147,8 @@ class Day:
             d.side.take(Report(ended=["r"]))
         elif event == "fail":
             d.side.take(Report(failed={"r"}))
+        elif event == "fill":  # ranks have as many loads as they may
+            d.side._records.places += 16
         elif event == "cut":
             d.side.take(Report(delivered=[Delivery("r", 0, (16,), (1,), False)]))
 
@@ -177,9 +179,10 @@ def test_each_event_has_its_phase(name: str, plans: bool, day: Callable[[str], D
     assert made.live(DAYS[name], plans) == DAYS[name]
     records = made.d.side._records
     assert records.places == (made.record.phase.value in ("promised", "loading", "placed", "ending"))
+    made.plan()
+    assert bool(made.drops) == ("place" in DAYS[name] and name != "blended")
     made.do("finish")
     assert not records and not records.places and not made.d.side._loads._loading and not made.plan().loads
-    assert bool(made.drops) == ("place" in DAYS[name] and name != "blended")
     made.do("place")
     assert made.d.plan().drops == ["r"] and made.d.plan().drops == []
 
@@ -213,7 +216,7 @@ def test_a_change_that_is_not_possible_is_kept_from_the_engine(
 @pytest.mark.parametrize("name", ["loaded and preempted", "blended", "given up"])
 def test_a_match_changes_nothing(name: str, day: Callable[[str], Day]) -> None:
     made = day(name)
-    for event, _ in map(str.split, DAYS[name].split(", ")):
+    for event in [*(event.split()[0] for event in DAYS[name].split(", ")), "fill"]:
         made.do(event)
         before = _state(made)
         answers = [made.d.side._match(made.record, computed, asks) for computed in (0, 16, 0) for asks in (True, False)]
