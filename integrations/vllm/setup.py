@@ -209,8 +209,8 @@ class Setup:
         else:
             profile = _find_profile(vllm_config.instance_id, options.profile, layout)
         profile.check_layout(layout)
-        asked, pages = _asked(options, codes), None if codes is None else layout
-        codec = Codec(profile, **asked, dtype=layout.dtype, refinements=options.refinements)
+        asked, pages = _asked(options, codes, layout), None if codes is None else layout
+        codec = Codec(profile, **asked, refinements=options.refinements)
         quality = codec.quality_name
         if codes is not None and codec.lossless:
             layout = pairs_of_codes(layout, codes)
@@ -304,10 +304,8 @@ class Setup:
         chunks at a time.
         """
         profile = self.profile.shard(rank, self.shards)
-        asked, secrets = _asked(self.options, self.codes), self.options.secrets() or None
-        codec = Codec(
-            profile, **asked, dtype=self.layout.dtype, threads=1, refinements=self.options.refinements, key=secrets
-        )
+        asked, secrets = _asked(self.options, self.codes, self.layout), self.options.secrets() or None
+        codec = Codec(profile, **asked, threads=1, refinements=self.options.refinements, key=secrets)
         if codec.key_ids and rank == 0:
             # Replicas with other secrets do not find each other's entries; the id in the log shows why.
             logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))
@@ -394,13 +392,12 @@ def _find_profile(engine: str, where: str, layout: KVLayout) -> Profile:
     return find_profile(where, layout)
 
 
-def _asked(options: Options, codes: torch.dtype | None) -> dict[str, Any]:
+def _asked(options: Options, codes: torch.dtype | None, layout: KVLayout) -> dict[str, Any]:
     """Return the quality that is asked of the codec. A ratio is that of the engine's cache, which may be fp8."""
-    asked: dict[str, Any] = dict(options.codec_quality)
-    if codes is None or asked.get("ratio") is None:
-        return asked
-    ratio = asked.pop("ratio")
-    return {**asked, "bits": 8 * codes.itemsize / ratio}
+    if codes is None or options.ratio is None:
+        return options.quality_of(layout.dtype)
+    asked = dict(options.codec_quality)
+    return {**asked, "bits": 8 * codes.itemsize / asked.pop("ratio")}
 
 
 def _tokenizer(model: Any) -> str:

@@ -157,7 +157,7 @@ def test_with_a_profile_pages_are_those_of_the_codec_with_recognized_tokens(make
     a.save(count)
     assert a.counters["recognized_pages"] == a.counters["saved_pages"] == count
     assert a.counters["blob_bytes"] < a.counters["raw_bytes"] / 2.5
-    codec, end, expected = Codec(profile, step=0.25, dtype="bfloat16"), count * a.page, []
+    codec, end, expected = Codec(profile, step=0.25), count * a.page, []
     for start in range(0, end, a.page):
         part = whole.slice(start, start + a.page)
         ids = ids_of(range(start, start + a.page))

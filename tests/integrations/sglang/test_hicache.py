@@ -309,7 +309,7 @@ def test_lossy_latents_are_those_of_the_codec(
     assert counts["recognized_pages"] == 4 and "failures{positions}" not in counts
     to = r.alloc(4)
     assert r.prefetch(TOKENS[:64], to, passes_prefix=passes_prefix) == 64
-    codec = Codec(profile, step=0.25, dtype="bfloat16")
+    codec = Codec(profile, step=0.25)
     back = KVChunk.concat([codec.decode(codec.encode(chunk.slice(at, at + 16))) for at in range(0, 64, 16)])
     for layer in range(latents.layout.num_layers):
         assert torch.equal(r.pool.kv_buffer[to, layer], latents.as_engines_keep_it(back, layer))
