@@ -145,7 +145,7 @@ $(NEXT_VENV)/.next:
 
 test-next: $(NEXT_VENV)/.next redis  ## the tests of vLLM's connector and tier on NEXT, the next release of vLLM
 	$(THREADS) CUVEE_REQUIRE_VLLM=1 $(NEXT_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		-m "$(TEST_MARKS)" tests/integrations/vllm tests/integrations/vllm_tier tests/integrations/test_engine_config.py $(PYTEST_ARGS)
+		-m "$(TEST_MARKS)" tests/integrations/vllm tests/integrations/vllm_tier tests/integrations/identity/test_engine_config.py $(PYTEST_ARGS)
 
 format: setup  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

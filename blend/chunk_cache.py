@@ -124,8 +124,8 @@ class ChunkCache:
             chunks. Each chunk then costs N passes of the model instead of one, and N * C tokens of KV stay on the
             model's device once the first chunk is computed. With None, chunks are computed alone.
         tenant: cache salt. Chunks of different tenants never share a key.
-        identity: identity of the blobs, instead of one of the model's weights and the codec. With that of a serving
-            engine (`cuvee.integrations.checkpoint.engine_identity`), the engine and this cache find each other's
+        identity: identity of the blobs, instead of one of the model's weights and the codec. With that of an
+            engine (`cuvee.integrations.identity.checkpoint.engine_identity`), engine and cache find each other's
             segments. A chunk may then have been computed behind any text.
 
     Raises:

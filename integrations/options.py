@@ -11,12 +11,12 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import Key, make_keys
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.codec.support.suggest import suggestion
-from cuvee.integrations.profile_collection.location import (
+from cuvee.integrations.identity.secret_sources import read_secret
+from cuvee.integrations.profiles.location import (
     ProfileLocation,
     names_collection,
     shown_profile,
 )
-from cuvee.integrations.secret_sources import read_secret
 from cuvee.integrations.stores.redaction import redacted
 
 _LOCAL = ("memory:", "file:")  # stores of this host
@@ -72,7 +72,7 @@ class CodingOptions:
     Attributes:
         SOURCE: name of the engine's option that holds the JSON, for messages.
         store: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
-        profile: path of the model's profile, or its id at a place (`cuvee.integrations.profile_collection.location`);
+        profile: path of the model's profile, or its id at a place (`cuvee.integrations.profiles.location`);
             None: lossless, which takes none.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one, which then is the only quality.

@@ -35,15 +35,15 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
-from cuvee.integrations.checkpoint import naming_of_weights, read_config, read_layout
-from cuvee.integrations.guard import Guard, Once, Recorder
+from cuvee.integrations.core.guard import Guard, Once, Recorder
+from cuvee.integrations.core.refusals import check_uniform
+from cuvee.integrations.identity.checkpoint import naming_of_weights, read_config, read_layout
 from cuvee.integrations.lmcache.l2_accounts import Accounts
 from cuvee.integrations.lmcache.l2_options import LMCacheOptions
 from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
 from cuvee.integrations.lmcache.memory_objects import holds_latents, object_cache
 from cuvee.integrations.lmcache.object_keys import following_tokens, page_name
 from cuvee.integrations.pages import Counts, PageStore, PageStores
-from cuvee.integrations.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 
 logger = logging.getLogger(__name__)

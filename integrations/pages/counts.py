@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from cuvee.integrations.guard import Recorder
+from cuvee.integrations.core.guard import Recorder
 
 COUNTED: dict[str, tuple[bool, str]] = {
     "saved_pages": (False, "Chunks that were coded and stored."),

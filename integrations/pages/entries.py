@@ -17,9 +17,17 @@ import torch
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.chunk_io import BATCH, Chunk, ChunkIO, Stored, expected_sizes, fetch_ahead, fetched_together
-from cuvee.integrations.entry_keys import EntryKeys
-from cuvee.integrations.guard import Once, Recorder
+from cuvee.integrations.core.chunk_io import (
+    BATCH,
+    Chunk,
+    ChunkIO,
+    Stored,
+    expected_sizes,
+    fetch_ahead,
+    fetched_together,
+)
+from cuvee.integrations.core.entry_keys import EntryKeys
+from cuvee.integrations.core.guard import Once, Recorder
 from cuvee.integrations.pages.recognition import Recognized, Recognizer
 from cuvee.integrations.stores import Store, StoreError
 from cuvee.integrations.stores.threads import ThreadPool

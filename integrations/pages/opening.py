@@ -13,15 +13,15 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.checkpoint import naming_with_profile
-from cuvee.integrations.guard import Recorder
+from cuvee.integrations.core.guard import Recorder
+from cuvee.integrations.identity.checkpoint import naming_with_profile
+from cuvee.integrations.identity.weights_name import Make, Named, WeightsName
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages.page_store import PageStore
 from cuvee.integrations.pages.recognition import tells_positions
-from cuvee.integrations.profile_collection.collection import find_profile
-from cuvee.integrations.profile_collection.location import shown_profile
+from cuvee.integrations.profiles.collection import find_profile
+from cuvee.integrations.profiles.location import shown_profile
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.weights_name import Make, Named, WeightsName
 from cuvee.naming.identity import Identity, PageNames, Scope
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.chunk_io import ChunkIO
-from cuvee.integrations.entry_keys import EntryKeys
-from cuvee.integrations.guard import Once, Recorder
+from cuvee.integrations.core.chunk_io import ChunkIO
+from cuvee.integrations.core.entry_keys import EntryKeys
+from cuvee.integrations.core.guard import Once, Recorder
 from cuvee.integrations.pages.entries import Entries, Found, Waiters
 from cuvee.integrations.pages.recognition import Recognizer
 from cuvee.integrations.stores import Store

@@ -22,9 +22,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.guard import Guard
+from cuvee.integrations.core.guard import Guard
+from cuvee.integrations.core.refusals import refuse
 from cuvee.integrations.pages import Counts, PageStore, PageStores
-from cuvee.integrations.refusals import refuse
 from cuvee.integrations.sglang.host_pool import check_pool, pool_cache
 from cuvee.integrations.sglang.options import HiCacheOptions
 from cuvee.integrations.sglang.served_model import ServedModel

@@ -11,9 +11,9 @@ from sglang.srt.runtime_context import get_server_args
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.integrations.checkpoint import naming_of_weights, read_config, read_layout
-from cuvee.integrations.engine_config import sglang_options
-from cuvee.integrations.weights_name import Make
+from cuvee.integrations.identity.checkpoint import naming_of_weights, read_config, read_layout
+from cuvee.integrations.identity.engine_config import sglang_options
+from cuvee.integrations.identity.weights_name import Make
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.guard import Once
+from cuvee.integrations.core.guard import Once
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_tenant
 from cuvee.integrations.stores.threads import ThreadPool
 

@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
-from cuvee.integrations.secret_sources import read_secret
+from cuvee.integrations.identity.secret_sources import read_secret
 from cuvee.integrations.stores.base import OBJECT_SCHEMES, Store
 from cuvee.integrations.stores.redaction import redacted
 

@@ -38,27 +38,27 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.guard import Guard
-from cuvee.integrations.vllm.engine_pages import find_pages
+from cuvee.integrations.core.guard import Guard
+from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.vllm.engine_text import line_breaks
 from cuvee.integrations.vllm.kv_events import event_maker
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.other_connectors import have_failed_loads_computed, multi_connector
+from cuvee.integrations.vllm.pages.engine_pages import find_pages
+from cuvee.integrations.vllm.pages.state_pages import StatePages
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
-from cuvee.integrations.vllm.state_pages import StatePages
 from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm.weights import Weights, named_weights
-from cuvee.integrations.weights_name import WeightsName
 
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
 # of llvmlite's. So whatever imports Numba is imported later.
 if TYPE_CHECKING:
     from cuvee.integrations.vllm.blending.executing import PageBlender
-    from cuvee.integrations.vllm.draft_layers import Drafts
-    from cuvee.integrations.vllm.scheduler import SchedulerSide
-    from cuvee.integrations.vllm.worker import WorkerSide
+    from cuvee.integrations.vllm.pages.draft_layers import Drafts
+    from cuvee.integrations.vllm.scheduler.side import SchedulerSide
+    from cuvee.integrations.vllm.worker.side import WorkerSide
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +112,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        from cuvee.integrations.adapters import Adapters, watch_loads
-        from cuvee.integrations.vllm.scheduler import SchedulerSide
+        from cuvee.integrations.identity.lora_files import Adapters, watch_loads
+        from cuvee.integrations.vllm.scheduler.side import SchedulerSide
         from cuvee.integrations.vllm.setup import Setup
 
         self._setup = Setup.of_engine(vllm_config, kv_cache_config)
@@ -215,7 +215,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None if outcome is None else {"cuvee": outcome}
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return events about chunks in the store; see `scheduler_events`."""
+        """Return events about chunks in the store; see `scheduler.events`."""
         return self._scheduling.take_events()
 
     def has_pending_push_work(self) -> bool:
@@ -230,8 +230,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find the layout of the pages, or refuse to start."""
-        from cuvee.integrations.vllm.draft_layers import Drafts
-        from cuvee.integrations.vllm.worker import WorkerSide
+        from cuvee.integrations.vllm.pages.draft_layers import Drafts
+        from cuvee.integrations.vllm.worker.side import WorkerSide
 
         layers = self._attention_layers()
         shares = {name: getattr(layers.get(name), "kv_sharing_target_layer_name", None) for name in kv_caches}

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from cuvee.integrations.costs import LinearCost, prefill_quantities
+from cuvee.integrations.core.costs import LinearCost, prefill_quantities
 
 if TYPE_CHECKING:  # it imports this module
     from cuvee.integrations.vllm.messages import Report, StepPlan

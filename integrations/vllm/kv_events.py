@@ -1,7 +1,7 @@
 """Events that tell routers which blocks the store holds, as vLLM publishes them for its own (`--kv-events-config`).
 
 An event names a chunk's blocks by the hashes that vLLM's own events have for them, so a router can compare both.
-`scheduler_events` decides when an event is due.
+`scheduler.events` decides when an event is due.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
-from cuvee.integrations.vllm.scheduler_events import EventPair
+from cuvee.integrations.vllm.scheduler.events import EventPair
 
 
 def event_maker(store_name: str, block_tokens: int) -> Callable[[Any, range], EventPair | None]:

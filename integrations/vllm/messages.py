@@ -16,7 +16,7 @@ from cuvee.integrations.vllm.decision import Restored
 from cuvee.integrations.vllm.metrics import Data, merge
 
 if TYPE_CHECKING:  # the connector imports this module before whatever imports Numba may be
-    from cuvee.integrations.adapters import AdapterFiles
+    from cuvee.integrations.identity.lora_files import AdapterFiles
 
 LOADERS = 8
 """Loads that a rank restores at a time; others queue."""

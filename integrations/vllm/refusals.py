@@ -11,9 +11,9 @@ import torch
 from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.integrations.refusals import refuse
+from cuvee.integrations.core.refusals import refuse
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.layer_groups import CachedLayers, LayerGroup, is_latent
+from cuvee.integrations.vllm.pages.layer_groups import CachedLayers, LayerGroup, is_latent
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _BLENDED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers were checked against vLLM's prefill

@@ -24,19 +24,20 @@ from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
-from cuvee.integrations.checkpoint import (
+from cuvee.integrations.identity.checkpoint import (
     Checkpoint,
     changed_since,
     name_of_weights,
     naming_with_profile,
     tokenizer_identity,
 )
-from cuvee.integrations.engine_config import vllm_options
-from cuvee.integrations.profile_collection.collection import find_profile
-from cuvee.integrations.profile_collection.location import shown_profile
-from cuvee.integrations.vllm.coded_pages import pairs_of_codes
+from cuvee.integrations.identity.engine_config import vllm_options
+from cuvee.integrations.identity.weights_name import Make
+from cuvee.integrations.profiles.collection import find_profile
+from cuvee.integrations.profiles.location import shown_profile
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.layer_groups import (
+from cuvee.integrations.vllm.pages.coded_pages import pairs_of_codes
+from cuvee.integrations.vllm.pages.layer_groups import (
     CachedLayers,
     LayerGroup,
     RecurrentLayer,
@@ -55,7 +56,6 @@ from cuvee.integrations.vllm.refusals import (
     dtype_of_cache,
     refuse_features,
 )
-from cuvee.integrations.weights_name import Make
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.refusals import refuse
+from cuvee.integrations.core.refusals import refuse
 
 LAYOUTS = {"LBNHC": False, "LBHNC": True}  # names of vLLM's `KVCacheLayout`, and whether heads come before tokens
 

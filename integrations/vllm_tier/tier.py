@@ -38,11 +38,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from cuvee.integrations.checkpoint import naming_of_weights, read_layout
-from cuvee.integrations.engine_config import vllm_options
-from cuvee.integrations.guard import Guard
+from cuvee.integrations.core.guard import Guard
+from cuvee.integrations.core.refusals import check_uniform
+from cuvee.integrations.identity.checkpoint import naming_of_weights, read_layout
+from cuvee.integrations.identity.engine_config import vllm_options
 from cuvee.integrations.pages import COUNTED, Counts, PageStore, PageStores
-from cuvee.integrations.refusals import check_uniform
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, cache_dtype, check_mapping, row_memory, row_shape

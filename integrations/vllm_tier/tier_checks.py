@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.integrations.checkpoint import read_config
+from cuvee.integrations.identity.checkpoint import read_config
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
 _FULL = "full_attention"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
     from cuvee.codec.profiles.quality import Quality
     from cuvee.codec.token_ids import NO_TOKEN
-    from cuvee.integrations.transformers import decode_cache, encode_cache, load_cache, save_cache
+    from cuvee.integrations.transformers.caches import decode_cache, encode_cache, load_cache, save_cache
     from cuvee.learning.calibrate import calibrate, fit
     from cuvee.learning.curve import measure
 
@@ -99,7 +99,7 @@ _NAMES = {
     "codec.profiles.profile": "Profile",
     "codec.profiles.quality": "Quality",
     "codec.token_ids": "NO_TOKEN",
-    "integrations.transformers": "decode_cache encode_cache load_cache save_cache",
+    "integrations.transformers.caches": "decode_cache encode_cache load_cache save_cache",
 }
 _HOME = {name: f"cuvee.{module}" for module, names in _NAMES.items() for name in names.split()}
 

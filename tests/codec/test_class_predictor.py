@@ -34,7 +34,7 @@ from cuvee.codec.profiles.class_predictor import (
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.profiles.token_prediction import Predictions
-from cuvee.integrations.transformers import encode_cache
+from cuvee.integrations.transformers.caches import encode_cache
 from cuvee.learning.calibrate import fit
 from cuvee.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
 

@@ -16,7 +16,7 @@ from cuvee.codec.models.forward import cache_argument, layer_units, prefill, sco
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.integrations.pages.recognition import Recognizer
-from cuvee.integrations.transformers import chunks_from_cache
+from cuvee.integrations.transformers.caches import chunks_from_cache
 
 FAMILIES = ("deepseek_v2", "deepseek_v3")
 LATENT, ROTATED = 12, 8

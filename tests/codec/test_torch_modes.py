@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 import cuvee
 from cuvee.blend import Blender, ChunkCache, Segment
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.transformers import chunks_from_cache
+from cuvee.integrations.transformers.caches import chunks_from_cache
 
 ROOMS = ("codec", "kernels", "blend", "integrations")
 # Calls that take the default dtype. Python's floats do in the others.

@@ -17,7 +17,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.container import inspect
 from cuvee.codec.states import States
-from cuvee.integrations.transformers import decode_cache, encode_cache
+from cuvee.integrations.transformers.caches import decode_cache, encode_cache
 
 _HEAD = 3  # length of the name, dtype, dimensions
 

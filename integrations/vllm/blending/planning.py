@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cuvee.blend.segmentation import LineBreaks, Span
 from cuvee.codec.errors import InputError
-from cuvee.integrations.guard import Once
+from cuvee.integrations.core.guard import Once
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
-from cuvee.integrations.vllm.block_names import set_apart
 from cuvee.integrations.vllm.decision import Pays, Verdict
-from cuvee.integrations.vllm.lookups import Lookup
 from cuvee.integrations.vllm.messages import Blend, Entry
-from cuvee.integrations.vllm.scheduler_state import SchedulerState
+from cuvee.integrations.vllm.scheduler.block_names import set_apart
+from cuvee.integrations.vllm.scheduler.lookups import Lookup
+from cuvee.integrations.vllm.scheduler.state import SchedulerState
 from cuvee.naming.identity import Identity, Scope, canonical, content_digest
 
 if TYPE_CHECKING:  # it imports this module
-    from cuvee.integrations.vllm.request_record import RequestRecord
+    from cuvee.integrations.vllm.scheduler.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
 

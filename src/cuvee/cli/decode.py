@@ -41,7 +41,7 @@ def decode(
     from cuvee.codec.codec import Codec
     from cuvee.codec.decoding import check_tokens
     from cuvee.codec.format.container import inspect
-    from cuvee.integrations.cache_file import write_cache_file
+    from cuvee.integrations.transformers.cache_file import write_cache_file
 
     check_output(target, force)
     files = blob_files(source)

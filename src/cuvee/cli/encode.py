@@ -64,7 +64,7 @@ def encode(
     need_one_of_profile_and_config(profile, config)
 
     from cuvee.codec.codec import Codec
-    from cuvee.integrations.cache_file import cache_file_dtype, read_cache_file
+    from cuvee.integrations.transformers.cache_file import cache_file_dtype, read_cache_file
 
     dtype = cache_file_dtype(source)
     known = read_profile(profile, config, dtype)

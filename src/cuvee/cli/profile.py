@@ -170,10 +170,10 @@ def _learn_from_store(
 
     from cuvee.calibration.corpus import model_path as find_model
     from cuvee.cli.store import shared_tiers
-    from cuvee.integrations.checkpoint import read_layout
-    from cuvee.integrations.secret_sources import read_secret
-    from cuvee.integrations.store_learning import fit_from_store
-    from cuvee.integrations.weight_fingerprints import weight_fingerprints
+    from cuvee.integrations.identity.checkpoint import read_layout
+    from cuvee.integrations.identity.secret_sources import read_secret
+    from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
+    from cuvee.integrations.profiles.store_learning import fit_from_store
 
     path = find_model(model_path)
     weights = weight_fingerprints(path)
@@ -206,8 +206,8 @@ def profile_push(
     Example: cuvee profile push smollm2.safetensors s3://bucket/profiles
     """
     from cuvee.codec.profiles.profile import Profile
-    from cuvee.integrations.profile_collection.collection import ProfileCollection
-    from cuvee.integrations.profile_collection.location import ProfileLocation
+    from cuvee.integrations.profiles.collection import ProfileCollection
+    from cuvee.integrations.profiles.location import ProfileLocation
 
     location = ProfileLocation.parse(where)
     if location.id is not None:
@@ -234,9 +234,9 @@ def profile_list(
     import torch
 
     from cuvee.calibration.corpus import model_path
-    from cuvee.integrations.checkpoint import read_layout
-    from cuvee.integrations.profile_collection.collection import ProfileCollection
-    from cuvee.integrations.profile_collection.location import ProfileLocation
+    from cuvee.integrations.identity.checkpoint import read_layout
+    from cuvee.integrations.profiles.collection import ProfileCollection
+    from cuvee.integrations.profiles.location import ProfileLocation
 
     location = ProfileLocation.parse(where)
     layout = None if model is None else read_layout(model_path(model), torch.bfloat16)
@@ -282,10 +282,10 @@ def profile_pull(
     import torch
 
     from cuvee.calibration.corpus import model_path
-    from cuvee.integrations.checkpoint import read_layout
-    from cuvee.integrations.profile_collection.collection import ProfileCollection
-    from cuvee.integrations.profile_collection.location import ProfileLocation
-    from cuvee.integrations.weight_fingerprints import weight_fingerprints
+    from cuvee.integrations.identity.checkpoint import read_layout
+    from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
+    from cuvee.integrations.profiles.collection import ProfileCollection
+    from cuvee.integrations.profiles.location import ProfileLocation
 
     check_output(out, force)
     location = ProfileLocation.parse(where)

@@ -38,7 +38,7 @@ from tests.waiting import wait_until
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.integrations.refusals import check_uniform
+from cuvee.integrations.core.refusals import check_uniform
 from cuvee.integrations.stores.base import Store
 
 pytestmark = NEED_LMCACHE

@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
-from cuvee.integrations.checkpoint import read_layout
+from cuvee.integrations.identity.checkpoint import read_layout
 
 MODEL = str(bundled_model_path())
 MOST = 8  # pages of a sequence

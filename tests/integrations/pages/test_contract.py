@@ -19,10 +19,10 @@ from tests.recognizing import cached, ids_of, learned_profile, small_model
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
-from cuvee.integrations.file_digests import file_digests
+from cuvee.integrations.identity.file_digests import file_digests
+from cuvee.integrations.identity.weight_fingerprints import _fingerprints
 from cuvee.integrations.pages.entries import Entries
 from cuvee.integrations.stores import StoreError
-from cuvee.integrations.weight_fingerprints import _fingerprints
 
 PAGES = 6
 Make = Callable[..., Adapter]
@@ -88,9 +88,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         for each in naming:
             each.join(60)
 
-    monkeypatch.setattr("cuvee.integrations.checkpoint.file_digests", digests)
-    monkeypatch.setattr("cuvee.integrations.weight_fingerprints._fingerprints", fingerprints)
-    monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 0.0)
+    monkeypatch.setattr("cuvee.integrations.identity.checkpoint.file_digests", digests)
+    monkeypatch.setattr("cuvee.integrations.identity.weight_fingerprints._fingerprints", fingerprints)
+    monkeypatch.setattr("cuvee.integrations.identity.weights_name.START_SECONDS", 0.0)
     yield let
     go.set()
 
@@ -132,7 +132,7 @@ def test_an_engine_starts_before_its_profile_is_compared_with_the_weights(
     assert len(errors) == int(others)
     if others:
         assert "nothing is stored or loaded: profile: must be of the model's weights" in errors[0]
-        monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 60)
+        monkeypatch.setattr("cuvee.integrations.identity.weights_name.START_SECONDS", 60)
         with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
             make(options)
 

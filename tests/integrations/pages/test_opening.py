@@ -16,9 +16,9 @@ from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.identity.weights_name import Make
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages import Counts, PageStores
-from cuvee.integrations.weights_name import Make
 
 LAYOUT = KVLayout("test", (LayerLayout(4, 8, 8, None),) * 2, "float32", None)
 
@@ -86,7 +86,7 @@ def test_an_events_recorder_of_ones_own_is_told() -> None:
 
 def test_weights_that_change_before_they_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their version is a part of a name that others have, too; the name that was being made is never used."""
-    monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 0.0)
+    monkeypatch.setattr("cuvee.integrations.identity.weights_name.START_SECONDS", 0.0)
     go, stops = threading.Event(), list[bool]()
 
     def slow(stop: threading.Event) -> str:
@@ -124,8 +124,8 @@ def test_weights_that_change_before_they_have_a_name(monkeypatch: pytest.MonkeyP
 def test_a_profile_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "profile.safetensors")
     Profile.unlearned(LAYOUT).save(path)
-    monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 60.0)
-    monkeypatch.setattr("cuvee.integrations.checkpoint._checking", lambda *_: lambda stop: "mismatch")
+    monkeypatch.setattr("cuvee.integrations.identity.weights_name.START_SECONDS", 60.0)
+    monkeypatch.setattr("cuvee.integrations.identity.checkpoint._checking", lambda *_: lambda stop: "mismatch")
     with pytest.raises(ProfileMismatchError, match="calibrated on other weights than nowhere"):
         opened(profile=path)
     opened(profile=path, check_model=False).close()
@@ -144,8 +144,8 @@ def test_weights_that_change_while_a_profile_is_compared_with_those_before(
         assert go.wait(60)
         return verdict
 
-    monkeypatch.setattr("cuvee.integrations.weights_name.START_SECONDS", 0.0)
-    monkeypatch.setattr("cuvee.integrations.checkpoint._checking", lambda *_: slow)
+    monkeypatch.setattr("cuvee.integrations.identity.weights_name.START_SECONDS", 0.0)
+    monkeypatch.setattr("cuvee.integrations.identity.checkpoint._checking", lambda *_: slow)
     stores = opened(profile=path, quality="lossless")
     stores.withdraw("of a test")
     stores.rename(version)

@@ -24,12 +24,12 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.arrays import I64
-from cuvee.integrations import chunk_io
-from cuvee.integrations.entry_keys import EntryKeys
+from cuvee.integrations.core import chunk_io
+from cuvee.integrations.core.entry_keys import EntryKeys
+from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.pages import Counts, PageStore, entries
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.weights_name import WeightsName
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
 
 PAGE = 8  # tokens

@@ -32,8 +32,8 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import PREFIX
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.rope import rotate
-from cuvee.integrations.profile_collection.collection import ProfileCollection
-from cuvee.integrations.weight_fingerprints import weight_fingerprints
+from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
+from cuvee.integrations.profiles.collection import ProfileCollection
 from cuvee.learning.calibrate import calibrate
 
 pytestmark = need_sglang

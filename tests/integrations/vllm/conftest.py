@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuvee.integrations.guard import Guard
+from cuvee.integrations.core.guard import Guard
 
 
 @pytest.fixture(scope="module")

@@ -762,7 +762,7 @@ _digests_held: list[threading.Event] = []
 
 def _hold_digests() -> None:
     """Read no checkpoint of this process until a step says so."""
-    from cuvee.integrations import checkpoint, weight_fingerprints
+    from cuvee.integrations.identity import checkpoint, weight_fingerprints
 
     go = threading.Event()
 
@@ -826,7 +826,7 @@ def _watched() -> contextlib.AbstractContextManager[Any]:
 
 
 def _look_at_a_file_in_a_step(llm: Any) -> None:
-    from cuvee.integrations.vllm.scheduler import SchedulerSide
+    from cuvee.integrations.vllm.scheduler.side import SchedulerSide
 
     plan = SchedulerSide.plan
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from cuvee.integrations.vllm.scheduler import SchedulerSide
-from cuvee.integrations.vllm.worker import WorkerSide
+from cuvee.integrations.vllm.scheduler.side import SchedulerSide
+from cuvee.integrations.vllm.worker.side import WorkerSide
 from cuvee.naming.identity import PrefixChain
 
 # What vLLM calls, and what runs in threads on its behalf.

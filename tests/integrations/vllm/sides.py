@@ -21,18 +21,18 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.pages import PageOrder, PermutedPages
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.adapters import AdapterFiles, Adapters
+from cuvee.integrations.identity.lora_files import AdapterFiles, Adapters
+from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.layer_groups import LayerGroup
 from cuvee.integrations.vllm.messages import Blend, Entry, Load, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.request_record import RequestRecord
-from cuvee.integrations.vllm.scheduler import SchedulerSide
-from cuvee.integrations.vllm.scheduler_events import EventPair
+from cuvee.integrations.vllm.pages.layer_groups import LayerGroup
+from cuvee.integrations.vllm.scheduler.events import EventPair
+from cuvee.integrations.vllm.scheduler.request_record import RequestRecord
+from cuvee.integrations.vllm.scheduler.side import SchedulerSide
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.integrations.vllm.weights import Weights
-from cuvee.integrations.vllm.worker import WorkerSide
-from cuvee.integrations.weights_name import WeightsName
+from cuvee.integrations.vllm.worker.side import WorkerSide
 from cuvee.naming.identity import Identity, PrefixChain, Scope, content_digest, store_key
 
 BLOCK, CHUNK, BLOCKS = 8, 16, 24

@@ -27,10 +27,10 @@ from tests.integrations.vllm.sides import (
 )
 
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.adapters import Adapters
+from cuvee.integrations.identity.lora_files import Adapters
 from cuvee.integrations.vllm.messages import Blend, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.scheduler import SchedulerSide
+from cuvee.integrations.vllm.scheduler.side import SchedulerSide
 
 STEP = 24  # tokens of a request per step
 BLENDING = {"segment_tokens": 12, "min_context": 0}  # segments of 4 tokens and more, of which 16 are reused

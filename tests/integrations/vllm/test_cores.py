@@ -13,9 +13,10 @@ import pytest
 import torch
 from tests.integrations.vllm.sides import Bench
 
-from cuvee.integrations.vllm import cores, worker_state
+from cuvee.integrations.vllm import cores
 from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
-from cuvee.integrations.vllm.worker_state import WorkerPools
+from cuvee.integrations.vllm.worker import state as worker_state
+from cuvee.integrations.vllm.worker.state import WorkerPools
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 

@@ -17,16 +17,17 @@ import pytest
 import torch
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.vllm.sides import CHUNK, Bench
-from tests.integrations.vllm.test_worker_deadline import BLOCKS, PARTS, STEP, keys_of, profile
+from tests.integrations.vllm.worker.test_deadlines import BLOCKS, PARTS, STEP, keys_of, profile
 
 from cuvee.codec.errors import CuveeError
-from cuvee.integrations import loading
-from cuvee.integrations.loading import RecentRates
+from cuvee.integrations.core import deadlines as loading
+from cuvee.integrations.core.deadlines import RecentRates
 from cuvee.integrations.stores.tiered import TieredStore
-from cuvee.integrations.vllm import worker_deadline, worker_restore
 from cuvee.integrations.vllm.messages import Aim
-from cuvee.integrations.vllm.worker_deadline import DeadlineLoad
-from cuvee.integrations.vllm.worker_restore import Answer, LoadJob
+from cuvee.integrations.vllm.worker import deadlines as worker_deadline
+from cuvee.integrations.vllm.worker import restore as worker_restore
+from cuvee.integrations.vllm.worker.deadlines import DeadlineLoad
+from cuvee.integrations.vllm.worker.restore import Answer, LoadJob
 
 CHUNKS, REST = 8, 4  # that are loaded, and tokens behind them
 LATENCY, DECODE = 0.004, 0.01  # seconds until the first byte, and to decode a part of a chunk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cuvee.integrations.costs import prefill_quantities
+from cuvee.integrations.core.costs import prefill_quantities
 from cuvee.integrations.vllm.decision import MIN_SAMPLES, TRIAL_EVERY, Kind, Pays, Restored, decoding_work
 
 CHUNK = 256

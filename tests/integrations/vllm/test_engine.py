@@ -49,7 +49,7 @@ from tests.integrations.vllm.engines import (
 )
 
 from cuvee.codec.profiles.quality import PRESET_KL
-from cuvee.integrations.profile_collection.collection import ProfileCollection
+from cuvee.integrations.profiles.collection import ProfileCollection
 from cuvee.naming.part_keys import part_number
 
 pytestmark = pytest.mark.slow

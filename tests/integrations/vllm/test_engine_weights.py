@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from cuvee.codec.models.fingerprint import PREFIX, model_fingerprint
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.checkpoint import read_layout
+from cuvee.integrations.identity.checkpoint import read_layout
 
 CHUNK = 32
 FIRST, SECOND = ids(200, "first"), ids(200, "second")

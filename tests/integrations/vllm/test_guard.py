@@ -19,12 +19,12 @@ from tests.integrations.vllm.sides import Bench, Desk, image, make_request
 from tests.integrations.vllm.small_engine import SmallEngine
 from tests.waiting import wait_until
 
-from cuvee.integrations.guard import Guard
+from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.stores.base import TierCounters
-from cuvee.integrations.vllm import scheduler
 from cuvee.integrations.vllm.messages import Report, Seen
 from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.scheduler import side as scheduler
 
 Contained = list[tuple[str, BaseException]]
 A, B, C = (random.Random(seed).choices(range(60), k=count) for seed, count in ((1, 70), (2, 40), (3, 44)))
@@ -446,6 +446,6 @@ def test_one_load_that_cannot_begin_does_not_take_the_others_along(contained: Co
 
 
 def test_every_hook_has_a_label() -> None:
-    folder = Path(scheduler.__file__).parent
-    source = "".join(file.read_text() for file in folder.glob("*.py"))
+    folder = Path(scheduler.__file__).parents[1]
+    source = "".join(file.read_text() for file in folder.rglob("*.py"))
     assert set(re.findall(r"self\._guard\(\s*\"(\w+)\"", source)) == set(METRICS["contained"].values)

@@ -16,9 +16,9 @@ from tests.integrations.vllm.sides import Desk, image, make_request
 from tests.integrations.vllm.small_engine import SmallEngine
 from tests.waiting import wait_until
 
-from cuvee.integrations import adapters
-from cuvee.integrations.vllm import media_names
-from cuvee.integrations.vllm.media_names import MediaNames
+from cuvee.integrations.identity import lora_files as adapters
+from cuvee.integrations.vllm.scheduler import media_names
+from cuvee.integrations.vllm.scheduler.media_names import MediaNames
 
 
 def item(name: str = "x", embeds: Any = None, modality: str = "image", **fields: Any) -> SimpleNamespace:

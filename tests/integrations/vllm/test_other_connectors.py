@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.integrations.vllm.blending.test_planning import BLOCKS, FIRST, SECOND, ask
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm.sides import Desk
-from tests.integrations.vllm.test_blend_planning import BLOCKS, FIRST, SECOND, ask
 from tests.integrations.vllm_tier.real_tiers import real
 
 from cuvee.integrations.vllm.messages import Report

@@ -30,12 +30,13 @@ from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMism
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
-from cuvee.integrations import checkpoint as checkpoint_module
-from cuvee.integrations.profile_collection.collection import ProfileCollection
+from cuvee.integrations.identity import checkpoint as checkpoint_module
+from cuvee.integrations.profiles.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.vllm import draft_layers, setup
-from cuvee.integrations.vllm.draft_layers import Drafts
-from cuvee.integrations.vllm.layer_groups import LayerGroup, all_latent
+from cuvee.integrations.vllm import setup
+from cuvee.integrations.vllm.pages import draft_layers
+from cuvee.integrations.vllm.pages.draft_layers import Drafts
+from cuvee.integrations.vllm.pages.layer_groups import LayerGroup, all_latent
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.learning.calibrate import fit
 

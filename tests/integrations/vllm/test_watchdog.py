@@ -18,10 +18,10 @@ from tests.integrations.vllm.watchdog import LONGEST, Watchdog, watched
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.vllm.scheduler import SchedulerSide
-from cuvee.integrations.vllm.worker import WorkerSide
-from cuvee.integrations.vllm.worker_load import WorkerLoads
-from cuvee.integrations.vllm.worker_save import WorkerSaves
+from cuvee.integrations.vllm.scheduler.side import SchedulerSide
+from cuvee.integrations.vllm.worker.loads import WorkerLoads
+from cuvee.integrations.vllm.worker.saves import WorkerSaves
+from cuvee.integrations.vllm.worker.side import WorkerSide
 
 _HOOKS = {
     SchedulerSide: ("arrived", "matched_tokens", "allocated", "finished", "plan", "take", "take_events", "reset"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cuvee.integrations.vllm import media_names
+from cuvee.integrations.vllm.scheduler import media_names
 
 _EVENTS = ("open", "os.listdir", "os.scandir", "socket.connect", "socket.getaddrinfo", "fcntl.flock", "glob.glob")
 _CALLS = ((os, "stat"), (os, "lstat"), (os, "fstat"), (fcntl, "flock"))

@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.integrations.file_digests import file_digests
+from cuvee.integrations.identity.file_digests import file_digests
 from cuvee.integrations.pages import PageStore
 from cuvee.integrations.vllm_tier import chunk_rows
 
@@ -182,8 +182,8 @@ def test_a_reset_before_the_weights_have_a_name_changes_no_name(
         return file_digests(files, stop)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cuvee.integrations.checkpoint.file_digests", digests)
-        patch.setattr("cuvee.integrations.weights_name.START_SECONDS", 0.0)
+        patch.setattr("cuvee.integrations.identity.checkpoint.file_digests", digests)
+        patch.setattr("cuvee.integrations.identity.weights_name.START_SECONDS", 0.0)
         e = engine()
     e.reset()
     named = [each for each in threading.enumerate() if each.name == "cuvee-weights"]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integrations.profile_collection.small_profiles import small_profile
+from tests.integrations.profiles.small_profiles import small_profile
 from tests.package.cli.running import fails, misused, run
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.checkpoint import read_layout
-from cuvee.integrations.weight_fingerprints import weight_fingerprints
+from cuvee.integrations.identity.checkpoint import read_layout
+from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
 
 MODEL = "books-3m"
 

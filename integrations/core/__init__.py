@@ -1,0 +1,1 @@
+"""Between stores and adapters: chunks to entries and back, keys of entries, contained errors, costs, deadlines."""

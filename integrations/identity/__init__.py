@@ -1,0 +1,1 @@
+"""Names of all that determines a KV cache: weights, adapters, the engine's configuration, its environment."""

@@ -1,0 +1,415 @@
+"""Identities of checkpoints, tokenizers and adapters on disk, layouts of their caches, and whether a profile belongs to
+a checkpoint.
+
+    folder ─┬─ config.json …       canonical JSON without volatile entries ─┐
+            ├─ *.safetensors       SHA-256 of the whole file               ├─> BLAKE2b
+            └─ *.bin, *.gguf …     likewise; only without safetensors      ┘
+
+Paths and times are left out, so replicas with copies at other paths find each other's entries.
+
+**Covered**: every byte of every file that an engine may read its weights from, in the folder and in the folders in it;
+the configuration, without entries about its origin; code beside it. Each file is read once: `file_digests`.
+**Not covered**: files that an engine reads from elsewhere, so these ways to load are refused; what changes in memory
+after the files were read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cuvee.codec.errors import InputError, ProfileMismatchError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.fingerprint import PREFIX, SAMPLED
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.plain_json import parse_json
+from cuvee.integrations.identity.checkpoint_files import load_config, open_file, read_header, resolve
+from cuvee.integrations.identity.file_digests import file_digests, file_state
+from cuvee.integrations.identity.weight_fingerprints import reading_fingerprints
+from cuvee.integrations.identity.weights_name import Make
+from cuvee.naming.identity import Identity, canonical
+
+if TYPE_CHECKING:
+    from cuvee.codec.codec import Codec
+
+logger = logging.getLogger(__name__)
+
+_SAFETENSORS = ("*.safetensors", "*/*.safetensors")  # some models have towers in folders of their own
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*/*.bin", "*/*.pt", "*/*.pth", "*/*.gguf")
+# The files that engines read, by their names of load formats: safetensors if there are any, or others. What is not here
+# reads weights from elsewhere: other hosts and processes, object stores, converted copies, a user's own loader.
+_EITHER = (
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer", "sharded_state",
+    "runai_streamer_sharded", "bitsandbytes", "layered",
+)  # fmt: skip
+_FORMATS = {
+    **dict.fromkeys(_EITHER, (_SAFETENSORS, _OTHER_WEIGHTS)),
+    "pt": (_OTHER_WEIGHTS,),
+    "gguf": (("*.gguf", "*/*.gguf"),),
+    "dummy": (),  # values without files
+}
+# Files besides the weights that determine a token's KV, including a checkpoint's code.
+_CONFIGS = (
+    "config.json", "params.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json", "*.py",
+    "*processor_config.json", "*.safetensors.index.json",
+)  # fmt: skip
+# Entries about a file's writer and origin, and the path of an adapter's base model.
+VOLATILE = {
+    "transformers_version", "_name_or_path", "_commit_hash", "peft_version", "base_model_name_or_path", "revision",
+}  # fmt: skip
+# Files that map text to token ids. Not tokenizer_config.json: a chat template changes which tokens a prompt has, which
+# are in the key, but not what a token is.
+_TOKENIZERS = (
+    "tokenizer.json", "*.model", "tokenizer.model.v*", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt",
+    "merges.txt",
+)  # fmt: skip
+
+
+class Checkpoint:
+    """The files of a checkpoint, which are listed now, and named later.
+
+    Args:
+        path: as in `checkpoint_identity`.
+        revision: of a hub id.
+        load_format: by which vLLM or SGLang reads them.
+
+    Raises:
+        InputError: the path does not exist, holds no weights, or holds a damaged file; or the engine reads its weights
+            from elsewhere.
+    """
+
+    def __init__(self, path: str | Path, *, revision: str | None = None, load_format: str = "auto") -> None:
+        if load_format not in _FORMATS:
+            raise InputError(
+                f"load_format: must be {', '.join(_FORMATS)}, got {load_format}, whose weights are not named by the "
+                "checkpoint's files: set option 'model_id' to a name of your own that changes with the weights"
+            )
+        self._root = resolve(path, revision)
+        self._format = load_format
+        self._files = _weights(self._root, load_format)
+        if not self._files and load_format != "dummy":
+            raise InputError(
+                f"model: must hold weights ({', '.join(('*.safetensors', *_OTHER_WEIGHTS[:4]))}), got {path} without "
+                "any: set option 'model_id' to a name of your own that changes with the weights"
+            )
+        for file in self._files:
+            if file.suffix == ".safetensors":
+                with open_file(file) as stream:
+                    read_header(file, stream)
+        self._states = [file_state(file) for file in self._files]
+
+    def identity(self, stop: threading.Event | None = None) -> str:
+        """Return `checkpoint_identity`. Takes as long as reading the files, unless their digests are kept.
+
+        Args:
+            stop: once it is set, this raises an InputError soon.
+
+        Raises:
+            InputError: files that cannot be read, or have changed since they were listed.
+        """
+        digest = hashlib.blake2b(digest_size=16, person=b"cuvee-weights")
+        digest.update(canonical(b"2"))
+        _add_configs(digest, self._root)
+        for file, content in zip(self._files, file_digests(self._files, stop), strict=True):
+            # A single file is identified by its content alone, because the user chooses its name.
+            name = file.relative_to(self._root).as_posix().encode() if self._root.is_dir() else b""
+            digest.update(canonical(b"weights", name, content))
+        files = _weights(self._root, self._format)
+        if files != self._files or [file_state(file) for file in files] != self._states:
+            raise InputError(f"model: must not change while it is read, got {self._root}: start again")
+        return digest.hexdigest()
+
+
+def checkpoint_identity(path: str | Path, *, revision: str | None = None, load_format: str = "auto") -> str:
+    """Return the identity of a checkpoint's weights and configuration: 32 hex digits.
+
+    Reads every byte of every weight file once, at about 2 GB/s for each core; later calls take milliseconds.
+
+    Args:
+        path: a local folder (of a model or an adapter), a single weight file, or a hub id (`org/name`), which is looked
+            up in the local cache of huggingface_hub and never on the network.
+        revision: of a hub id.
+        load_format: by which vLLM or SGLang reads it.
+
+    Raises:
+        InputError: as `Checkpoint` and `Checkpoint.identity`.
+    """
+    return Checkpoint(path, revision=revision, load_format=load_format).identity()
+
+
+def configuration_identity(path: str | Path, *, revision: str | None = None) -> str:
+    """Return the identity of a folder's configuration and code, without weights: 32 hex digits.
+
+    Args and Raises as `checkpoint_identity`, weights apart.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"cuvee-config")
+    _add_configs(digest, resolve(path, revision))
+    return digest.hexdigest()
+
+
+def file_identity(path: str | Path) -> str:
+    """Return the identity of a small file, byte for byte: 32 hex digits.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=16, person=b"cuvee-file1").hexdigest()
+    except OSError as error:
+        raise InputError(f"model: must name files that can be read, got {path} ({error.strerror})") from error
+
+
+def tokenizer_identity(path: str | Path, *, revision: str | None = None) -> str:
+    """Return the identity of a tokenizer's vocabulary files, byte for byte: 32 hex digits; `""` if there are none.
+
+    Args and Raises as `checkpoint_identity`, weights apart.
+    """
+    files = _files(resolve(path, revision), _TOKENIZERS)
+    if not files:
+        return ""
+    digest = hashlib.blake2b(digest_size=16, person=b"cuvee-tokens")
+    for file in files:
+        digest.update(canonical(file.name.encode(), file.read_bytes()))
+    return digest.hexdigest()
+
+
+def read_layout(
+    path: str, dtype: torch.dtype | None, *, revision: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> KVLayout:
+    """Read the layout of a model's cache from the configuration of its checkpoint.
+
+    Args:
+        path: as in `checkpoint_identity`.
+        dtype: of the cache; None: that of the configuration.
+        revision: of a hub id.
+        overrides: changes to the configuration.
+
+    Raises:
+        InputError: there is no such checkpoint on this machine.
+        UnsupportedModelError: cuvee does not handle this kind of attention or positions.
+    """
+    return KVLayout.from_config(read_config(path, revision=revision, overrides=overrides), dtype)
+
+
+def read_config(path: str, *, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Any:
+    """Read the configuration of a checkpoint's text decoder, a transformers `PreTrainedConfig`.
+
+    Args:
+        path: as in `checkpoint_identity`.
+        revision: of a hub id.
+        overrides: changes to the configuration.
+
+    Raises:
+        InputError: there is no such checkpoint on this machine.
+        UnsupportedModelError: a model type that stands for DeepSeek-V3, with another architecture or other entries.
+    """
+    try:
+        config = load_config(path, revision)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model: must be a folder or hub id with a configuration that transformers reads, got {path}: "
+            "give the checkpoint's folder in option 'model'"
+        ) from error
+    config.update(dict(overrides or {}))
+    return config.get_text_config(decoder=True)
+
+
+def name_of_weights(weights: str, dtype: torch.dtype, options: Mapping[str, Any] | None = None) -> str:
+    """Name the weights as an engine uses them: `Identity.model` of its blobs.
+
+    Args:
+        weights: `checkpoint_identity` of the model, or the user's name for it.
+        dtype: of its computation.
+        options: the engine's, as JSON values (`engine_config`).
+    """
+    return json.dumps({"weights": weights, "dtype": str(dtype), "options": options or {}}, sort_keys=True)
+
+
+def naming_of_weights(
+    path: str | Path,
+    dtype: torch.dtype,
+    options: Mapping[str, Any] | None = None,
+    *,
+    model_id: str | None = None,
+    revision: str | None = None,
+    load_format: str = "auto",
+) -> Make:
+    """Return what makes `name_of_weights`, which may take as long as reading the checkpoint's files.
+
+    Args:
+        path: of the checkpoint, as in `checkpoint_identity`.
+        dtype: as in `name_of_weights`.
+        options: as in `name_of_weights`.
+        model_id: the user's name for the weights, if there is one; then no file is read.
+        revision: of a hub id.
+        load_format: by which the engine reads the checkpoint.
+
+    Raises:
+        InputError: as `Checkpoint`.
+    """
+    if model_id is not None:
+        return lambda stop: name_of_weights(model_id, dtype, options)
+    checkpoint = Checkpoint(path, revision=revision, load_format=load_format)
+    return lambda stop: name_of_weights(checkpoint.identity(stop), dtype, options)
+
+
+def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = None, tokenizer: bool = True) -> Identity:
+    """Return the identity of the blobs of an engine on one rank, whose options that matter have their defaults.
+
+    With it, `cuvee.blend.ChunkCache` and the connector find each other's segments in one store.
+
+    Args:
+        path: of the checkpoint, as in `checkpoint_identity`.
+        codec: with the engine's profile and quality; its layout's dtype is the engine's dtype of computation and
+            cache.
+        model_id: the option of the connector, if it is set.
+        tokenizer: False if the engine has none (`skip_tokenizer_init`).
+
+    Raises:
+        InputError: as `checkpoint_identity`.
+    """
+    layout = codec.profile.layout
+    return Identity(
+        model=name_of_weights(model_id or checkpoint_identity(path), layout.torch_dtype),
+        tokenizer=tokenizer_identity(path) if tokenizer else "",
+        layout=layout.fingerprint,
+        profile=b"" if codec.lossless else codec.profile.id,
+        quality=codec.quality_name,
+    )
+
+
+def checkpoint_files(path: str | Path) -> tuple[Path, list[Path]]:
+    """Return the folder of a checkpoint, or its single file, and the files that make its identity.
+
+    Args and Raises as `checkpoint_identity`, which also raises where there are no weights.
+    """
+    root = resolve(path, None)
+    return root, [*_files(root, _CONFIGS), *_weights(root)]
+
+
+def changed_since(path: str | Path, time: int) -> Path | None:
+    """Return a file of a checkpoint that was written or put there since a time, in nanoseconds since the epoch.
+
+    None: none was, or the path is a hub id, whose files never change.
+    """
+    if not Path(path).exists():
+        return None
+    return next((file for file in checkpoint_files(path)[1] if file.stat().st_ctime_ns > time), None)
+
+
+def check_profile(profile: Profile, path: str | Path, *, revision: str | None = None) -> str:
+    """Check whether a profile was calibrated on the weights of a checkpoint, without loading them.
+
+    Args:
+        profile: any.
+        path: of the checkpoint, as in `checkpoint_identity`.
+        revision: of a hub id.
+
+    Returns:
+        `"match"`, `"mismatch"`, or `"unknown: "` and the reason: the profile names no model, or the fingerprints of the
+        checkpoint's weights cannot be known (`weight_fingerprints`).
+
+    Raises:
+        InputError: the path does not exist, or holds a damaged file.
+    """
+    return _checking(profile, path, revision)(threading.Event())
+
+
+def _checking(profile: Profile, path: str | Path, revision: str | None) -> Callable[[threading.Event], str]:
+    """Return what does `check_profile`, on any thread."""
+    if profile.model is None:
+        return lambda stop: f"unknown: the profile ({profile.source}) names no model"
+    if not profile.model.startswith(PREFIX):
+        return lambda stop: f"unknown: {SAMPLED}"
+    read = reading_fingerprints(path, revision=revision)
+
+    def check(stop: threading.Event) -> str:
+        weights = read(stop)
+        if not weights.found:
+            return f"unknown: {weights.unknown}"
+        return "match" if profile.model in weights.found else "mismatch"
+
+    return check
+
+
+def naming_with_profile(
+    make: Make, profile: Profile, shown: str, path: str | Path, *, revision: str | None = None
+) -> Make:
+    """Return a `Make` that first refuses a profile that was calibrated on other weights than those of a checkpoint, and
+    logs if that is unknown.
+
+    Args:
+        make: makes the name.
+        profile: any.
+        shown: path of the profile, for messages.
+        path: of the checkpoint, as in `checkpoint_identity`.
+        revision: of a hub id.
+
+    Returns:
+        raises a ProfileMismatchError if the profile was calibrated on other weights, and an InputError as
+        `check_profile`.
+
+    Raises:
+        InputError: the path does not exist.
+    """
+    check = _checking(profile, path, revision)
+
+    def checked(stop: threading.Event) -> str:
+        verdict = check(stop)
+        if verdict == "mismatch":
+            raise ProfileMismatchError(
+                f"profile: must be of the model's weights, got {shown}, calibrated on other weights than {path}; "
+                "calibrate one for this model, or set check_model to false if it is the same model quantized or "
+                "converted"
+            )
+        if verdict != "match":
+            logger.info("cuvee: %s: calibrated on these weights? %s", shown, verdict)
+        return make(stop)
+
+    return checked
+
+
+def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in root.glob(pattern) if file.is_file()})
+
+
+def _weights(root: Path, load_format: str = "auto") -> list[Path]:
+    """Return the files that an engine may read weights from."""
+    if root.is_file():
+        return [root] if load_format != "dummy" else []
+    return next((found for patterns in _FORMATS[load_format] if (found := _files(root, patterns))), [])
+
+
+def _add_configs(digest: Any, root: Path) -> None:
+    """Add the files besides the weights to a digest."""
+    for file in _files(root, _CONFIGS):
+        data = file.read_bytes()
+        digest.update(
+            canonical(b"config", file.name.encode(), _canonical_json(file, data) if file.suffix == ".json" else data)
+        )
+
+
+def _canonical_json(file: Path, data: bytes) -> bytes:
+    """Return JSON in one spelling, without entries that differ between copies of a checkpoint."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        kept = {key: clean(item) for key, item in value.items() if key not in VOLATILE}
+        if "torch_dtype" in kept:  # the name until transformers 5
+            kept.setdefault("dtype", kept.pop("torch_dtype"))
+        return kept
+
+    try:
+        return json.dumps(clean(parse_json(data, constants=True)), sort_keys=True).encode()
+    except ValueError as error:
+        raise InputError(f"model: must hold valid JSON in {file}, got {error}: copy the checkpoint again") from error

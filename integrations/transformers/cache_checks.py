@@ -1,0 +1,86 @@
+"""Refuse the ids and positions of another cache, which a profile would code at a loss that it does not promise.
+
+A few tokens of each chunk are compared with what the profile knows of them; all of them, before a chunk is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.profiles.known_layers import KnownLayers
+from cuvee.codec.support.arrays import I64
+from cuvee.integrations.transformers.cache_tensors import chunk_spans
+
+SINKS = 4  # leading tokens of a sequence, which are like no others
+_Check = Callable[[torch.Tensor, torch.Tensor, I64 | None], bool]
+SOME, LEAST = 16, 4  # tokens of a chunk that are looked at, and without which nothing is said
+
+
+@torch.no_grad()
+def check_inputs(
+    known: KnownLayers,
+    tensors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    width: int,
+    chunk_tokens: int,
+    paddings: Sequence[int],
+    ids: I64 | None,
+) -> None:
+    """Refuse ids or positions that are not those of a cache, given the arguments of `encode_rows`.
+
+    Raises:
+        InputError: the first layer's values do not follow from `ids`, or keys are not at the positions of their tokens.
+    """
+    for row, padding in enumerate(paddings):
+        for start, end in chunk_spans(width - padding, chunk_tokens):
+            own = None if ids is None else ids[row, padding + start : padding + end]
+            if own is not None and not 0 <= own.min() <= own.max() < known.vocabulary:
+                own = None  # nothing is predicted from these
+            run = _Run(tensors, width, row, padding, range(start, end), own)
+            span = f"the tokens {start} to {end - 1} of row {row}"
+            if known.values is not None and run.ids is not None and not run.fits(0, 1, known.values.fit):
+                raise InputError(
+                    f"input_ids: must be the ids of the cache's tokens, got others for {span}: pass the ids that the "
+                    "model read for this cache, neither shifted nor of another row, or none"
+                )
+            keys = known.keys(run.ids is not None)
+            if keys is not None and not run.fits(keys.layer, 0, partial(keys.fit, padding=padding)):
+                raise InputError(
+                    f"{'attention_mask' if padding else 'cache'}: must fit the positions of the cache's keys, which "
+                    f"count from the first real token of a row, got keys at others for {span}: give the forward pass "
+                    "of a left-padded batch position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), and this its "
+                    "attention_mask; quality='lossless' keeps any cache as it is"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Some tokens of a row, by position, and their ids if all have one."""
+
+    tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    width: int
+    row: int
+    padding: int
+    tokens: range
+    ids: I64 | None
+
+    def fits(self, layer: int, unit: int, check: _Check) -> bool:
+        """Return whether some of the tokens pass a check of the keys (unit 0) or values of a layer, or else all do."""
+        tensor, end = self.tensors[layer][unit], self.tokens.stop
+        dropped = self.width - tensor.shape[2]  # a window holds the last columns
+        first = max(self.tokens.start, SINKS, dropped - self.padding)
+        for count in (SOME, end):
+            at = torch.linspace(
+                first, end - 1, max(min(count, end - first), 0), dtype=torch.float64, device="cpu"
+            ).long()
+            if len(at) < LEAST:
+                return True
+            taken = tensor[self.row].detach().index_select(1, (at + self.padding - dropped).to(tensor.device))
+            ids = None if self.ids is None else self.ids[(at - self.tokens.start).numpy()]
+            if check(taken.transpose(0, 1).cpu(), at, ids):
+                return True
+        return False

@@ -1,0 +1,770 @@
+"""transformers caches through a codec and back: structure, and generation that continues identically."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.conftest import fitted_to
+from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
+
+from cuvee.codec.backends import PendingDecode
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import (
+    CorruptError,
+    FormatError,
+    InputError,
+    OutOfMemoryError,
+    ProfileMismatchError,
+    UnsupportedModelError,
+)
+from cuvee.codec.format.container import inspect, read_header
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.forward import cache_argument
+from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.codec.profiles import profile as codec_profile
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.token_ids import NO_TOKEN
+from cuvee.integrations.transformers.cache_file import read_cache_file
+from cuvee.integrations.transformers.caches import chunks_from_cache, decode_cache, encode_cache, load_cache, save_cache
+from cuvee.learning.calibrate import calibrate
+
+TOKENS, CHUNK = 21, 8
+MODELS = ["llama", "qwen3", "gemma3-sliding-first", "gpt2"]
+
+
+def lossless_codec(layout: KVLayout) -> Codec:
+    return Codec.without_profile(layout)
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def layout(model: Any) -> KVLayout:
+    return KVLayout.from_config(model.config, dtype=model.dtype)
+
+
+def prompt(rows: int, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(1, 61, (rows, tokens), generator=torch.Generator().manual_seed(rows))
+
+
+def prefill(model: Any, ids: torch.Tensor, cache: Any = None, mask: torch.Tensor | None = None) -> Any:
+    """Cache of `ids`; DynamicCache() without a config keeps all tokens of sliding layers too."""
+    cache = DynamicCache() if cache is None else cache
+    where = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model(ids, **cache_argument(model, cache), attention_mask=mask, position_ids=where)
+    return cache
+
+
+def generate(
+    model: Any, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens [B, new] and the logits [B, new, V] they were taken from."""
+    out = model.generate(
+        ids,
+        **cache_argument(model, cache),
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=12,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)
+
+
+def same_text(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+def same(left: Any, right: Any) -> None:
+    assert len(left.layers) == len(right.layers)
+    for a, b in zip(left.layers, right.layers, strict=True):
+        assert a.keys.shape == b.keys.shape and a.keys.dtype == b.keys.dtype
+        assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+        assert a.get_seq_length() == b.get_seq_length()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generation_continues_identically(
+    name: str,
+    rows: int,
+    dtype: torch.dtype,
+    tiny_model: Callable[..., Any],
+) -> None:
+    model = tiny_model(name, dtype=dtype)
+    codec = lossless_codec(KVLayout.from_config(model.config, dtype=dtype))
+    ids = prompt(rows)
+    blobs = encode_cache(codec, prefill(model, ids[:, :-1]), chunk_tokens=CHUNK)
+    assert len(blobs) == rows * 3
+    decoded = decode_cache(codec, blobs, model.config)
+    # What the model keeps by itself: sliding layers hold the window only.
+    same(decoded, prefill(model, ids[:, :-1], DynamicCache(config=model.config)))
+    expected = generate(model, ids, prefill(model, ids[:, :-1], DynamicCache(config=model.config)))
+    same_text(generate(model, ids, decoded), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_left_padded_batch(name: str, tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model(name)
+    codec = lossless_codec(KVLayout.from_config(model.config, dtype="float32"))
+    ids, mask = prompt(3), torch.ones(3, TOKENS, dtype=torch.int64)
+    mask[1, :13] = 0
+    mask[2, :1] = 0
+    ids = ids * mask
+    cached = mask[:, :-1]
+    blobs = encode_cache(codec, prefill(model, ids[:, :-1], mask=cached), chunk_tokens=CHUNK, attention_mask=cached)
+    chunks = [codec.decode(blob) for blob in blobs]
+    assert [(chunk.start, chunk.tokens) for chunk in chunks] == [
+        *[(0, 8), (8, 8), (16, 4)],
+        *[(0, 7)],
+        *[(0, 8), (8, 8), (16, 3)],
+    ]
+    decoded = decode_cache(codec, blobs, model.config, attention_mask=cached)
+    expected = generate(model, ids, prefill(model, ids[:, :-1], DynamicCache(config=model.config), cached), mask)
+    same_text(generate(model, ids, decoded, mask), expected)
+    # A row's blobs do not depend on the padding around it.
+    alone = encode_cache(codec, prefill(model, ids[1:2, 13:-1]), chunk_tokens=CHUNK)
+    for got, want in zip(chunks[3].keys, codec.decode(alone[0]).keys, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_chunks_are_views_in_order(model: Any, layout: KVLayout) -> None:
+    cache = prefill(model, prompt(2))
+    chunks = chunks_from_cache(cache, layout, chunk_tokens=CHUNK, row=1)
+    assert [(chunk.start, chunk.tokens) for chunk in chunks] == [(0, 8), (8, 8), (16, 5)]
+    assert chunks[1].values[0].data_ptr() == cache.layers[0].values[1, :, 8:].data_ptr()
+    whole = KVChunk.concat(chunks)
+    for index, layer in enumerate(cache.layers):
+        assert torch.equal(whole.keys[index], layer.keys[1].transpose(0, 1))
+        assert torch.equal(whole.values[index], layer.values[1].transpose(0, 1))
+    skipped = chunks_from_cache(cache, layout, chunk_tokens=CHUNK, row=1, padding=4)
+    assert [(chunk.start, chunk.tokens) for chunk in skipped] == [(0, 8), (8, 8), (16, 1)]
+    assert torch.equal(skipped[0].keys[0], whole.keys[0][4:12])
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, TOKENS - 1, TOKENS, 256])
+def test_chunk_sizes(chunk_tokens: int, model: Any, layout: KVLayout) -> None:
+    codec = lossless_codec(layout)
+    cache = prefill(model, prompt(2))
+    blobs = encode_cache(codec, cache, chunk_tokens=chunk_tokens)
+    assert len(blobs) == 2 * -(-TOKENS // chunk_tokens)
+    same(decode_cache(codec, blobs, model.config), cache)
+
+
+# Token ids --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def predicts(model: Any) -> Profile:
+    """A profile of the model that predicts from tokens."""
+    return calibrate(model, prompt(40, 40), "unit", progress=False)
+
+
+def test_blobs_hold_the_ids_of_their_tokens_without_padding(model: Any, layout: KVLayout, predicts: Profile) -> None:
+    codec, ids, mask = Codec(predicts, step=2.0), prompt(2), torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, :5] = 0
+    cache = prefill(model, ids * mask, mask=mask)
+    # The ids of padding are nobody's, and a part of an image has none.
+    given = ids.masked_fill(mask == 0, -100)
+    given[0, 3] = NO_TOKEN
+    blobs = encode_cache(codec, cache, given.int(), chunk_tokens=CHUNK, attention_mask=mask)
+    chunks = [codec.decode(blob) for blob in blobs]
+    assert chunks[0].token_ids is None  # it holds the part of an image
+    for row, expected in ((chunks[1:3], given[0, CHUNK:]), (chunks[3:], given[1, 5:])):
+        assert KVChunk.concat(row).token_ids.tolist() == expected.tolist()  # type: ignore[union-attr]
+    assert [blob.token_id_bytes for blob in map(inspect, blobs)] == [0, 16, 10, 16, 16]
+    same_chunks = chunks_from_cache(cache, layout, given, chunk_tokens=CHUNK, row=1, padding=5)
+    assert [codec.encode(chunk) for chunk in same_chunks] == blobs[3:]
+    # The ids are of use to this profile at a lossy quality alone.
+    plain = encode_cache(codec, cache, chunk_tokens=CHUNK, attention_mask=mask)
+    assert not any(inspect(blob).token_id_bytes for blob in plain)
+    lossless = encode_cache(lossless_codec(layout), cache, given, chunk_tokens=CHUNK, attention_mask=mask)
+    assert lossless == encode_cache(lossless_codec(layout), cache, chunk_tokens=CHUNK, attention_mask=mask)
+
+
+def test_a_row_of_ids_serves_a_cache_of_one_row(model: Any, predicts: Profile) -> None:
+    codec, ids = Codec(predicts, step=0.5), prompt(1)
+    cache = prefill(model, ids)
+    assert encode_cache(codec, cache, ids[0]) == encode_cache(codec, cache, ids)
+
+
+def test_ids_that_are_not_those_of_the_cache(model: Any, predicts: Profile, tmp_path: Path) -> None:
+    codec, ids = Codec(predicts, step=0.5), prompt(2)
+    cache = prefill(model, ids)
+    advice = r"pass sequences\[:, : cache.get_seq_length\(\)\]$"
+    for wrong in (torch.cat([ids, ids[:, :1]], 1), ids[:, 1:], ids[:1], ids[0], ids[None], torch.tensor(5)):
+        with pytest.raises(InputError, match=rf"^input_ids: must have the shape \[B, T\] = \[2, 21\] .*{advice}"):
+            encode_cache(codec, cache, wrong)
+    with pytest.raises(InputError, match=r"^input_ids: must be a tensor \[B, T\], got int$"):
+        encode_cache(codec, cache, 128)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^input_ids: must be 42 integers, one id per token, got float32"):
+        encode_cache(codec, cache, ids.float())
+    with pytest.raises(InputError, match=r"^input_ids: must be ids of the vocabulary, or -1 .*, got -100$"):
+        save_cache(cache, tmp_path / "cache", row=0, input_ids=ids.masked_fill(ids == ids.max(), -100))
+    with pytest.raises(InputError, match=r"^token_ids: must be below 61, the vocabulary .*, got 64$"):
+        encode_cache(codec, cache, ids.masked_fill(ids == ids.max(), 64))
+
+
+def test_a_run_of_one_id_at_the_beginning_of_a_row_is_reported_once(
+    model: Any, layout: KVLayout, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plain forward pass counts columns, so that keys of padding look like those of tokens."""
+    codec, ids = lossless_codec(layout), prompt(2)
+    ids[:, 1] = (ids[:, 0] + 1) % 61
+    cache = prefill(model, ids)
+    encode_cache(codec, cache, ids)
+    assert not caplog.records
+    padded, mask = ids.clone(), torch.ones(2, TOKENS, dtype=torch.int64)
+    padded[1, :3], mask[1, :3] = 7, 0
+    cache = prefill(model, padded)
+    encode_cache(codec, cache, padded, attention_mask=mask)
+    encode_cache(codec, cache, torch.full_like(ids, 5))  # no row of padding alone
+    encode_cache(codec, cache, padded.masked_fill(mask == 0, NO_TOKEN))
+    save_cache(cache, tmp_path / "one", row=0, input_ids=padded)
+    assert not caplog.records
+    for _ in range(2):
+        encode_cache(codec, cache, padded)
+        save_cache(cache, tmp_path / "one", row=1, input_ids=padded)
+    (record,) = caplog.records
+    assert "begins with a run of the id 7" in record.message and "attention_mask=" in record.message
+
+
+def test_device_is_the_one_asked_for(model: Any, layout: KVLayout) -> None:
+    codec = lossless_codec(layout)
+    blobs = encode_cache(codec, prefill(model, prompt(1)))
+    for device, expected in ((None, "cpu"), ("meta", "meta")):
+        decoded: Any = decode_cache(codec, blobs, model.config, device=device)
+        assert decoded.layers[0].keys.device.type == expected
+
+
+def test_a_static_window_that_dropped_tokens_is_refused(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("gemma3-full-first")
+    codec = lossless_codec(KVLayout.from_config(model.config, dtype="float32"))
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 .*holds [78] of 21; prefill .*DynamicCache\(\)"):
+        encode_cache(codec, prefill(model, prompt(1), StaticCache(config=model.config, max_cache_len=64)))
+    short = prefill(model, prompt(1)[:, :6], StaticCache(config=model.config, max_cache_len=64))
+    same(decode_cache(codec, encode_cache(codec, short), model.config), prefill(model, prompt(1)[:, :6]))
+
+
+class FakeQuantized(QuantizedCache):
+    """QuantizedCache needs a backend package to be built; its layers are what matters."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.offloading = False
+
+
+def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
+    codec = lossless_codec(layout)
+    full = prefill(model, prompt(1))
+    with pytest.raises(InputError, match=r"^cache: must be a transformers Cache, got tuple; build a DynamicCache"):
+        encode_cache(codec, ((1, 2),))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="EncoderDecoderCache"):
+        encode_cache(codec, EncoderDecoderCache(full, DynamicCache()))
+    with pytest.raises(InputError, match=r"^cache: must hold tokens, got an empty one"):
+        encode_cache(codec, DynamicCache())
+    with pytest.raises(InputError, match=r"^cache: must hold tokens, but layer 0 is empty"):
+        encode_cache(codec, DynamicCache(config=model.config))
+
+    class QuantizedLayer(type(full.layers[0])):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"^cache: must hold plain keys and values, but layer 0 is a QuantizedLayer"
+    ):
+        encode_cache(codec, FakeQuantized([QuantizedLayer()]))
+    full.offloading = True
+    with pytest.raises(InputError, match="must not offload its layers, as this DynamicCache does"):
+        encode_cache(codec, full)
+
+
+def test_another_models_cache_is_refused(model: Any, layout: KVLayout, tiny_model: Callable[..., Any]) -> None:
+    codec = lossless_codec(layout)
+    with pytest.raises(InputError, match=r"^keys: must have the"):
+        encode_cache(codec, prefill(tiny_model("llama", num_hidden_layers=3), prompt(1)))
+    with pytest.raises(InputError, match=r"^keys\[0\]: must have shape"):
+        encode_cache(codec, prefill(tiny_model("llama", num_key_value_heads=4), prompt(1)))
+    with pytest.raises(InputError, match=r"must be float32 as the layout says, got torch\.float64"):
+        encode_cache(codec, prefill(tiny_model("llama", dtype=torch.float64), prompt(1)))
+    uneven = prefill(model, prompt(1))
+    uneven.layers[1].crop(-1)
+    with pytest.raises(InputError, match=r"in every layer, got keys .* in layer 1"):
+        encode_cache(codec, uneven)
+    long = DynamicCache()
+    for index in range(2):
+        long.update(torch.zeros(1, 2, 4097, 12), torch.zeros(1, 2, 4097, 12), index)
+    with pytest.raises(InputError, match="among the 4096 positions"):
+        encode_cache(codec, long)
+
+
+def test_bad_arguments(model: Any, layout: KVLayout) -> None:
+    codec, cache = lossless_codec(layout), prefill(model, prompt(2))
+    for size in (0, -1, 2.0, True):
+        with pytest.raises(InputError, match=r"^chunk_tokens: must be"):
+            encode_cache(codec, cache, chunk_tokens=size)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^row: must be an int from 0 to 1"):
+        chunks_from_cache(cache, layout, row=2)
+    with pytest.raises(InputError, match=r"^padding: must be an int from 0 to 20"):
+        chunks_from_cache(cache, layout, padding=TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1, 1, 1]], r"shape \[B, T\] = \[2, 4\] \(cached tokens only\), got \[1, 3\]"),
+        ([[1, 1, 1, 1], [1, 1, 1, 0]], "^attention_mask: must be zeros, .* but row 1 is not; pad on the left"),
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], "^attention_mask: must be zeros, .* but row 0 is not"),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], "^attention_mask: must be zeros, .* but row 1 is not; pad on the left"),
+    ],
+)
+def test_masks_that_are_not_left_padding(mask: list[list[int]], message: str, model: Any, layout: KVLayout) -> None:
+    with pytest.raises(InputError, match=message):
+        encode_cache(lossless_codec(layout), prefill(model, prompt(2, 4)), attention_mask=torch.tensor(mask))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1, 1, 1, 1]], r"^attention_mask: must be a tensor \[B, T\], got list"),
+        (torch.ones(4), r"^attention_mask: must have shape \[B, T\], got \[4\]"),
+        (torch.tensor(1), r"^attention_mask: must have shape \[B, T\], got \[\]"),
+        (torch.ones(1, 1, 4, 4), r"^attention_mask: must have shape \[B, T\], got \[1, 1, 4, 4\]"),
+    ],
+)
+def test_masks_of_another_form(mask: Any, message: str, model: Any, layout: KVLayout) -> None:
+    codec, cache = lossless_codec(layout), prefill(model, prompt(1, 4))
+    with pytest.raises(InputError, match=message):
+        encode_cache(codec, cache, attention_mask=mask)
+    with pytest.raises(InputError, match=message):
+        decode_cache(codec, encode_cache(codec, cache), model.config, attention_mask=mask)
+
+
+def padded(model: Any, mask: torch.Tensor) -> DynamicCache:
+    """A prefill whose positions count from the first real token, as those of `generate` do."""
+    cache = DynamicCache()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        model(
+            input_ids=prompt(*mask.shape) * mask,
+            attention_mask=mask,
+            position_ids=positions,
+            **cache_argument(model, cache),
+        )
+    return cache
+
+
+def test_a_left_padded_batch_without_its_mask_is_refused(model: Any, layout: KVLayout) -> None:
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, :5] = 0
+    cache = padded(model, mask)
+    codec = lossless_codec(layout)
+    with pytest.raises(InputError, match=r"^attention_mask: must be given .* row 1 begins with padding: pass the mask"):
+        encode_cache(codec, cache)
+    blobs = encode_cache(codec, cache, chunk_tokens=CHUNK, attention_mask=mask)
+    message = r"^blobs\[2\]: .*; give all blobs .* and for rows of different lengths its attention_mask$"
+    with pytest.raises(InputError, match=message):
+        decode_cache(codec, blobs, model.config)
+    with pytest.raises(InputError, match=r"^blobs: must hold 21 tokens of row 1, got 16: .* not that of encode_cache$"):
+        decode_cache(codec, blobs, model.config, attention_mask=torch.ones_like(mask))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("cut", ["tokens of values", "tokens", "batch"])
+def test_layers_that_hold_other_tokens_are_refused(model: Any, layout: KVLayout, layer: int, cut: str) -> None:
+    """All of a layer's tensors are looked at, not those of the last token alone."""
+    cache = prefill(model, prompt(2))
+    held = cache.layers[layer]
+    kept = (slice(1),) if cut == "batch" else (slice(None), slice(None), slice(-5))
+    held.values = held.values[kept]
+    if cut != "tokens of values":
+        held.keys = held.keys[kept]
+    with pytest.raises(InputError, match=r"^cache: must hold the same batch and tokens in every layer, got "):
+        encode_cache(lossless_codec(layout), cache)
+
+
+def test_a_right_padded_batch_without_a_mask_keeps_its_padding(model: Any, layout: KVLayout) -> None:
+    """Its real tokens are at the right positions; what is behind them is coded like tokens."""
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, 16:] = 0
+    cache = padded(model, mask)
+    codec = lossless_codec(layout)
+    decoded = decode_cache(codec, encode_cache(codec, cache, chunk_tokens=CHUNK), model.config)
+    same(decoded, cache)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([], "non-empty list"),
+        ([1, 2], r"blobs\[0\]: must continue row 0 at token 0 of \d+, got tokens 8 to 16;"),
+        ([0, 2, 3, 4, 5], r"blobs\[1\]: must continue row 0 at token 8 of \d+, got tokens 16 to 21;"),
+        ([0, 2, 1, 3, 4, 5], r"blobs\[1\]: must continue row 0 at token 8 of \d+, got tokens 16 to 21;"),
+        ([0, 1, 1, 2, 3, 4, 5], r"blobs\[2\]: must continue row 0 at token 16 of \d+, got tokens 8 to 16;"),
+        ([0, 1, 3, 4, 5], r"blobs\[2\]: must continue row 0 at token 16 of \d+, got tokens 0 to 8;"),
+        ([0, 0, 1, 2, 3, 4, 5], r"blobs\[1\]: must continue row 0 at token 8 of \d+, got tokens 0 to 8;"),
+        ([0, 1, 2, 3, 4], r"blobs\[2\]: must continue row 0 at token 16 of \d+, got tokens 16 to 21;"),
+        ([0, 1, 2, 4, 5], r"blobs\[3\]: must continue row 0 at token 21 of \d+, got tokens 8 to 16;"),
+        ([3, 4, 5, 2], r"blobs\[3\]: must continue row 0 at token 21 of \d+, got tokens 16 to 21;"),
+    ],
+)
+def test_lists_that_are_not_whole_rows(order: Sequence[int], message: str, model: Any, layout: KVLayout) -> None:
+    codec = lossless_codec(layout)
+    blobs = encode_cache(codec, prefill(model, prompt(2)), chunk_tokens=CHUNK)
+    with pytest.raises(InputError, match=message):
+        decode_cache(codec, [blobs[index] for index in order], model.config)
+
+
+def test_a_mask_notices_missing_rows_and_tails(model: Any, layout: KVLayout) -> None:
+    codec = lossless_codec(layout)
+    blobs = encode_cache(codec, prefill(model, prompt(2)), chunk_tokens=CHUNK)
+
+    def decode(count: int, rows: int) -> None:
+        mask = torch.ones(rows, TOKENS, dtype=torch.int64)
+        decode_cache(codec, blobs[:count], model.config, attention_mask=mask)
+
+    decode(6, 2)
+    decode(3, 1)
+    with pytest.raises(InputError, match=r"^blobs: must hold 21 tokens of row 0, got 16: the last blobs are missing"):
+        decode(2, 1)
+    with pytest.raises(InputError, match=r"^attention_mask: must have one row for each row of blobs, 1, got 2"):
+        decode(3, 2)
+    with pytest.raises(InputError, match=r"^attention_mask: .* got 1 rows, but blobs\[3\] starts another"):
+        decode(6, 1)
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_blobs_are_bound_to_their_row(
+    where: str, device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both]
+) -> None:
+    codec, to = (both("lossless", key=bytes(range(32))).cpu, torch.device("cpu"))
+    if where == "device":
+        codec, to = both("lossless", key=bytes(range(32))).device, device
+    cache, names = filled(layout, 2, 7, torch.float32, to), [b"aa/one", b"aa/two"]
+    blobs = encode_cache(codec, cache, chunk_tokens=4, associated_data=names)
+    same(decode_cache(codec, blobs, model.config, to, associated_data=names), cache)
+    for stored, bound in ((blobs, names[::-1]), (blobs[2:] + blobs[:2], names), (blobs, None)):
+        with pytest.raises(CorruptError, match="tag"):
+            decode_cache(codec, stored, model.config, to, associated_data=bound)
+    with pytest.raises(
+        InputError, match=r"^associated_data: must be a list with one entry per row, 2 in all, got 1 entries"
+    ):
+        encode_cache(codec, cache, chunk_tokens=4, associated_data=names[:1])
+    with pytest.raises(InputError, match=r"^associated_data: must be .*, got bytes"):
+        decode_cache(codec, blobs, model.config, to, associated_data=names[0])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^associated_data: must be empty without a key"):
+        encode_cache(lossless_codec(layout), filled(layout, 1, 7, torch.float32, to), associated_data=names[:1])
+
+
+def test_one_blob_is_not_a_list(model: Any, layout: KVLayout) -> None:
+    with pytest.raises(InputError, match="non-empty list"):
+        decode_cache(lossless_codec(layout), b"0", model.config)  # type: ignore[arg-type]
+
+
+def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Callable[..., Any]) -> None:
+    codec = lossless_codec(layout)
+    blobs = encode_cache(codec, prefill(model, prompt(1)))
+    with pytest.raises(
+        ProfileMismatchError, match=r"^model: must have .* \(llama, 2 layers\), got llama, 3 layers, with"
+    ):
+        decode_cache(codec, blobs, tiny_config("llama", num_hidden_layers=3))
+    with pytest.raises(
+        ProfileMismatchError, match=r"^model: .* codec's profile \(llama, 2 layers\), got qwen3, 2 layers, with other "
+    ):
+        decode_cache(codec, blobs, tiny_config("qwen3"))
+    with pytest.raises(ProfileMismatchError, match="RoPE"):
+        decode_cache(codec, blobs, tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 2e4}))
+
+
+def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[..., Any], model: Any) -> None:
+    config = tiny_config("llama", hidden_act="none that transformers knows")
+    with pytest.raises(UnsupportedModelError, match="must be able to build"):
+        KVLayout.from_config(config, "float32")
+    codec = lossless_codec(replace(KVLayout.from_config(model.config, "float32"), model_type="handmade"))
+    cache = prefill(model, prompt(1))
+    same(decode_cache(codec, encode_cache(codec, cache, chunk_tokens=CHUNK), config), cache)
+
+
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: Any, layout: KVLayout) -> None:
+    """Calibrated in float32, served in bfloat16: the blob's own dtype decides."""
+    profile = fitted_to(layout)
+    codec = Codec(profile, quality)
+    narrow: Any = DynamicCache()
+    for index, layer in enumerate(prefill(model, prompt(1)).layers):
+        narrow.update(layer.keys.bfloat16(), layer.values.bfloat16(), index)
+    back: Any = decode_cache(codec, encode_cache(codec, narrow, chunk_tokens=CHUNK), model.config)
+    for ours, theirs in zip(back.layers, narrow.layers, strict=True):
+        assert ours.keys.dtype == torch.bfloat16
+        assert ours.keys.shape == theirs.keys.shape
+        if quality == "lossless":
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+    short = replace(layout, dtype="bfloat16")
+    other = codec_profile.Profile(
+        short, profile.group, profile.source, profile.family, profile.learned, min_step_index=profile.min_step_index,
+    )  # fmt: skip
+    assert other.id == profile.id
+
+
+# A cache on a device ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Both:
+    """Codecs of one profile for the CPU and for a device; they read each other's blobs."""
+
+    cpu: Codec
+    device: Codec
+
+
+@pytest.fixture
+def both(layout: KVLayout) -> Callable[..., Both]:
+    """both("lossless" or a step) -> Both."""
+
+    def make(quality: str | float, **changes: Any) -> Both:
+        asked = {"step": quality} if isinstance(quality, float) else {"quality": quality}
+        return Both(*(Codec(fitted_to(layout), **asked, **changes, backend=name) for name in ("numba", "triton")))
+
+    return make
+
+
+@pytest.fixture
+def whole_batches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that the device's codec gets, and of waits for it; blob by blob is an error."""
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        right = getattr(Codec, name)
+
+        def call(self: Codec, *args: Any, **kwargs: Any) -> Any:
+            if self._backends.name == "triton":
+                assert name.endswith("_paged") or isinstance(args[0], PagedChunks), "one by one"
+                calls.append(name)
+            return right(self, *args, **kwargs)
+
+        monkeypatch.setattr(Codec, name, call)
+
+    for name in ("encode", "decode", "decode_paged"):
+        watch(name)
+    waits = PendingDecode.check
+
+    def check(self: PendingDecode) -> None:
+        calls.append("check")
+        waits(self)
+
+    monkeypatch.setattr(PendingDecode, "check", check)
+    return calls
+
+
+def filled(
+    layout: KVLayout, rows: int, tokens: int, dtype: torch.dtype, device: torch.device, mask: torch.Tensor | None = None
+) -> Any:
+    """A cache of noise; padded columns are zero."""
+    cache, noise = DynamicCache(), torch.Generator().manual_seed(0)
+    for index, layer in enumerate(layout.layers):
+        pair = [torch.randn(rows, layer.kv_heads, tokens, size, generator=noise) for size in (layer.head_dim,) * 2]
+        kept = [tensor if mask is None else tensor * mask[:, None, :, None] for tensor in pair]
+        keys, values = (tensor.to(device, dtype) for tensor in kept)
+        cache.update(keys, values, index)
+    return cache
+
+
+@pytest.mark.parametrize(("dtype", "quality"), [(torch.float32, "lossless"), (torch.bfloat16, 2.0**-7)])
+def test_a_cache_on_a_device_is_coded_there_in_one_batch(
+    dtype: torch.dtype,
+    quality: str | float,
+    device: torch.device,
+    model: Any,
+    layout: KVLayout,
+    both: Callable[..., Both],
+    whole_batches: list[str],
+) -> None:
+    codecs = both(quality)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]])
+    cache, cpu_cache = (filled(layout, 2, 7, dtype, at, mask) for at in (device, torch.device("cpu")))
+    blobs = encode_cache(codecs.device, cache, chunk_tokens=3, attention_mask=mask.to(device))
+    assert whole_batches == ["encode"]
+    theirs = encode_cache(codecs.cpu, cpu_cache, chunk_tokens=3, attention_mask=mask)
+    headers = [read_header(blob) for blob in blobs]
+    assert [(h.start, h.tokens) for h in headers] == [(0, 3), (3, 3), (6, 1), (0, 3), (3, 2)]
+    if quality == "lossless":
+        assert blobs == theirs
+    got: Any = decode_cache(codecs.device, theirs, model.config, device, attention_mask=mask.to(device))
+    assert whole_batches == ["encode", "decode_paged", "check"]
+    want: Any = decode_cache(codecs.cpu, theirs, model.config, attention_mask=mask)
+    mine: Any = decode_cache(codecs.cpu, blobs, model.config, attention_mask=mask)
+    for ours, others, again, raw in zip(got.layers, want.layers, mine.layers, cpu_cache.layers, strict=True):
+        for name in ("keys", "values"):
+            a, b, c, exact = (getattr(layer, name) for layer in (ours, others, again, raw))
+            assert a.shape == b.shape == (2, 2, 7, 12) and a.dtype == dtype and a.device.type == device.type
+            assert bool((a[1, :, :2] == 0).all())
+            if quality == "lossless":
+                assert torch.equal(a.cpu(), exact)
+            else:  # products of devices are rounded differently, which may also move a level
+                for one in (a.cpu(), c):
+                    assert float((one.float() - b.float()).norm()) < 2**-6 * float(b.float().norm())
+
+
+def test_a_static_cache_is_read_where_it_is(
+    device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
+) -> None:
+    static = StaticCache(config=model.config, max_cache_len=16)
+    cache = filled(layout, 2, 5, torch.bfloat16, device)
+    for index, layer in enumerate(cache.layers):
+        static.update(layer.keys, layer.values, index)
+    blobs = encode_cache(both("lossless").device, static, chunk_tokens=4)
+    assert whole_batches == ["encode"] and len(blobs) == 4
+    same(decode_cache(both("lossless").cpu, blobs, model.config, device), cache)
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_blobs_that_claim_a_huge_cache_are_refused(
+    device: torch.device,
+    model: Any,
+    layout: KVLayout,
+    both: Callable[..., Both],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """B * T counts: of a row that a far last blob makes long, and of rows that small blobs begin by the thousand."""
+    codecs = both("lossless")
+    codec, to = (codecs.cpu, "cpu") if where == "cpu" else (codecs.device, device)
+    blobs = encode_cache(codecs.cpu, filled(layout, 3, 5, torch.float32, torch.device("cpu")), chunk_tokens=5)
+    for limit in (15, None):
+        assert decode_cache(codec, blobs, model.config, to, max_tokens=limit).get_seq_length() == 5
+    with pytest.raises(InputError, match=r"^max_tokens: must be at least 15 to restore these tokens, got 14"):
+        decode_cache(codec, blobs, model.config, to, max_tokens=14)
+    long = replace(layout, max_positions=None)
+    free = Codec(codec_profile.Profile.unlearned(long), "lossless", backend=codec._backends.name)
+    zeros = [torch.zeros(1, layer.kv_heads, layer.head_dim) for layer in long.layers]
+    far = free.encode(KVChunk(zeros, zeros, long, 1 << 31))
+    monkeypatch.setattr("cuvee.integrations.transformers.caches._check_model", lambda *_: None)
+    with pytest.raises(InputError, match="must be at least 2147483649 to restore"):
+        decode_cache(free, [free.encode(KVChunk(zeros, zeros, long)), far], model.config, to)
+
+
+def test_a_cache_that_does_not_fit_is_our_error(
+    model: Any, layout: KVLayout, both: Callable[..., Both], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = both("lossless").cpu
+    blobs = encode_cache(codec, filled(layout, 1, 5, torch.float32, torch.device("cpu")), chunk_tokens=5)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1 << 52, dtype=torch.uint8))
+    with pytest.raises(OutOfMemoryError, match="rebuilding a cache: not enough memory: "):
+        decode_cache(codec, blobs, model.config)
+
+
+# A cache in a file ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_cache_goes_on_identically(
+    name: str, dtype: torch.dtype, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    model, ids = tiny_model(name, dtype=dtype), prompt(1)
+    save_cache(prefill(model, ids[:, :-1]), tmp_path / "cache.safetensors")
+    for of in (model, model.config):
+        loaded = load_cache(tmp_path / "cache.safetensors", of)
+        same(loaded, prefill(model, ids[:, :-1], DynamicCache(config=model.config)))
+        expected = generate(model, ids, prefill(model, ids[:, :-1], DynamicCache(config=model.config)))
+        same_text(generate(model, ids, loaded), expected)
+
+
+def test_a_row_of_a_padded_batch_is_saved_without_its_padding(model: Any, layout: KVLayout, tmp_path: Path) -> None:
+    ids, mask = prompt(2), torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, :5] = 0
+    cache = prefill(model, ids * mask, mask=mask)
+    path = tmp_path / "row"
+    save_cache(cache, path, input_ids=ids, row=1, attention_mask=mask)
+    held = read_cache_file(path, layout).token_ids
+    assert held is not None and held.tolist() == ids[1, 5:].tolist()
+    loaded: Any = load_cache(path, model)
+    for got, want in zip(loaded.layers, cache.layers, strict=True):
+        assert torch.equal(got.keys[0], want.keys[1, :, 5:]) and torch.equal(got.values[0], want.values[1, :, 5:])
+    with pytest.raises(InputError, match=r"^row: must be given for a cache of 2 sequences"):
+        save_cache(cache, path)
+    with pytest.raises(InputError, match=r"^row: must be an int from 0 to 1, got 2"):
+        save_cache(cache, path, row=2)
+    # What was there stays when nothing can be saved.
+    assert load_cache(path, model).get_seq_length() == TOKENS - 5
+
+
+def test_files_that_hold_no_cache_of_the_model(model: Any, tiny_config: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    with pytest.raises(FileNotFoundError, match="no such cache file"):
+        load_cache(path, model)
+    save_cache(prefill(model, prompt(1)), path)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], whole[: len(whole) // 2], bytes([255] * 8) + whole[8:], b"{}" + whole):
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError, match="must be a safetensors file, got "):
+            load_cache(path, model)
+    tensors = {f"layer.{i}.{kind}": torch.zeros(3, 2, 12) for i in range(2) for kind in ("keys", "values")}
+    for changes, metadata, message in (
+        ({"layer.1.values": None}, {}, "must hold the 2 layers of the model, got no tensor 'layer.1.values'"),
+        (
+            {"layer.2.keys": torch.zeros(3, 2, 12)},
+            {},
+            "must hold only layers of the model, got a tensor 'layer.2.keys'",
+        ),
+        ({"layer.1.values": torch.zeros(3, 2, 13)}, {}, r"values\[1\]: must have shape"),
+        ({"layer.1.values": torch.zeros(3, 2, 12).bfloat16()}, {}, "must hold tensors of one dtype, got BF16, F32"),
+        ({name: torch.zeros(3, 2, 12, dtype=torch.int8) for name in tensors}, {}, "must hold .*, got I8"),
+        (dict.fromkeys(tensors), {"start": "0"}, "must hold tensors of one dtype, got no tensors"),
+        ({"token_ids": torch.zeros(2, dtype=torch.int64)}, {}, "token_ids: must be 3 integers, one id per token"),
+        ({"token_ids": torch.zeros(3)}, {}, "token_ids: must be 3 integers, one id per token, got float32"),
+        ({"token_ids": torch.full((3,), -2)}, {}, "token_ids: must be ids of the vocabulary, or -1 "),
+        ({}, {"start": "-1"}, "must have a position as `start` in its metadata, got '-1'"),
+        ({}, {"start": "9" * 5000}, "must have a position as `start`"),
+        ({}, {"start": "4094"}, "among the 4096 positions"),
+        ({}, {"start": "7"}, "must begin at position 0 for a transformers cache, got 7"),
+    ):
+        kept = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+        save_file(kept, path, metadata)
+        with pytest.raises(InputError, match=message) as raised:
+            load_cache(path, model)
+        assert str(raised.value).startswith(str(path))
+    save_file(tensors, path)
+    assert load_cache(path, model).get_seq_length() == 3
+    with pytest.raises(InputError, match=r"^model: must be a transformers model or its configuration, got str"):
+        load_cache(path, "llama")  # type: ignore[arg-type]
+
+
+def test_a_disk_that_is_full_leaves_the_old_file(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache.safetensors"
+    save_cache(prefill(model, prompt(1)), path)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("cuvee.integrations.transformers.cache_file.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_cache(prefill(model, prompt(1, 5)), path)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_cache_without_values_is_refused(model: Any, layout: KVLayout) -> None:
+    for codec in (Codec.without_profile(layout), Codec(fitted_to(layout), step=0.1)):
+        with pytest.raises(InputError, match=r"^cache: must be on a device that holds values, got the meta device"):
+            encode_cache(codec, filled(layout, 1, 3, torch.float32, torch.device("meta")))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(device: str, tiny_config: Any) -> None:
+    with pytest.raises(InputError, match=f"device: must be a device that torch can use here, got '{device}'"):
+        decode_cache(Codec.without_profile(tiny_config("llama")), [b""], tiny_config("llama"), device=device)

@@ -1,0 +1,984 @@
+"""The worker's side on real pages, a real codec and a store that can be made to fail."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import fitted_to
+from tests.integrations.stores.dict_store import DictStore, hold
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench, Served, make_pages, poison
+from tests.waiting import wait_until
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.format.keys import verify_tag
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.schemes.lossless import LosslessScheme
+from cuvee.integrations.core import chunk_io
+from cuvee.integrations.stores import StoreError
+from cuvee.integrations.stores.breaker import GuardedStore
+from cuvee.integrations.stores.tiered import TieredStore
+from cuvee.integrations.vllm.decision import Restored, decoding_work
+from cuvee.integrations.vllm.messages import Delivery, Entry, Load, Report, Save
+from cuvee.integrations.vllm.worker import loads as worker_load
+from cuvee.naming.identity import store_key
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_what_is_saved_comes_back_in_other_blocks(bench: Callable[..., Bench], permuted: bool) -> None:
+    """Also in pages that no strides describe, as vLLM's are on a CPU with AMX."""
+    b = bench(permuted=permuted)
+    b.store_all()
+    assert set(b.store.entries) == {b.key(chunk) for chunk in range(8)}
+    blocks = [20, 3, 17, 4, 9, 22]
+    b.worker.loads.start([b.load(blocks, 0, 3 * CHUNK)])
+    b.wait()
+    assert b.held(blocks, 0, 3 * CHUNK)
+    assert not b.worker.loads.take_invalid_blocks()
+    report = b.worker.report(1)
+    assert [(done.kind, done.decoded) for done in report.restored] == [("load", 3 * CHUNK)] and not report.failed
+
+
+def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.store_all()
+    go = hold(b.store, "get")
+    b.worker.loads.start([b.load([1, 2], 0, CHUNK)])
+    assert b.worker.loads.take_arrived() == set(), "without patience it is only a question"
+    assert b.worker.loads.take_arrived(0.01) == set(), "patience ends"
+    found: list[set[str]] = []
+    asking = threading.Thread(target=lambda: found.append(b.worker.loads.take_arrived(3600.0)), daemon=True)
+    asking.start()
+    asking.join(0.2)
+    assert not found
+    go.set()
+    asking.join(30)
+    assert found == [{"r"}]
+    # Nothing is under way any more: there is nothing to wait for.
+    assert b.worker.loads.take_arrived(3600.0) == set()
+
+
+def test_a_chunk_that_is_being_stored_is_not_stored_again(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    go = hold(b.store)
+    b.fill([0, 1], CHUNK)
+    for _ in range(3):
+        b.worker.saves.save(b.saves([0, 1], range(1)))
+    go.set()
+    b.drain()
+    assert b.store.calls == ["contains", "put"]
+
+
+def test_a_store_that_hangs_while_it_deletes_keeps_nobody_waiting(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.store_all()
+    b.store.entries[b.key(1)] = b"garbage"
+    go = hold(b.store, "delete")
+    b.worker.loads.start([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
+    assert go.begun.wait(30)
+    b.worker._state.timeout = 0.0  # since which it hangs
+    b.wait()
+    assert b.worker.loads.take_invalid_blocks() == {12, 13}
+    go.set()
+
+
+def test_pages_may_be_overwritten_as_soon_as_save_returns(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    go = hold(b.store, "contains")
+    b.fill([0, 1], CHUNK)
+    b.worker.saves.save(b.saves([0, 1], range(1)))
+    for tensor in b.cache.keys + b.cache.values:
+        tensor.zero_()
+    go.set()
+    b.drain()
+    b.load_now([b.load([4, 5], 0, CHUNK)])
+    assert b.held([4, 5], 0, CHUNK)
+
+
+def test_large_entries_are_fetched_few_at_a_time(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What loads hold of fetched bytes is bounded."""
+    b = bench()
+    b.store_all()
+    fetch, sizes = b.store.get_parts, list[int]()
+
+    def noting(keys: Sequence[str], parts: int) -> Any:
+        found = fetch(keys, parts)
+        sizes.append(sum(len(part) for each in found for part in each))
+        return found
+
+    monkeypatch.setattr(b.store, "get_parts", noting)
+    whole = sum(map(len, b.store.entries.values()))
+    for most in (whole, 3 * whole // 8, 1):
+        monkeypatch.setattr(chunk_io, "_FETCHED", 1.1 * most)
+        sizes.clear()
+        b.load_now([b.load(list(range(8, 24)), 0, 8 * CHUNK)])
+        assert b.held(list(range(8, 24)), 0, 8 * CHUNK)
+        assert sum(sizes) == whole and max(sizes) <= max(1.1 * most, whole / 7)
+        assert len(sizes) == {whole: 1, 1: 8}.get(most, 3)
+
+
+def test_an_entry_that_is_gone_invalidates_the_rest(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.store_all()
+    del b.store.entries[b.key(2)]
+    blocks = [10, 11, 12, 13, 14, 15, 16, 17]
+    b.worker.loads.start([b.load(blocks, 0, 4 * CHUNK)])
+    b.wait()
+    assert b.worker.loads.take_invalid_blocks() == {14, 15, 16, 17}
+    assert b.held(blocks, 0, 2 * CHUNK)
+    report = b.worker.report(1)
+    assert report.failed == {"r"} and report.restored == []
+    assert report.unsaved == set(b.digests[2:4]), "they are to be stored again"
+    assert b.counts()["recomputed_tokens"] == 2 * CHUNK
+
+
+@pytest.mark.parametrize("damage", ["header", "section", "short", "empty", "another chunk"])
+def test_a_damaged_entry_is_deleted_and_those_before_it_kept(bench: Callable[..., Bench], damage: str) -> None:
+    b = bench()
+    b.store_all()
+    blob = b.store.entries[b.key(1)]
+    b.store.entries[b.key(1)] = {
+        "header": blob[:9] + bytes([blob[9] ^ 1]) + blob[10:],
+        "section": blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:],
+        "short": blob[: len(blob) // 2],
+        "empty": b"",
+        "another chunk": b.store.entries[b.key(2)],
+    }[damage]
+    blocks = [10, 11, 12, 13, 14, 15]
+    b.load_now([b.load(blocks, 0, 3 * CHUNK)])
+    assert b.worker.loads.take_invalid_blocks() == {12, 13, 14, 15}
+    assert b.held(blocks, 0, CHUNK)
+    assert b.key(1) not in b.store.entries, "it would fail for ever"
+    assert b.key(0) in b.store.entries and b.key(2) in b.store.entries
+
+
+def test_an_entry_of_another_profile_is_computed_and_not_deleted(bench: Callable[..., Bench]) -> None:
+    """It is sound, and ranks with its profile read it: a fleet must not lose it to one that has another."""
+    own = fitted_to(LAYOUT)
+    pushed = Profile(LAYOUT, own.group, own.source, own.family, own.learned, model="b" * 32)
+    assert pushed.id != own.id
+    lossy = {"quality": None, "step": 4.0}
+    other = bench(rank=1, codec=lossy, profile=pushed)
+    other.store_all(1)
+    other.load_now([other.load([10, 11], 0, CHUNK)])
+    assert not other.worker.loads.take_invalid_blocks(), "it reads its own entries"
+    ours = bench(rank=1, codec=lossy, profile=own, store=other.store, sequence=other.sequence)
+    ours.load_now([ours.load([10, 11], 0, CHUNK)])
+    assert ours.worker.loads.take_invalid_blocks() == {10, 11}
+    assert ours.worker.report(1).failed == {"r"} and ours.counts()["recomputed_tokens"] == CHUNK
+    other.load_now([other.load([10, 11], 0, CHUNK)])
+    assert not other.worker.loads.take_invalid_blocks(), "it is still there"
+
+
+def test_a_rank_with_another_profile_than_the_scheduler_stores_and_loads_nothing(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its file was replaced while the engine started: the scheduler's names stand for the other profile."""
+    own, lossy = fitted_to(LAYOUT), {"quality": "balanced"}
+    b, good = (bench(codec=lossy, profile=own) for _ in range(2))
+    good.worker.settle(1, False, good.setup.coding)
+    good.store_all(1)
+    assert good.store.entries
+    b.store.entries.update(good.store.entries)
+    replaced = Profile(LAYOUT, own.group, own.source, own.family, own.learned, model="b" * 32)
+    for step in (1, 2):
+        b.worker.settle(step, step == 2, replace(b.setup, profile=replaced).coding)
+        b.load_now([b.load([10, 11], 0, CHUNK)])
+        assert b.worker.loads.take_invalid_blocks() == {10, 11}
+        b.store_all(2)
+    assert b.store.entries == good.store.entries and b.counts()["stores_skipped{profile}"] == 4
+    assert caplog.text.count("restart the engine") == 1
+
+
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_other_weights_end_loads_and_stores(bench: Callable[..., Bench], confirmed: bool) -> None:
+    """What waits to be stored is dropped, loads under way give nothing, and none begins until the scheduler asks."""
+    served = Served()
+    b = bench(weights=served.weights)
+    b.store_all(2)
+    before = dict(b.store.entries)
+    go = hold(b.store, "get", "contains")
+    b.fill(list(range(8)), 4 * CHUNK)
+    b.worker.loads.start([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
+    assert go.begun.wait(30)
+    b.worker._state.alone = confirmed  # copies of steps that are not confirmed wait
+    b.worker.saves.save(b.saves(list(range(8)), range(2, 4)))
+    served.set("b")
+    b.worker.settle(1, False)
+    assert b.worker.loads.take_arrived() == {"r"} and b.worker.loads.take_invalid_blocks() == {10, 11, 12, 13}
+    go.set()
+    b.drain()
+    report = b.worker.report(1)
+    assert report.changed == {0} and report.unsaved >= {*b.digests[2:4]}
+    b.worker.settle(2, False)
+    assert not b.worker.report(2).changed, "it is said once"
+    b.worker.saves.save(b.saves([0, 1], range(1)))
+    b.load_now([b.load([10, 11], 0, CHUNK)])
+    assert b.worker.loads.take_invalid_blocks() == {10, 11} and b.store.entries == before
+    b.worker.settle(3, True)
+    (seen,) = b.worker.report(3).seen
+    assert (seen.step, seen.rank) == (3, 0) and None is not seen.first != seen.now is not None
+    b.load_now([b.load([10, 11], 0, CHUNK)])
+    assert not b.worker.loads.take_invalid_blocks()
+
+
+OLD, NEW = b"an old secret, 16+", b"a new secret, 16+"
+
+
+@pytest.mark.parametrize("place", ["tenant", "digest", "rank", "another secret", "no tag"])
+def test_a_tagged_entry_does_not_decode_in_anothers_place(bench: Callable[..., Bench], place: str) -> None:
+    """Who can write to the store and send a prompt has a blob with a good tag: the server signs that of the prompt.
+
+    One without our tag, too, is deleted: nobody else writes under keys that end in the id of our secret.
+    """
+    b = bench(codec={"key": OLD})
+    b.store_all(1)
+    attacker, digest, rank = {
+        "tenant": ("attacker", b.digests[0], 0),
+        "digest": (TENANT, b.digests[5], 0),  # another prefix, model or adapter: they are all in the digest
+        "rank": (TENANT, b.digests[0], 1),
+    }.get(place, (TENANT, b.digests[0], 0))
+    key = {"another secret": NEW, "no tag": None}.get(place, OLD)
+    chunk = b.sequence.slice(CHUNK, 2 * CHUNK)
+    foreign = Codec(b.codec.profile, "lossless", key=key).encode(
+        KVChunk(chunk.keys, chunk.values, LAYOUT),
+        associated_data=store_key(attacker, digest, rank).encode() if key else b"",
+    )
+    b.store.entries[b.key(0)] = foreign
+    b.load_now([b.load([10, 11], 0, CHUNK)])
+    assert b.worker.loads.take_invalid_blocks() == {10, 11}
+    assert b.cache.keys[0][10].isnan().all(), "nothing of it reached the pages"
+    assert b.key(0) not in b.store.entries, "it would fail for ever"
+
+
+def test_every_tag_is_verified_once(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    b = bench(codec={"key": OLD})
+    b.store_all(3)
+    verified: list[bytes] = []
+
+    def verify(blob: bytes, *more: Any) -> None:
+        verified.append(blob)
+        verify_tag(blob, *more)
+
+    monkeypatch.setattr("cuvee.codec.opening.verify_tag", verify)
+    b.load_now([b.load([10, 11, 12, 13, 14, 15], 0, 3 * CHUNK)])
+    assert b.held([10, 11, 12, 13, 14, 15], 0, 3 * CHUNK)
+    assert sorted(verified) == sorted(b.store.entries.values())
+
+
+@pytest.mark.parametrize("key", [NEW, OLD + b"\n", None])
+def test_replicas_with_other_secrets_leave_each_others_entries_alone(
+    bench: Callable[..., Bench], key: bytes | None
+) -> None:
+    first = bench(codec={"key": OLD})
+    first.store_all(2)
+    second = bench(codec={"key": key}, store=first.store, sequence=first.sequence)
+    assert not set(map(first.key, range(2))) & set(map(second.key, range(2)))
+    second.load_now([second.load([10, 11, 12, 13], 0, 2 * CHUNK)])
+    assert second.worker.loads.take_invalid_blocks() == {10, 11, 12, 13}, "misses"
+    assert set(first.store.entries) == set(map(first.key, range(2))) and "delete" not in first.store.calls
+    second.store_all(2)
+    assert len(first.store.entries) == 4, "it keeps its own beside them"
+    for b in (first, second):
+        b.load_now([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
+        assert b.held([10, 11, 12, 13], 0, 2 * CHUNK)
+
+
+def test_while_secrets_are_replaced_entries_of_both_are_found(bench: Callable[..., Bench]) -> None:
+    old = bench(codec={"key": OLD})
+    old.store_all(3)
+    del old.store.entries[old.key(1)]
+    both = bench(codec={"key": [NEW, OLD]}, store=old.store, sequence=old.sequence)
+    both.fill([0, 1, 2, 3], 2 * CHUNK)
+    both.worker.saves.save(both.saves([0, 1, 2, 3], range(1, 2)))
+    both.drain()
+    assert both.key(1) in both.store.entries and old.key(1) not in both.store.entries, "written with the first"
+    blocks = [10, 11, 12, 13, 14, 15]
+    both.load_now([both.load(blocks, 0, 3 * CHUNK)])
+    assert both.held(blocks, 0, 3 * CHUNK)
+    new = bench(codec={"key": NEW}, store=old.store, sequence=old.sequence)
+    new.load_now([new.load(blocks, 0, 3 * CHUNK)])
+    assert new.worker.loads.take_invalid_blocks() == set(blocks), "the first chunk is there with the old secret only"
+    assert old.key(0) in old.store.entries
+
+
+def test_a_damaged_entry_of_an_old_secret_is_deleted_under_its_own_key(bench: Callable[..., Bench]) -> None:
+    old = bench(codec={"key": OLD})
+    old.store_all(1)
+    old.store.entries[old.key(0)] = old.store.entries[old.key(0)][:-1] + b"?"
+    both = bench(codec={"key": [NEW, OLD]}, store=old.store, sequence=old.sequence)
+    both.load_now([both.load([10, 11], 0, CHUNK)])
+    assert both.worker.loads.take_invalid_blocks() == {10, 11}
+    assert old.store.entries == {}
+
+
+def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ours and passes; the entry is sound."""
+    b = bench()
+    b.store_all(1)
+
+    def none_left(*_: object) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cuvee.codec.cpu.backend.cache_rows", none_left)
+        b.load_now([b.load([10, 11], 0, CHUNK)])
+    assert b.worker.loads.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
+    b.load_now([b.load([10, 11], 0, CHUNK)])
+    assert b.held([10, 11], 0, CHUNK)
+
+
+def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Callable[..., Bench]) -> None:
+    b = bench(load_timeout=0.2)
+    b.store_all()
+    go = hold(b.store, "get")
+    b.worker.loads.start([b.load([1, 2], 0, CHUNK)])
+    b.wait()
+    assert b.worker.loads.take_invalid_blocks() == {1, 2}
+    assert b.worker.report(1).failed == {"r"}
+    go.set()
+    assert b.worker._pools.loaders.dismiss(30)
+    assert b.cache.keys[0][1].isnan().all(), "the blocks are the engine's again"
+    assert b.worker.loads.take_arrived() == set() and b.worker.loads.take_invalid_blocks() == set()
+    assert b.counts()["failures{timeout}"] == 1
+
+
+def test_a_load_that_never_got_a_thread_is_given_up(bench: Callable[..., Bench]) -> None:
+    b = bench(load_timeout=0.2)
+    b.store_all()
+    go, names = hold(b.store, "get"), [str(number) for number in range(b.worker._pools.loaders.threads + 1)]
+    b.worker.loads.start([b.load([2 * at, 2 * at + 1], 0, CHUNK, name) for at, name in enumerate(names)])
+    b.wait(*names)
+    go.set()
+    assert b.worker._pools.loaders.dismiss(30)
+    assert b.cache.keys[0].isnan().all()
+    assert b.worker.report(1).failed == set(names)
+
+
+def test_a_load_that_queues_does_not_use_up_its_time(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, now, gate = bench(load_timeout=30), [100.0], threading.Semaphore(0)
+    b.store_all()
+    monkeypatch.setattr(worker_load, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def passing(operation: str) -> None:
+        if operation == "get":
+            gate.acquire()
+
+    b.store.before = passing
+    threads = b.worker._pools.loaders.threads
+    loads = [b.load([2 * at, 2 * at + 1], 0, CHUNK, str(at)) for at in range(threads + 2)]
+    b.worker.loads.start(loads)
+    jobs = dict(b.worker.loads._jobs)
+    next_one, last = jobs[str(threads)], jobs[str(threads + 1)]
+    wait_until(lambda: sum(job.started > 0 for job in jobs.values()) == threads, "all threads have a load")
+    now[0] = 125.0
+    gate.release()
+    wait_until(lambda: next_one.started == 125.0, "a thread has the next load")
+    now[0] = 140.0
+    b.wait(*map(str, range(threads)))
+    assert b.counts()["failures{timeout}"] == threads - 1, "40 seconds of work each"
+    assert not next_one.over and not last.over, "15 seconds of work, and none"
+    gate.release(100)
+    b.wait(str(threads), str(threads + 1))
+    assert b.held(loads[-1].blocks, 0, CHUNK) and b.held(loads[-2].blocks, 0, CHUNK)
+
+
+def test_a_failed_put_is_counted_and_reported(bench: Callable[..., Bench]) -> None:
+    b = bench()
+
+    def full(operation: str) -> None:
+        if operation == "put":
+            raise StoreError("no space left")
+
+    b.store.before = full
+    b.fill([0, 1], CHUNK)
+    b.worker.saves.save(b.saves([0, 1], range(1)))
+    b.drain()
+    assert b.worker.report(1).unsaved == {b.digests[0]}
+    assert b.counts()["failures{store}"] == 1
+
+
+def test_one_chunk_that_cannot_be_coded_costs_no_other(bench: Callable[..., Bench]) -> None:
+    b = bench(codec={"quality": "balanced"}, threads=1)
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.cache.keys[1][blocks[5]] = torch.nan  # of chunk 2
+    b.worker.saves.save(b.saves(blocks, range(8)))
+    b.drain()
+    assert set(b.store.entries) == {b.key(chunk) for chunk in range(8) if chunk != 2}
+    assert b.worker.report(1).unsaved == {b.digests[2]}
+    assert (b.counts()["failures{encode}"], b.counts()["stored{chunk}"]) == (1, 7)
+    assert b.worker.saves._pending == 0
+
+
+def test_a_bug_in_the_encoder_is_told_with_where_it_is(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> list[bytes]:
+        raise RuntimeError("a bug")
+
+    b = bench()
+    monkeypatch.setattr(b.codec, "encode_parts", broken)
+    b.worker.saves.save(b.saves([0, 1, 2, 3], range(2)))
+    b.drain()
+    assert b.counts()["failures{encode}"] == 2 and b.worker.report(1).unsaved == set(b.digests[:2])
+    assert 'raise RuntimeError("a bug")' in caplog.text
+
+
+@pytest.mark.parametrize(("threads", "batches"), [(1, [[0, 1, 2, 3, 4]]), (2, [[0, 2, 4], [1, 3]])])
+def test_a_step_is_encoded_in_one_go_by_each_thread(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, threads: int, batches: list[list[int]]
+) -> None:
+    b = bench(threads=threads)
+    calls: list[list[int]] = []
+    encode = b.codec.encode_parts
+
+    def counted(chunks: PagedChunks, **more: Any) -> list[tuple[bytes, ...]]:
+        assert chunks.cache.keys[0].shape[:2] == (1, len(chunks) * CHUNK), "a copy of what it encodes"
+        calls.append([start // CHUNK for start in chunks.starts])
+        return encode(chunks, **more)
+
+    monkeypatch.setattr(b.codec, "encode_parts", counted)
+    blocks = [9, 2, 5, 0, 7, 11, 1, 3, 8, 4]
+    b.fill(blocks, 5 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(5)))
+    b.drain()
+    assert sorted(calls) == batches
+    b.load_now([b.load(list(range(12, 22)), 0, 5 * CHUNK)])
+    assert b.held(list(range(12, 22)), 0, 5 * CHUNK)
+
+
+def test_a_write_that_hangs_holds_up_none_of_its_batch(bench: Callable[..., Bench]) -> None:
+    b = bench(threads=2)
+    go = hold(b.store, "put", once=True)
+    blocks = list(range(8))
+    b.fill(blocks, 4 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(4)))
+    wait_until(lambda: len(b.worker.saves._sizes) == 1, "all but one are stored")
+    assert len(b.store.entries) == 3 and go.begun.is_set()
+    assert 0 < b.worker.saves._pending < CHUNK * LAYOUT.bytes_per_token, "what is not written still counts: its blob"
+    go.set()
+    b.drain()
+    assert len(b.store.entries) == 4
+
+
+def test_without_memory_for_a_copy_the_engine_goes_on(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    b.fill([0, 1, 2, 3], 2 * CHUNK)
+
+    def none_left(*_: object, **__: object) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedCache, "copy", none_left)
+        b.worker.saves.save(b.saves([0, 1, 2, 3], range(2)))
+    assert b.worker.report(1).unsaved == set(b.digests[:2]) and b.worker.saves._pending == 0
+    assert b.counts()["failures{encode}"] == 2
+    b.worker.saves.save(b.saves([0, 1, 2, 3], range(2)))
+    b.drain()
+    assert len(b.store.entries) == 2
+
+
+def test_pages_may_be_smaller_than_the_schedulers_blocks(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    small = PagedCache(
+        LAYOUT,
+        [keys.view(2 * BLOCKS, BLOCK // 2, *keys.shape[2:]) for keys in b.cache.keys],
+        [values.view(2 * BLOCKS, BLOCK // 2, *values.shape[2:]) for values in b.cache.values],
+    )
+    b.worker.attach(small)
+    b.store_all(3)
+    b.load_now([b.load([20, 3, 17, 4, 9, 22], 0, 3 * CHUNK)])
+    assert b.held([20, 3, 17, 4, 9, 22], 0, 3 * CHUNK)
+
+
+def test_what_is_there_already_is_not_encoded_again(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.store_all(1)
+    before = b.store.calls.count("put")
+    b.fill([0, 1], CHUNK)
+    b.worker.saves.save(b.saves([0, 1], range(1)))
+    b.drain()
+    assert b.store.calls.count("put") == before
+    assert not b.worker.report(1).unsaved
+    blocks = list(range(8))
+    b.fill(blocks, 4 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(4)))  # in a batch with others that are not
+    b.drain()
+    assert b.store.calls.count("put") == before + 3 and len(b.store.entries) == 4
+    assert b.counts()["stored{chunk}"] == 4 and not b.worker.report(2).unsaved
+
+
+def test_what_is_encoded_waits_at_the_size_of_its_blob(bench: Callable[..., Bench]) -> None:
+    """A store that is slow must not make the budget of a codec that is good look full."""
+    b = bench()
+    go = hold(b.store, "put")
+    blocks = list(range(4))
+    b.fill(blocks, 2 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(1)))
+    wait_until(lambda: "put" in b.store.calls, "it is encoded")
+    waiting = (b.worker.report(1).metrics or {})["pending_bytes|"]
+    go.set()
+    b.drain()
+    assert waiting == len(b.store.entries[b.key(0)]) != CHUNK * LAYOUT.bytes_per_token
+    assert (b.worker.report(2).metrics or {})["pending_bytes|"] == -waiting, "gauges send their changes"
+
+
+def test_copies_have_a_budget(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
+    size = CHUNK * LAYOUT.bytes_per_token
+    b = bench(max_pending_gb=2.5 * size / 1e9)
+    go = hold(b.store)
+    blocks = list(range(8))
+    b.fill(blocks, 4 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(3)))
+    b.worker.saves.save(b.saves(blocks, range(3, 4)))
+    go.set()
+    b.drain()
+    assert set(b.store.entries) == {b.key(0), b.key(1)}
+    assert b.worker.report(1).unsaved == {b.digests[2], b.digests[3]}
+    assert b.counts()["stores_skipped{full}"] == 2 and caplog.text.count("fill max_pending_gb") == 1
+    b.worker.saves.save(b.saves(blocks, range(2, 4)))
+    b.drain()
+    assert len(b.store.entries) == 4, "the budget is free again"
+
+
+class Ended(BaseException):
+    """What the handler of a signal may raise."""
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError(), torch.OutOfMemoryError(), SystemExit(1), KeyboardInterrupt(), GeneratorExit(), Ended()]
+)
+def test_nothing_is_stored_of_a_step_whose_forward_raised_nor_of_later_ones(
+    error: BaseException, bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With asynchronous scheduling there are later ones. The end of a request, too, may be copied then."""
+    b, blocks = bench(), list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.step(1, b.saves(blocks, range(2)))
+    b.drain()
+    good = dict(b.store.entries)
+    with pytest.raises(type(error)):
+        b.step(2, [*b.saves(blocks, range(2, 4)), b.save_segment(blocks, 5, 20)], error=error)
+    b.step(3, b.saves(blocks, range(4, 6)), [b.save_tail(blocks, 6 * CHUNK + BLOCK)])
+    b.step(4, b.saves(blocks, range(6, 8)))
+    b.drain()
+    assert b.store.entries == good and set(good) == {b.key(0), b.key(1)}
+    unsaved = b.worker.report(4).unsaved
+    assert set(b.digests[2:]) < unsaved and len(unsaved) == 8 and not set(b.digests[:2]) & unsaved
+    assert b.counts()["stores_skipped{failed}"] == 8
+    assert caplog.text.count("step 2 of the engine has failed") == 1
+
+
+@pytest.mark.parametrize("heard", ["nothing", "its beginning"])
+def test_a_step_that_never_ends_counts_as_one_that_raised(heard: str, bench: Callable[..., Bench]) -> None:
+    """vLLM's second model runner calls nothing any more after an error, or nothing at all."""
+    b, blocks = bench(), list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.step(1, b.saves(blocks, range(1)))
+    if heard == "its beginning":
+        b.worker.begin_step(2, 0)
+    b.step(3, b.saves(blocks, range(1, 8)), [b.save_tail(blocks, BLOCK)])
+    b.drain()
+    assert set(b.store.entries) == {b.key(0)}
+
+
+def test_an_error_that_the_caller_of_the_engine_handles_is_none_of_the_step(bench: Callable[..., Bench]) -> None:
+    b, blocks = bench(), list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    try:
+        raise ValueError("of the caller")
+    except ValueError:
+        b.step(1, b.saves(blocks, range(2)))
+        with pytest.raises(RuntimeError):
+            b.step(2, b.saves(blocks, range(2, 8)), error=RuntimeError())
+    b.drain()
+    assert set(b.store.entries) == {b.key(0), b.key(1)}
+
+
+def test_several_ranks_store_only_what_all_of_them_have_computed(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    b, blocks = bench(shards=2), list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.step(1, b.saves(blocks, range(2)))
+    b.step(2, b.saves(blocks, range(2, 4)))
+    assert not b.store.entries and b.worker.saves.queued()[0] == 4
+    poison(b.cache)
+    b.step(3, b.saves(blocks, range(4, 5)), confirmed=1)
+    wait_until(lambda: len(b.store.entries) == 2, "the first step is stored")
+    b.load_now([b.load([20, 21, 22, 23], 0, 2 * CHUNK)])
+    assert b.held([20, 21, 22, 23], 0, 2 * CHUNK)
+    b.fill(blocks, 8 * CHUNK)
+    # The tail of a request that ended with the third step waits for no other.
+    b.step(4, b.saves(blocks, range(5, 6)), [b.save_tail(blocks, 6 * CHUNK + BLOCK)], confirmed=3)
+    wait_until(lambda: len(b.store.entries) == 6, "three steps and a tail are stored")
+    b.worker.close()
+    assert set(b.store.entries) > {b.key(chunk) for chunk in range(5)} and b.key(5) not in b.store.entries
+    assert b.counts()["stores_skipped{stopped}"] == 1 and "other ranks may not have computed them" in caplog.text
+
+
+def _in_time(work: Callable[[], object], seconds: float = 10) -> None:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+
+
+@pytest.mark.parametrize("hanging", ["contains", "put"])
+def test_close_is_bounded_and_says_what_is_lost(
+    bench: Callable[..., Bench], hanging: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    b = bench(close_timeout=0.3, threads=1)
+    blocks = list(range(8))
+    b.fill(blocks, 4 * CHUNK)
+    go = hold(b.store, hanging)
+    b.worker.saves.save(b.saves(blocks, range(4)))
+    assert go.begun.wait(10)
+    with caplog.at_level("INFO", logger="cuvee"):
+        _in_time(b.worker.close)
+    assert b.counts()["stores_skipped{stopped}"] == 4
+    assert "4 chunks waited to be compressed" in caplog.text and "close_timeout=0.3" in caplog.text
+    assert "stores_skipped stopped 4" in caplog.text, "in the summary, too"
+    go.set()
+    _in_time(b.worker.close)
+
+
+def test_what_a_store_could_not_write_behind_is_lost(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuvee.integrations.vllm.worker.side._FLUSH_SECONDS", 0.1)
+    b = bench(close_timeout=0.3)
+    slow = DictStore()
+    go = hold(slow, "put")
+    tiers = TieredStore([b.store, slow])
+    b.worker._state.store = tiers
+    blocks = list(range(8))
+    b.fill(blocks, 4 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(4)))
+    b.drain()
+    assert go.begun.wait(10)
+    _in_time(b.worker.close)
+    assert b.counts()["stores_skipped{stopped}"] == 4
+    assert "4 to be written" in caplog.text
+    go.set()
+    tiers.close()
+    assert len(slow.entries) == 4
+
+
+def test_close_does_not_wait_for_what_decodes_for_ever(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stores what waits meanwhile."""
+    monkeypatch.setattr("cuvee.integrations.vllm.worker.side._FLUSH_SECONDS", 0.1)
+    b = bench(close_timeout=1.0)
+    go, begun = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        begun.set()
+        go.wait(60)
+
+    b.worker._pools.coders.submit(busy)
+    assert begun.wait(10)
+    b.fill([0, 1], CHUNK)
+    held = hold(b.store, "put")
+    b.worker.saves.save(b.saves([0, 1], range(1)))
+    assert held.begun.wait(10)
+    held.set()
+    _in_time(b.worker.close)
+    go.set()
+    assert b.key(0) in b.store.entries and "stores_skipped{stopped}" not in b.counts()
+
+
+def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
+    b = bench(threads=1)
+    b.store_all()
+    go = hold(b.store, "get")
+    b.worker.loads.start([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")])
+    assert go.begun.wait(10)
+    _in_time(b.worker.close)
+    go.set()
+    assert b.worker._pools.loaders.dismiss(30) and b.worker._pools.fetchers.dismiss(30)
+    assert b.cache.keys[0][1].isnan().all(), "the engine may have freed its pages"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_calls_of_a_store_wait_beside_each_other_whatever_the_threads_that_code(bench: Callable[..., Bench]) -> None:
+    """A put that waits 60 ms for its answer would let two threads write 33 chunks a second."""
+    b = bench(threads=1)
+    together = threading.Barrier(3)
+
+    def meet(operation: str) -> None:
+        if operation in ("put", "get"):
+            together.wait(10)
+
+    b.store.before = meet
+    b.store_all(chunks=3)
+    assert set(b.store.entries) == {b.key(chunk) for chunk in range(3)}
+    b.worker.loads.start([b.load([6 + 2 * at, 7 + 2 * at], 0, CHUNK, f"r{at}") for at in range(3)])
+    b.wait("r0", "r1", "r2")
+    assert b.counts()["loaded_tokens"] == 3 * CHUNK and not b.worker.loads.take_invalid_blocks()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_more_loads_decode_at_a_time_than_threads_code(
+    bench: Callable[..., Bench], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench(threads=threads)
+    b.store_all(chunks=1)
+    coding = b.worker._state.pages.io
+    place, changed, now, most = coding.place, threading.Condition(), 0, 0
+
+    def counted(*given: Any, **more: Any) -> Any:
+        nonlocal now, most
+        with changed:
+            now, most = now + 1, max(most, now + 1)
+            changed.notify_all()
+            changed.wait_for(lambda: most >= threads, 10)
+            changed.wait(0.02)  # for one more than there may be
+        try:
+            return place(*given, **more)
+        finally:
+            with changed:
+                now -= 1
+
+    monkeypatch.setattr(coding, "place", counted)
+    b.worker.loads.start([b.load([2 * at, 2 * at + 1], 0, CHUNK, f"r{at}") for at in range(6)])
+    b.wait(*(f"r{at}" for at in range(6)))
+    assert most == threads and b.counts()["loaded_tokens"] == 6 * CHUNK
+
+
+def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench]) -> None:
+    b = bench(threads=1, load_timeout=0.5)
+    b.worker._state.store = guarded = GuardedStore(b.store)
+    guarded.first_backoff = guarded.max_backoff = 1e-3
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    go = hold(b.store, "put", once=True)
+    b.worker.saves.save(b.saves(blocks, range(1)))
+    assert go.begun.wait(10)
+    threading.Event().wait(0.6)
+    b.worker.saves.save(b.saves(blocks, range(1, 3)))
+    wait_until(lambda: not b.worker.saves._sizes.keys() & set(b.digests[1:3]), "chunks are stored")
+    assert b.worker._state.store.counters()["memory"].errors == 1, "the one that hangs, once"
+    b.worker.saves.save(b.saves(blocks, range(3, 5)))
+    wait_until(lambda: not b.worker.saves._sizes.keys() & set(b.digests[3:5]), "chunks are stored")
+    # The circuit of writing has opened for it; reading has not.
+    assert b.key(0) not in b.store.entries
+    go.set()
+
+
+def test_nothing_is_copied_or_encoded_for_a_store_that_is_down(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    later = 0.0
+    b.worker._state.store = GuardedStore(b.store, lambda: later)
+    copied: list[int] = []
+    copy = b.worker.saves._copy
+
+    def noted(batch: Any) -> Any:
+        copied.append(len(batch))
+        return copy(batch)
+
+    monkeypatch.setattr(b.worker.saves, "_copy", noted)
+
+    def fail(operation: str) -> None:
+        if operation == "put":
+            raise StoreError("down")
+
+    b.store.before = fail
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(1)))
+    b.drain()
+    assert sum(copied) == 1 and b.counts().get("stores_skipped{down}") is None
+    b.worker.saves.save(b.saves(blocks, range(1, 4)))
+    assert sum(copied) == 1 and b.counts()["stores_skipped{down}"] == 3
+    assert b.worker.report(1).unsaved == set(b.digests[:4]), "they are to be stored again"
+    later = 60.0
+    b.store.before = lambda operation: None
+    b.worker.saves.save(b.saves(blocks, range(4)))
+    b.drain()
+    assert {b.key(chunk) for chunk in range(4)} <= {*b.store.entries} and sum(copied) == 5
+
+
+def test_what_all_ranks_hold_is_stored_by_the_first_and_loaded_by_all(bench: Callable[..., Bench]) -> None:
+    store, given = DictStore(), {"shards": 2, "setup": {"replicated": True}, "tells": True}
+    first = bench(rank=0, store=store, **given)
+    second = bench(rank=1, store=store, sequence=first.sequence, **given)
+    blocks = list(range(16))
+    for rank in (second, first):
+        rank.fill(blocks, 8 * CHUNK)
+        rank.step(1, rank.saves(blocks, range(8)))
+        rank.step(2, [], confirmed=1)
+        rank.drain()
+        assert {*store.entries} == (set() if rank is second else {first.key(chunk) for chunk in range(8)})
+    reports = [rank.worker.report(2) for rank in (first, second)]
+    assert [len(report.stored) for report in reports] == [8, 0] and not any(report.unsaved for report in reports)
+    poison(second.cache)
+    second.load_now([second.load([4, 5], 0, CHUNK)])
+    assert second.held([4, 5], 0, CHUNK)
+
+
+@pytest.mark.parametrize(("left", "free", "chunks"), [(0.08, 100, 3), (1.0, 4, 2), (1.0, 100, 4)])
+def test_copies_on_a_device_leave_the_engine_its_memory(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    left: float, free: int, chunks: int,
+) -> None:  # fmt: skip
+    """They take half of what it leaves free, by its own account and by the driver's, in chunks of 100 in all."""
+    size = CHUNK * LAYOUT.bytes_per_token
+    monkeypatch.setattr("cuvee.integrations.vllm.worker.saves.memory_of", lambda device: (free * size, 80 * size))
+    b = bench(max_pending_gb=4 * size / 1e9, setup={"left": left})
+    go = hold(b.store)
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.saves.save(b.saves(blocks, range(6)))
+    assert b.worker.saves.queued()[0] == chunks and b.counts()["stores_skipped{full}"] == 6 - chunks
+    assert ("lower --gpu-memory-utilization" in caplog.text) == (chunks < 4)
+    go.set()
+    b.drain()
+
+
+def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba compiles at the first call, which takes seconds: no request may be the one that waits for it."""
+    stages: list[str] = []
+
+    def spied(name: str) -> Callable[..., Any]:
+        work = getattr(LosslessScheme, name)
+
+        def spy(*arguments: Any) -> Any:
+            sections = arguments[2] if name == "encode" else arguments[1]
+            stages.extend([name] * len(sections))
+            return work(*arguments)
+
+        return spy
+
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(LosslessScheme, name, spied(name))
+    b = bench()
+    assert stages == ["encode"] * 3 + ["decode"] * 3, "each of the layers"
+    assert all(tensor.isnan().all() for tensor in b.cache.keys + b.cache.values)
+
+
+def test_reports_of_ranks_add_up() -> None:
+    load, blend = Restored("load", 16, 0, 0.5), Restored("blend", 5, 3, 9)
+    one = Report([1], ["c"], [load], {"a"}, {b"x"}, None, placed=["a"])
+    one.add(Report([1], ["d"], [blend], {"b"}, {b"y"}, None, placed=["b", "a"]))
+    assert (one.steps, one.ended, one.restored) == ([1, 1], ["c", "d"], [load, blend])
+    assert (one.failed, one.unsaved) == ({"a", "b"}, {b"x", b"y"})
+    assert sorted(one.placed) == ["a", "a", "b"]
+    one.add(Report(stored=[b"z"], changed={3}, delivered=[Delivery("r", 0, (), (), True)], step_seconds={1: 0.5}))
+    one.add(Report(step_seconds={1: 0.2, 2: 0.1}, metrics={"raw_bytes|": 2}))
+    one.add(Report(metrics={"raw_bytes|": 3}))
+    assert (one.stored, one.changed, len(one.delivered), one.step_seconds) == ([b"z"], {3}, 1, {1: 0.5, 2: 0.1})
+    assert one.metrics == {"raw_bytes|": 5}
+
+
+# Tails -----------------------------------------------------------------------------------------------------------
+
+
+def _store_tail(b: Bench, end: int) -> None:
+    """Put the chunks and the tail of the sequence's first `end` tokens into the store, in one batch."""
+    blocks = list(range(end // BLOCK))
+    b.fill(blocks, end)
+    b.worker.saves.save([*b.saves(blocks, range(end // CHUNK)), b.save_tail(blocks, end)])
+    b.drain()
+    poison(b.cache)
+
+
+@pytest.mark.parametrize("start", [0, BLOCK, CHUNK, 2 * CHUNK])
+def test_a_tail_comes_back_after_its_chunks(bench: Callable[..., Bench], start: int) -> None:
+    b, end = bench(), 2 * CHUNK + BLOCK
+    _store_tail(b, end)
+    assert (b.counts()["stored{chunk}"], b.counts()["stored{tail}"]) == (2, 1)
+    assert b.counts()["raw_bytes"] == end * LAYOUT.bytes_per_token
+    blocks = [20, 3, 17, 4, 9][start // CHUNK * 2 :]
+    b.load_now([b.load_tail(blocks, start, end)])
+    sizes = [CHUNK] * (2 - start // CHUNK) + [BLOCK]
+    assert [done.decoded for done in b.worker.report(1).restored] == [decoding_work(sizes, CHUNK)]
+    assert b.held(blocks, start, end, first=start // CHUNK * CHUNK)
+    written = {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()}
+    assert written == set(blocks[start % CHUNK // BLOCK :])
+    assert not b.worker.loads.take_invalid_blocks()
+    counts = b.counts()
+    assert counts["loaded_tokens"] == end - start
+    assert (counts.get("loaded{chunk}", 0), counts["loaded{tail}"]) == (2 - start // CHUNK, 1)
+
+
+def test_a_load_may_end_inside_a_tail(bench: Callable[..., Bench]) -> None:
+    """The last token of a prompt is computed, and its block with it: that block is not touched."""
+    b = bench(chunk_tokens=4 * BLOCK)
+    b.fill([0, 1, 2], 3 * BLOCK)
+    b.worker.saves.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, ((0, 1, 2),)))])
+    b.drain()
+    tail = Entry("tail", b"t" * 32, 0, 3 * BLOCK, ((9, 4),))
+    b.load_now([Load("r", TENANT, [tail], 0, 2 * BLOCK, [9, 4])])
+    assert b.held([9, 4], 0, 2 * BLOCK)
+    assert b.cache.keys[0][3:4].isnan().all() and not b.worker.loads.take_invalid_blocks()
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "longer", "whole"])
+def test_a_bad_tail_costs_no_more_than_itself(bench: Callable[..., Bench], damage: str) -> None:
+    b, end = bench(), 2 * CHUNK + BLOCK
+    _store_tail(b, end)
+    blocks = [20, 3, 17, 4, 9]
+    load = b.load_tail(blocks, 0, end)
+    key = store_key(TENANT, load.prefix[-1].digest)
+    if damage == "missing":
+        del b.store.entries[key]
+    elif damage == "damaged":
+        b.store.entries[key] = b.store.entries[key][:-9] + bytes(9)
+    else:  # an entry of another place, which holds more tokens than a tail of this length
+        b.store.entries[key] = b.store.entries[b.key(0)]
+        tokens = BLOCK if damage == "whole" else 1
+        load.prefix[-1] = replace(load.prefix[-1], tokens=tokens)
+    b.load_now([load])
+    assert b.worker.loads.take_arrived() == {"r"}
+    assert b.held(blocks, 0, 2 * CHUNK)
+    assert b.worker.loads.take_invalid_blocks() == {9}
+    report = b.worker.report(1)
+    assert report.failed == {"r"} and report.unsaved == {load.prefix[-1].digest} and not report.restored
+    assert b.counts()["recomputed_tokens"] == BLOCK and b.counts()["loaded_tokens"] == 2 * CHUNK
+    assert key not in b.store.entries, "what can never be loaded is deleted"
+
+
+def test_a_worker_that_lets_go_of_pages_ends_its_loads_and_keeps_nothing(bench: Callable[..., Bench]) -> None:
+    """As before vLLM 0.33 sleeps: what waits to be stored is stored, and other pages serve afterwards."""
+    b = bench()
+    b.store_all(4)
+    go = hold(b.store, "get", "put")
+    b.fill([20, 21], CHUNK)
+    b.worker.saves.save([Save(TENANT, replace(b.chunk(5), start=0).within([[20, 21]], [BLOCK]))])
+    b.worker.loads.start([b.load([1, 2, 3, 4], 0, 2 * CHUNK)])
+    old = [weakref.ref(tensor) for tensor in b.cache.keys + b.cache.values]
+    for _ in range(2):
+        b.worker.detach()
+    assert not b.worker.attached
+    assert b.worker.loads.take_arrived() == {"r"} and b.worker.loads.take_invalid_blocks() == {1, 2, 3, 4}
+    pages = b.cache.keys[0].clone()
+    held, b.cache = b.cache.keys[0], make_pages(LAYOUT, torch.device("cpu"), permuted=False)
+    go.set()
+    b.drain()
+    assert b.counts()["stored{chunk}"] == 5
+    assert torch.equal(held.nan_to_num(9), pages.nan_to_num(9)), "no load writes any more"
+    del held
+    gc.collect()
+    assert [ref() for ref in old] == [None] * len(old)
+    b.worker.attach(b.cache)
+    b.load_now([b.load([7, 8, 9, 10], 0, 2 * CHUNK)])
+    assert b.held([7, 8, 9, 10], 0, 2 * CHUNK) and not b.worker.loads.take_invalid_blocks()
