@@ -77,7 +77,6 @@ class SchedulerLoads:
         self._share, self._in_part = share, in_part
         self._distrusted = -1.0  # lookups from before this time are not believed
         self._orders: list[Load] = []  # to be started by the next step
-        self._loading: dict[bytes, RequestRecord] = {}  # the request in whose load each digest is
         self._first_tokens: list[tuple[int, float]] = []  # steps that compute one, and by when it has to come
         self._once = Once(logger)
 
@@ -276,7 +275,7 @@ class SchedulerLoads:
         self._records.enter(record, RequestPhase.LOADING)
         record.digests, record.ranks, record.placed = [entry.digest for entry in prefix], self._state.shards, 0
         for digest in record.digests:
-            self._loading.setdefault(digest, record)
+            self._records.loading.setdefault(digest, record)
         self._orders.append(load)
 
     def fail(self, record: RequestRecord, blocks: Sequence[int]) -> None:
@@ -306,10 +305,7 @@ class SchedulerLoads:
     def release(self, record: RequestRecord) -> None:
         """Have no request wait for this one's load, and do not start it if it has not begun."""
         self._forget_order(record)
-        for digest in record.digests:
-            if self._loading.get(digest) is record:
-                del self._loading[digest]
-        record.digests = ()
+        self._records.release(record)
 
     def _forget_order(self, record: RequestRecord) -> None:
         self._orders = [load for load in self._orders if load.request != record.id]
@@ -341,7 +337,7 @@ class SchedulerLoads:
         """Return whether the next entry is on its way for another request: the engine will have it soon."""
         if not self._share:
             return False
-        owner = self._loading.get(self._next_digest(record, computed))
+        owner = self._records.loading.get(self._next_digest(record, computed))
         return owner is not None and owner.phase in UNDER_WAY
 
     def _next_digest(self, record: RequestRecord, computed: int) -> bytes:

@@ -112,11 +112,13 @@ class RequestTable:
 
     Attributes:
         places: number of requests that ranks have a load of, or will have if the engine takes what it was told of.
+        loading: the request in whose load each digest is.
     """
 
     def __init__(self) -> None:
         self._records: dict[str, RequestRecord] = {}
         self.places = 0
+        self.loading: dict[bytes, RequestRecord] = {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -150,6 +152,13 @@ class RequestTable:
         self.places += (after in _WITH_PLACE) - (record.phase in _WITH_PLACE)
         record.phase = after
 
+    def release(self, record: RequestRecord) -> None:
+        """Have no request wait for this one's load."""
+        for digest in record.digests:
+            if self.loading.get(digest) is record:
+                del self.loading[digest]
+        record.digests = ()
+
     def load_no_more(self, record: RequestRecord) -> None:
         """Load nothing for a request from here on. What ranks load already goes on to its end."""
         phase = RequestPhase.ENDING if record.phase in UNDER_WAY else RequestPhase.OVER
@@ -159,6 +168,7 @@ class RequestTable:
     def remove(self, record: RequestRecord) -> None:
         """Forget a request, which has ended, and cancel what threads do for it."""
         self._records.pop(record.id, None)
+        self.release(record)
         self.load_no_more(record)
         if record.phase is RequestPhase.ENDING:
             self.enter(record, RequestPhase.OVER)

@@ -57,7 +57,7 @@ WORKER = (
 CHAIN = ("digests", "tails")
 # Tables that are empty once all requests have ended, by side.
 SCHEDULER_TABLES = (
-    "_records", "_records.places", "_loads._orders", "_loads._loading", "_blends._ready", "_blends._drops",
+    "_records", "_records.places", "_loads._orders", "_records.loading", "_blends._ready", "_blends._drops",
 )  # fmt: skip
 WORKER_TABLES = (
     "loads._jobs", "loads._arrived", "loads._invalid", "loads._failed", "saves._sizes", "saves._pending",

@@ -393,6 +393,19 @@ def test_a_load_that_cannot_be_planned_is_over_and_its_blocks_are_invalid(contai
     b.worker.close()
 
 
+def test_an_end_that_fails_leaves_no_load_that_others_wait_for(contained: Contained) -> None:
+    """The request is aborted while ranks load its prefix."""
+    d = Desk()
+    request, other = make_request("r"), make_request("s")
+    d.put(request, 6)
+    d.side.allocated(request, [list(range(12))], d.matched(request)[0])
+    assert d.side._records.loading
+    d.side._loads.release = lambda record: 1 / 0  # type: ignore[method-assign, assignment]
+    d.side.finished(request, [[]])
+    assert not d.side._records.loading and not len(d.side._records)
+    assert d.matched(other) == (96, True)
+
+
 def test_a_reset_that_fails_stops_the_cache(contained: Contained) -> None:
     """What is stored may be of other weights."""
     d = Desk()

@@ -182,7 +182,7 @@ def test_each_event_has_its_phase(name: str, plans: bool, day: Callable[[str], D
     made.plan()
     assert bool(made.drops) == ("place" in DAYS[name] and name != "blended")
     made.do("finish")
-    assert not records and not records.places and not made.d.side._loads._loading and not made.plan().loads
+    assert not records and not records.places and not made.d.side._records.loading and not made.plan().loads
     made.do("place")
     assert made.d.plan().drops == ["r"] and made.d.plan().drops == []
 
