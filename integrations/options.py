@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import Key, make_keys
-from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.identity.secret_sources import read_secret
 from cuvee.integrations.profiles.location import (
@@ -73,7 +72,7 @@ class CodingOptions:
         SOURCE: name of the engine's option that holds the JSON, for messages.
         store: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
         profile: path of the model's profile, or its id at a place (`cuvee.integrations.profiles.location`);
-            None: lossless, which takes none.
+            None: lossless.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one, which then is the only quality.
         worst: with `kl`: the worst kind of text decides, as it does for presets.
@@ -134,8 +133,6 @@ class CodingOptions:
         if len(given_qualities) > 1:
             got = ", ".join(name for name in _QUALITIES if name in given_qualities)
             raise InputError(f"quality: must be at most one of {', '.join(_QUALITIES)}, got {got}")
-        if self.profile is not None and self.quality == LOSSLESS:
-            raise InputError("profile: must be left out with quality 'lossless', which needs none, got both")
         if self.profile is None and not self.check_model:
             raise InputError("check_model: must be left out without a profile, which is what it checks, got false")
 

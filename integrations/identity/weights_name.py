@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 2.0
 """Seconds that an engine's start waits for the name: enough for small checkpoints, and for digests that are kept."""
 
-_NICENESS = 10  # of the threads that read: the engine serves meanwhile
+_NICENESS = 10  # of the threads that read while the engine serves
+_READERS = ("cuvee-weights", "cuvee-digest")  # how their names begin
 
 Make = Callable[[threading.Event], str]
 """Makes the text of a name; may read all of a checkpoint. Once the event is set, it may give up with any error.
@@ -94,6 +95,7 @@ class WeightsName:
         self._numbers = 0
         self._stop = threading.Event()  # of the thread that makes a name now, or of the last one
         self._making = False
+        self._gives_way = False  # whether threads that read give way: not while an engine's start waits for them
         self._failed = failed
         self._refused: ProfileMismatchError | None = None
 
@@ -146,6 +148,10 @@ class WeightsName:
                 small checkpoints and of those that were read before.
         """
         self.wait(START_SECONDS)
+        self._gives_way = True
+        for thread in threading.enumerate():
+            if thread.name.startswith(_READERS):
+                _give_way(thread.native_id)
         if self._refused is not None:
             raise self._refused
         if self._making:
@@ -170,8 +176,8 @@ class WeightsName:
         return named
 
     def _run(self, make: Make, stop: threading.Event) -> None:
-        with suppress(OSError, AttributeError):  # on Linux a priority belongs to a thread, and to those that it starts
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        if self._gives_way:
+            _give_way(threading.get_native_id())
         began = time.monotonic()
         try:
             text = make(stop)
@@ -200,3 +206,10 @@ class WeightsName:
                 )  # fmt: skip
             self._failed()
             self._end()
+
+
+def _give_way(thread: int | None) -> None:
+    """Lower the priority of a thread. On Linux a priority belongs to a thread, and to those that it starts."""
+    with suppress(OSError, AttributeError):
+        thread = thread or threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -144,7 +144,7 @@ class WorkerLoads:
                     load.request, error, self._valid_until(job),
                 )  # fmt: skip
             except Exception:
-                if not job.over:  # otherwise it was given up, or the worker closes
+                if not (job.over or self._state.closed):  # otherwise it was given up, or the worker closes
                     logger.exception(
                         "cuvee: request %s: its tokens from %d on are recomputed", load.request, self._valid_until(job)
                     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 
 import pytest
@@ -54,3 +56,28 @@ def test_weights_that_cannot_be_named_are_told_once(caplog: pytest.LogCaptureFix
         assert weights.wait(60) is None
     (record,) = caplog.records
     assert "model_id" in record.message and "no such file" in record.message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to a process")
+def test_threads_that_read_give_way_once_the_engine_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it waits for them. Names that are made later are made beside requests."""
+    monkeypatch.setattr("cuvee.integrations.identity.weights_name.START_SECONDS", 0.0)
+    begun, go, later = threading.Event(), threading.Event(), []
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def slow(stop: threading.Event) -> str:
+        later.append(threading.get_native_id())
+        begun.set()
+        go.wait(60)
+        return f"{os.getpriority(os.PRIO_PROCESS, threading.get_native_id())}"
+
+    weights = WeightsName(slow)
+    assert begun.wait(60) and os.getpriority(os.PRIO_PROCESS, later[0]) == usual
+    weights.wait_at_start()
+    go.set()
+    named = weights.wait(60)
+    assert named is not None and int(named.text) == max(usual, 10)
+    weights.make(slow)
+    named = weights.wait(60)
+    assert named is not None and int(named.text) == max(usual, 10)
+    weights.close()

@@ -781,6 +781,8 @@ def _hold_digests() -> None:
 def _run(engine: Engine) -> Ran:
     import torch
 
+    from cuvee.integrations.identity import weights_name
+
     # AMX needs a permission of the operating system. oneDNN, as `run_engines` limits it, does not ask for it.
     torch.cpu._init_amx()
     defaults = {
@@ -796,6 +798,8 @@ def _run(engine: Engine) -> Ran:
     }
     if engine.unread:
         _hold_digests()
+    # Under any load, a step that follows at once is to find a name.
+    weights_name.START_SECONDS = 0.5 if engine.unread else 120.0
     watching = contextlib.ExitStack()
     dog = watching.enter_context(_watched()) if engine.watched else None
     llm = start_engine(engine.model, **{**defaults, **engine.options})

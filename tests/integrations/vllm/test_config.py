@@ -62,7 +62,6 @@ def test_everything_can_be_set() -> None:
         ({"store_generated": "yes"}, "store_generated: must be true or false"),
         ({"check_model": None}, "check_model: must be true or false"),
         ({"check_model": False}, "check_model: must be left out without a profile"),
-        ({"profile": "p", "quality": "lossless"}, "profile: must be left out with quality 'lossless'"),
         ({"chunk_tokens": 0}, "chunk_tokens: must be a whole number"),
         ({"chunk_tokens": True}, "chunk_tokens: must be a whole number"),
         ({"min_tokens": 0}, "min_tokens: must be a whole number"),

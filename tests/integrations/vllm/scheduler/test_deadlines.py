@@ -132,8 +132,8 @@ def test_an_engine_with_windows_refuses_deadlines_by_name(desk: Callable[..., De
     ("options", "message"),
     [
         ({"deadline_ms": -1}, "deadline_ms: must be milliseconds"),
-        ({"refinements": 2}, "refinements: must be 0 … 1"),
-        ({"refinements": True}, "refinements: must be 0 … 1"),
+        ({"refinements": 2}, "refinements: must be a whole number from 0 to 1"),
+        ({"refinements": True}, "refinements: must be a whole number from 0 to 1"),
         ({"deadline_ms": 5, "blend": {}}, "deadline_ms: must be left out with blend"),
     ],
 )
