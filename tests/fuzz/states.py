@@ -32,6 +32,11 @@ def _good() -> tuple[Codec, Any, list[bytes], tuple[bytes, ...]]:
     return codec, model.config, chunks, (last, codec.encode_states(States(ids.shape[1], tensors, "float32")))
 
 
+def _is_whole(section: bytes | bytearray) -> bool:
+    """Whether a section has its head, its name and its dimensions."""
+    return len(section) >= _HEAD and len(section) >= _HEAD + section[0] + 4 * section[2]
+
+
 class StatesTarget:
     """Decoding states, and rebuilding a cache of them."""
 
@@ -55,7 +60,7 @@ class StatesTarget:
             at = dice.number(0, len(sections) - 1)
             own = bytearray(sections[at])
             kind = dice.number(0, 6)
-            if kind == 0:
+            if kind == 0 or not _is_whole(own):  # an earlier change may have cut it
                 own = bytearray(dice.damaged(bytes(own), sections))
             elif kind == 1:  # one of the numbers of its head
                 where = dice.number(0, _HEAD - 1)
@@ -65,7 +70,7 @@ class StatesTarget:
                 value = struct.unpack_from("<I", own, where)[0]
                 struct.pack_into("<I", own, where, dice.odd(4, value))
             elif kind == 3:  # the values of another
-                other = dice.pick(sections)
+                other = dice.pick([each for each in sections if _is_whole(each)])
                 own = own[: _HEAD + own[0]] + bytearray(other[_HEAD + other[0] :])
                 own[1:_HEAD] = other[1:_HEAD]
             elif kind == 4 and own[2]:  # the same values in another shape
