@@ -70,7 +70,7 @@ def marks() -> Iterator[Served]:
         ValueError: a mark with another argument or value, or one that claims an engine in a file that starts none.
     """
     folder = ROOT / "tests" / "integrations"
-    for path in sorted(folder.glob("*/test_*.py")):
+    for path in sorted(folder.rglob("test_*.py")):
         text = path.read_text()
         if "mark.serves" not in text:
             continue
