@@ -147,6 +147,8 @@ def read_block_map(prefix: str, block: int, size: int, rank: int, arrays: Arrays
     for name, scale in (("row_scale", row_scale), ("column_scale", column_scale)):
         if not (scale > 0).all():
             raise FormatError(f"{prefix}.{name}.{block}: must be above zero and finite")
+    if count and float(row_scale.max()) * float(column_scale.max()) * _LARGEST_WIDE > float(np.finfo(np.float32).max):
+        raise FormatError(f"{prefix}.row_scale.{block}: must be small enough that the map fits float32")
     return BlockMap(
         wide, narrow, unpack_nibbles(f"{prefix}.faint.{block}", faint, others), row_scale, column_scale, rank
     )

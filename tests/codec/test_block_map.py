@@ -112,3 +112,11 @@ def test_a_map_is_what_its_arrays_say() -> None:
     assert torch.equal(back.square(), block.square())
     count = block.faint.shape[1]
     assert stored["p.faint.0"].nbytes == N * ((count + 1) // 2)
+
+
+def test_a_map_that_does_not_fit_float32_is_refused() -> None:
+    """Each scale is a number; their product is infinite, which times nothing is no number."""
+    stored = arrays()
+    stored["p.row_scale.0"] = np.full_like(stored["p.row_scale.0"], 1e38)
+    with pytest.raises(FormatError, match=r"^p\.row_scale\.0: must be small enough that the map fits float32"):
+        read_block_map("p", 0, N, N, stored)
