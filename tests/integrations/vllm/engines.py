@@ -234,7 +234,7 @@ class Step:
             "reloaded" from the checkpoint's files. "named": have the checkpoint read, and wait for its name.
         heard: wait a second first, so that whoever listens to the engine's events has joined.
         until: repeat a request of one token until a counter has reached a value: (name, value).
-        settles: repeat one until nothing waits to be stored.
+        settles: repeat one until nothing waits to be stored; "each": after each submission, not after the last alone.
     """
 
     prompts: Sequence[Any] = ()
@@ -249,7 +249,7 @@ class Step:
     weights: Literal["changed", "reloaded", "named"] | None = None
     heard: bool = False
     until: tuple[str, float] | None = None
-    settles: bool = False
+    settles: bool | Literal["each"] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -694,7 +694,15 @@ def _answer(llm: Any, prompts: Sequence[Sequence[int]], step: Step) -> list[Answ
                 logprobs = [{token: entry.logprob for token, entry in at.items()} for at in said.logprobs]
                 told = output.kv_transfer_params
                 answers.append(Answer(list(said.token_ids), logprobs, output.num_cached_tokens, told))
+        if step.settles == "each":
+            _settle(llm)
     return answers
+
+
+def _settle(llm: Any) -> None:
+    for _ in range(3):  # ranks report one step later what they hold
+        _take_a_step(llm)
+    _wait_for(llm, "vllm:cuvee_pending_bytes", operator.not_)
 
 
 def _sleep(llm: Any, changed: bool) -> None:
@@ -877,9 +885,7 @@ def run_steps(llm: Any, steps: Sequence[Step]) -> Ran:
             metric, least = step.until
             _wait_for(llm, metric, functools.partial(operator.le, least))
         if step.settles:
-            for _ in range(3):  # ranks report one step later what they hold
-                _take_a_step(llm)
-            _wait_for(llm, "vllm:cuvee_pending_bytes", operator.not_)
+            _settle(llm)
         done.metrics.append(snapshot(llm))
     return done
 

@@ -226,7 +226,9 @@ def loaded(models: Path, first: Mapping[str, Ran]) -> Mapping[str, Ran]:
     engines = []
     for kind in KINDS:
         alone, both = ask(kind, forget=True), [ask(kind, settles=True, forget=True), ask(kind, forget=True)]
-        together = Step(BRANCHES, forget=True) if kind in RECURRENT else ask(kind, together=True, forget=True)
+        together = (
+            Step(BRANCHES, forget=True, settles="each") if kind in RECURRENT else ask(kind, together=True, forget=True)
+        )
         steps = [alone, together, TALK, Step([[2, 0, ids(10, 12)]], forget=True)]
         if kind in WINDOWS:
             steps += [replace(alone, sleeps=True), Step(APART[:1], sleeps="changed")]
