@@ -17,15 +17,14 @@ Every key that an adapter stores under or looks up is derived from such a name, 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
 from cuvee.codec.errors import ProfileMismatchError
+from cuvee.integrations.core.niceness import give_way
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +150,7 @@ class WeightsName:
         self._gives_way = True
         for thread in threading.enumerate():
             if thread.name.startswith(_READERS):
-                _give_way(thread.native_id)
+                give_way(_NICENESS, thread.native_id)
         if self._refused is not None:
             raise self._refused
         if self._making:
@@ -177,7 +176,7 @@ class WeightsName:
 
     def _run(self, make: Make, stop: threading.Event) -> None:
         if self._gives_way:
-            _give_way(threading.get_native_id())
+            give_way(_NICENESS)
         began = time.monotonic()
         try:
             text = make(stop)
@@ -206,10 +205,3 @@ class WeightsName:
                 )  # fmt: skip
             self._failed()
             self._end()
-
-
-def _give_way(thread: int | None) -> None:
-    """Lower the priority of a thread. On Linux a priority belongs to a thread, and to those that it starts."""
-    with suppress(OSError, AttributeError):
-        thread = thread or threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cuvee.codec.errors import InputError
+from cuvee.integrations.core.niceness import LOWEST_PRIORITY
 from cuvee.integrations.options import CodingOptions, limited
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
-from cuvee.integrations.vllm.cores import LOWEST_PRIORITY
 from cuvee.integrations.vllm.request_params import read_deadline
 from cuvee.naming.part_keys import MAX_PARTS
 

@@ -1,4 +1,4 @@
-"""Cores and priorities for the connector's threads beside an engine that is bound to cores.
+"""Cores for the connector's threads beside an engine that is bound to cores.
 
 vLLM's CPU engine binds each of its OpenMP threads, the main thread among them, to a core, and keeps one or two cores
 free. A thread inherits the cores of the thread that starts it. So by default the connector's threads would all run on
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
-
-LOWEST_PRIORITY = 19  # of Linux's `nice`
 
 
 def free_cores() -> frozenset[int]:
@@ -48,15 +45,3 @@ def move_to(cores: frozenset[int]) -> None:
         os.sched_setaffinity(0, cores)
     except OSError as error:
         logger.warning("cuvee: the connector's threads stay on the engine's core: cores %s: %s", sorted(cores), error)
-
-
-def give_way(niceness: int) -> None:
-    """Run the calling thread only so often when others want its core: see `Options.store_niceness`. Linux only."""
-    if not niceness:
-        return
-    try:
-        # On Linux a priority belongs to a thread. It is not lowered again: that takes a privilege.
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
-    except (OSError, AttributeError) as error:
-        logger.warning("cuvee: store_niceness: threads that store keep their priority: %s", error)

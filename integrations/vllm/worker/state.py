@@ -13,9 +13,10 @@ from cuvee.codec.support.torch_threads import compute_alone
 from cuvee.integrations.core.chunk_io import expected_sizes
 from cuvee.integrations.core.deadlines import RecentRates
 from cuvee.integrations.core.entry_keys import EntryKeys
+from cuvee.integrations.core.niceness import give_way
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
+from cuvee.integrations.vllm.cores import free_cores, move_to
 from cuvee.integrations.vllm.messages import LOADERS, Entry, Report
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.pages.coded_pages import CodedPages

@@ -13,8 +13,9 @@ import pytest
 import torch
 from tests.integrations.vllm.sides import Bench
 
+from cuvee.integrations.core.niceness import give_way
 from cuvee.integrations.vllm import cores
-from cuvee.integrations.vllm.cores import free_cores, give_way, move_to
+from cuvee.integrations.vllm.cores import free_cores, move_to
 from cuvee.integrations.vllm.worker import state as worker_state
 from cuvee.integrations.vllm.worker.state import WorkerPools
 
@@ -108,11 +109,11 @@ def test_a_priority_that_cannot_be_changed_is_logged(
         raise PermissionError("not here")
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    with caplog.at_level(logging.WARNING, cores.logger.name):
+    with caplog.at_level(logging.WARNING, "cuvee.integrations.core.niceness"):
         give_way(0)
         assert not caplog.text
         give_way(5)
-    assert "store_niceness: threads that store keep their priority: not here" in caplog.text
+    assert "threads that read or store beside the engine keep their priority: not here" in caplog.text
 
 
 @needs_two_cores
