@@ -409,7 +409,7 @@ def test_what_is_held_out_shares_no_text_with_what_is_learned(
         calibrated(tiny_model("llama"), plain[:1].expand(8, -1))
 
 
-def test_a_curve_without_a_kind_that_rereads_gets_one(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
+def test_a_curve_has_twelve_rows_that_reread(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
     measured: list[dict[str, torch.Tensor]] = []
 
     def noted(profile: Profile, model: object, kinds: dict[str, torch.Tensor], **_: Any) -> Profile:
@@ -421,13 +421,16 @@ def test_a_curve_without_a_kind_that_rereads_gets_one(tiny_model: Callable[..., 
     first = calibrated(tiny_model("llama"), rows)
     assert list(first.curves) == ["text", "reread"] and first.lengths == (40,)
     calibrated(tiny_model("llama"), {"reread": own, "mine": rows})
-    assert [list(kinds) for kinds in measured] == [["text"], ["reread"], ["reread", "mine"]]
-    assert torch.equal(measured[2]["reread"], own[-2:])
-    for row, made in zip(rows[-2:].repeat(3, 1), measured[1]["reread"], strict=True):
-        assert torch.equal(row[:30], made[:30])
-        assert any(torch.equal(made[30:], made[start : start + 10]) for start in range(19))
-    calibrated(tiny_model("llama"), rows, prefix=20)
-    assert [list(kinds) for kinds in measured[3:]] == [["text"]], "no room to repeat a tail of 20 of 20 cached tokens"
+    calibrated(tiny_model("llama"), {"reread": own})
+    assert [list(kinds) for kinds in measured] == [["text"], ["reread"], ["mine"], ["reread"], ["reread"]]
+    assert torch.equal(measured[3]["reread"][:2], own[-2:]) and torch.equal(measured[4]["reread"], own[-2:])
+    for found, of_each in ((measured[1]["reread"], 6), (measured[3]["reread"][2:], 5)):
+        for row, made in zip(rows[-2:].repeat_interleave(of_each, 0), found, strict=True):
+            assert torch.equal(row[:30], made[:30])
+            assert any(torch.equal(made[30:], made[start : start + 10]) for start in range(19))
+    calibrated(tiny_model("llama"), {"mine": rows, "reread": own}, prefix=20)
+    assert [list(kinds) for kinds in measured[5:]] == [["mine"], ["reread"]]
+    assert torch.equal(measured[6]["reread"], own[-2:]), "no room to repeat a tail of 20 of 20 cached tokens"
 
 
 def test_rows_that_begin_with_the_same_tokens_are_coded_once(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
