@@ -124,7 +124,7 @@ def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.Mo
     fails("profile", "learn", bundled_model_path(), *q, *long, match="text: must hold at least 4096 tokens")
 
 
-def test_a_profile_is_learned_from_a_store(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_fitted_to_a_store(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine finds it by the weights it names."""
     layout, ids = books.profile.layout, books.harbour[:8, :256]
     store = open_store(url := f"file://{tmp_path}/kv", guarded=False)
@@ -136,19 +136,17 @@ def test_a_profile_is_learned_from_a_store(tmp_path: Path, books: Any, monkeypat
         store.put(store_key("salt", digest, 0, codec.key_ids[0]), codec.encode(cache, associated_data=bound))
     store.close()
     monkeypatch.setenv("SECRET", "0123456789abcdef")
-    out, learn = tmp_path / "profile", ("profile", "learn", bundled_model_path(), "--from-store")
+    out, fit = tmp_path / "profile", ("profile", "fit", bundled_model_path())
     tenant = ("--salt", "salt", "--key-env", "SECRET")
-    learned = run(*learn, url, *tenant, "--group", "unit", "-o", out).stdout
+    fitted = run(*fit, url, *tenant, "--group", "unit", "-o", out).stdout
     profile = Profile.load(out)
-    assert profile.id.hex() in learned and (profile.source, profile.group) == ("fitted", "unit")
+    assert profile.id.hex() in fitted and (profile.source, profile.group) == ("fitted", "unit")
     assert profile.model == model_fingerprint(books.model) and profile.curve
     q = ("-o", tmp_path / "q")
-    fails(*learn, url, *q, match="without a secret, got none")
-    fails(*learn, "memory://", *q, match="url: must name a shared store")
-    fails(*learn, url, *q, "--length", "64", match="--length: must be left out with --from-store")
-    fails(*learn, url, *q, "--text", "b.txt", match="--text: must be left out with --from-store")
-    fails("profile", "learn", bundled_model_path(), *q, "--ranks", "2", match="--ranks: must come with --from-store")
-    fails(*learn, url, *q, "--key-env", "NONE", match="NONE is not set")
+    fails(*fit, url, *q, match="without a secret, got none")
+    fails(*fit, "memory://", *q, match="url: must name a shared store")
+    fails(*fit, url, *q, "--key-env", "NONE", match="NONE is not set")
+    fails(*fit, url, "-o", out, match="--force")
 
 
 def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
