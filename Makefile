@@ -90,11 +90,11 @@ compiler:
 		|| echo "g++ is not installed: the tests of kernels will be skipped" >&2
 
 model: setup  ## fetch the real model, SmolLM2-135M-Instruct, once; `cuvee demo --model smollm2` uses it
-	$(BIN)/cuvee profile check smollm2
+	$(BIN)/cuvee model check smollm2
 
 # Before the tests, whose workers would all wait for it. Without a network its tests are skipped.
 real: setup
-	@$(BIN)/cuvee profile check smollm2 >/dev/null \
+	@$(BIN)/cuvee model check smollm2 >/dev/null \
 		|| echo "the real model is not here: the tests marked real will be skipped" >&2
 
 # Before the tests, too: pytest rewrites the asserts of every test file, and each worker would do so for all of them,

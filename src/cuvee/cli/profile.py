@@ -13,7 +13,7 @@ import cuvee
 from cuvee.cli.files import check_output
 from cuvee.cli.options import MODEL_HELP, Dtype, Force
 from cuvee.cli.output import make_console
-from cuvee.cli.profile_show import print_profile, profile_check, profile_show
+from cuvee.cli.profile_show import print_profile, profile_show
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
@@ -173,7 +173,6 @@ def _save(profile: Profile, out: Path) -> None:
 
 
 app.command("show")(profile_show)
-app.command("check")(profile_check)
 
 
 @app.command("push")
