@@ -51,6 +51,10 @@ CHECK_MARKS := not real and not slow and not nightly
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
+# For `make dist`.
+DIST_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13 python3.14; do \
+	"$$p" -c pass 2>/dev/null && echo "$$p"; done)
+
 # For `make compat`.
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 $(PYTHON); do \
 	"$$p" -c pass 2>/dev/null && { echo "$$p"; break; }; done)
@@ -90,11 +94,11 @@ compiler:
 		|| echo "g++ is not installed: the tests of kernels will be skipped" >&2
 
 model: setup  ## fetch the real model, SmolLM2-135M-Instruct, once; `cuvee demo --model smollm2` uses it
-	$(BIN)/cuvee profile check smollm2
+	$(BIN)/cuvee model check smollm2
 
 # Before the tests, whose workers would all wait for it. Without a network its tests are skipped.
 real: setup
-	@$(BIN)/cuvee profile check smollm2 >/dev/null \
+	@$(BIN)/cuvee model check smollm2 >/dev/null \
 		|| echo "the real model is not here: the tests marked real will be skipped" >&2
 
 # Before the tests, too: pytest rewrites the asserts of every test file, and each worker would do so for all of them,
@@ -155,11 +159,17 @@ docs: setup  ## the documentation site, in out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo out/site/index.html
 
-dist: setup  ## source distribution and wheel, in dist, with their metadata checked
+# The wheel alone, with its dependencies, in an environment of its own for every Python that runs here.
+dist: setup  ## source distribution and wheel, in dist: metadata checked, and installed alone on DIST_PYTHONS
 	$(PIP) --quiet "twine>=6.1"
-	rm -rf build dist
+	rm -rf build dist out/alone
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
+	for p in $(DIST_PYTHONS); do \
+		"$$p" -m venv out/alone/$$p; \
+		out/alone/$$p/bin/python -m pip install --quiet $(TORCH) dist/*.whl; \
+		out/alone/$$p/bin/python -I tests/package/installed.py; \
+	done
 
 report: setup  ## size, quality and task scores beside every baseline, with plots, in out/report
 	$(BIN)/cuvee report

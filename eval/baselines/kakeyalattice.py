@@ -62,5 +62,5 @@ def _package() -> Any:
     try:
         import kakeyalattice
     except ImportError as error:
-        raise InputError("kakeyalattice: is not installed; pip install cuvee[peers]") from error
+        raise InputError("kakeyalattice: is not installed; pip install 'cuvee[peers]'") from error
     return kakeyalattice

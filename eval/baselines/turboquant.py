@@ -60,5 +60,5 @@ def _package() -> Any:
     try:
         import fused_turboquant
     except ImportError as error:
-        raise InputError("turboquant: is not installed; pip install cuvee[peers]") from error
+        raise InputError("turboquant: is not installed; pip install 'cuvee[peers]'") from error
     return fused_turboquant

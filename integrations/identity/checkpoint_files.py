@@ -30,7 +30,7 @@ def resolve(path: str | Path, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
-        raise ImportError("hub ids need huggingface_hub: pip install cuvee[transformers]") from error
+        raise ImportError("hub ids need huggingface_hub: pip install 'cuvee[transformers]'") from error
     try:
         return Path(snapshot_download(str(path), revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError) as error:

@@ -284,7 +284,7 @@ class _Hub(_Place):
         try:
             import huggingface_hub  # noqa: F401 - its absence is reported before any work
         except ImportError as missing:
-            raise ImportError("hf:// needs huggingface_hub: pip install cuvee[transformers]") from missing
+            raise ImportError("hf:// needs huggingface_hub: pip install 'cuvee[transformers]'") from missing
         self._repository, self._revision = location.place, location.revision
         self.remedy += f", or, if only this machine's copy is damaged, remove that (hf cache rm model/{location.place})"
 

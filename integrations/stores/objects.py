@@ -32,7 +32,7 @@ try:
     import obstore
     from obstore.store import from_url
 except ImportError as missing:
-    raise ImportError("object stores need obstore: pip install cuvee[objects]") from missing
+    raise ImportError("object stores need obstore: pip install 'cuvee[objects]'") from missing
 
 _THREADS = 16  # simultaneous requests of a kind; each mostly waits for the network
 _CLOSE_SECONDS = 10.0

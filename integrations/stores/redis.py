@@ -30,7 +30,7 @@ try:
     from redis.exceptions import InvalidResponse, OutOfMemoryError
     from redis.retry import Retry
 except ImportError as missing:
-    raise ImportError("redis stores need redis-py: pip install cuvee[redis]") from missing
+    raise ImportError("redis stores need redis-py: pip install 'cuvee[redis]'") from missing
 
 _CONNECTIONS = 64
 _READ_BYTES = 1 << 20  # redis-py reads 32 or 64 KiB at a time by default, which is half as fast from 1 MB up

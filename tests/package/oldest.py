@@ -12,7 +12,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 # Extras whose dependencies users choose with cuvee. Those of developers are the newest.
-EXTRAS = ("transformers", "plot", "eval", "redis", "objects")
+EXTRAS = ("transformers", "plot", "gpu", "eval", "redis", "objects")
 
 
 def pins(requirements: Iterable[str]) -> list[str]:

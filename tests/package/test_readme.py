@@ -32,9 +32,12 @@ def test_the_python_of_the_readme_runs() -> None:
     assert 5 < cuvee.inspect(names["blobs"][0]).ratio < 50
 
 
-def test_two_commands_do_everything() -> None:
+def test_two_commands_do_everything_and_two_install() -> None:
     first = re.findall(r"```\n(.*?)```", README, re.DOTALL)[0]
-    assert [line.split("#")[0].strip() for line in first.splitlines()] == ["make demo", "make test"]
+    lines = [line.split("#")[0].strip() for line in first.splitlines()]
+    assert lines[:2] == ["make demo", "make test"]
+    assert [re.findall(r"^uv pip install --torch-backend=(\w+) ", line) for line in lines[2:]] == [["cpu"], ["auto"]]
+    assert len(README.splitlines()) <= 90
 
 
 def test_links_and_pictures_of_the_readme_exist() -> None:

@@ -18,6 +18,7 @@ from cuvee.cli import (
     demo,
     encode,
     inspect,
+    model,
     profile,
     report,
     store,
@@ -78,6 +79,7 @@ app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )(lm_eval.evaluate)
+app.add_typer(model.app, name="model")
 app.add_typer(profile.app, name="profile")
 app.add_typer(store.app, name="store")
 

@@ -1,4 +1,4 @@
-"""`cuvee profile`: learn the profile of a model, show one, and share profiles between machines."""
+"""`cuvee profile`: learn or fit the profile of a model, show one, and share profiles between machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import cuvee
 from cuvee.cli.files import check_output
 from cuvee.cli.options import MODEL_HELP, Dtype, Force
 from cuvee.cli.output import make_console
-from cuvee.cli.profile_show import print_profile, profile_check, profile_show
+from cuvee.cli.profile_show import print_profile, profile_show
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ _WHERE_HELP = (
     "the Hugging Face hub (hf://owner/name, or hf://owner/name@revision)."
 )
 
-_STORE = "From a store"  # options of `learn` that go with --from-store alone
-_ALWAYS = {"model_path", "out", "group", "force"}  # its parameters that go with texts and with a store
+Out = Annotated[Path, typer.Option("--out", "-o", help="The profile to write, such as model.safetensors.")]
 
 app = typer.Typer(no_args_is_help=True, help="Learn the profile of a model, show one, or share them.")
 
@@ -34,29 +33,7 @@ app = typer.Typer(no_args_is_help=True, help="Learn the profile of a model, show
 def profile_learn(
     model_path: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     *,
-    context: typer.Context,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write, such as model.safetensors.")],
-    from_store: Annotated[
-        str | None,
-        typer.Option(
-            "--from-store",
-            metavar="URL",
-            rich_help_panel=_STORE,
-            help="Learn from the lossless entries that vLLM's connector has stored here, instead of from texts: no "
-            "gradients, and of MODEL only the files. Of the options above it takes --out, --group and --force.",
-        ),
-    ] = None,
-    salt: Annotated[str, typer.Option(help="The tenant's cache_salt. Default: none.", rich_help_panel=_STORE)] = "",
-    ranks: Annotated[
-        int, typer.Option(min=1, help="The tensor_parallel_size of the engines that stored.", rich_help_panel=_STORE)
-    ] = 1,
-    tokens_read: Annotated[
-        int, typer.Option("--tokens", min=1, help="Learn from about this many tokens.", rich_help_panel=_STORE)
-    ] = 40_000,
-    key_env: Annotated[
-        str | None,
-        typer.Option(help="The environment variable with the secret that signs the entries.", rich_help_panel=_STORE),
-    ] = None,
+    out: Out,
     texts: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,21 +81,8 @@ def profile_learn(
     from cuvee.codec.support.devices import usable_device
 
     check_output(out, force)
-    for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        if source is None or source.name != "COMMANDLINE" or option.name in _ALWAYS:
-            continue
-        of_store = getattr(option, "rich_help_panel", None) == _STORE
-        if of_store and from_store is None:
-            raise InputError(f"{option.opts[0]}: must come with --from-store")
-        if not of_store and from_store is not None:
-            raise InputError(f"{option.opts[0]}: must be left out with --from-store, which reads no texts")
     if tensor_parallel and group != "auto":
         raise InputError(f"--tensor-parallel: must come with --group auto, got --group {group}, which says it all")
-    if from_store is not None:
-        with _nothing_kept(out):
-            _learn_from_store(model_path, from_store, out, salt, ranks, tokens_read, key_env, group)
-        return
     check_mixture_size(sequences, length)  # before loading the model
     usable_device(device, "--device")
     added = {
@@ -139,6 +103,59 @@ def profile_learn(
     _save(profile, out)
 
 
+@app.command("fit")
+def profile_fit(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP + " Only its files are read.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="The store, as the engines get it.")],
+    *,
+    out: Out,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            help="What one basis spans, as for `cuvee profile learn`. Default: layer, or heads:1 for several ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    salt: Annotated[str, typer.Option(help="The tenant's cache_salt. Default: none.")] = "",
+    ranks: Annotated[int, typer.Option(min=1, help="The tensor_parallel_size of the engines that stored.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Learn from about this many tokens.")] = 40_000,
+    key_env: Annotated[
+        str | None, typer.Option(help="The environment variable with the secret that signs the entries.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Fit a profile to the lossless entries that vLLM's connector has stored, without gradients and without texts.
+
+    Engines find it by the weights in MODEL, whose fingerprint it names.
+
+    Example: cuvee profile fit MODEL redis://127.0.0.1:6379/0 -o fitted.safetensors
+    """
+    import torch
+
+    from cuvee.calibration.corpus import model_path
+    from cuvee.cli.store import shared_tiers
+    from cuvee.integrations.identity.checkpoint import read_layout
+    from cuvee.integrations.identity.secret_sources import read_secret
+    from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
+    from cuvee.integrations.profiles.store_learning import fit_from_store
+
+    check_output(out, force)
+    path = model_path(model)
+    weights = weight_fingerprints(path)
+    if not weights.found:
+        typer.echo(
+            f"note: the weights' fingerprint is unknown ({weights.unknown}): engines cannot check that it is theirs",
+            err=True,
+        )
+    secrets = () if key_env is None else (read_secret("--key-env", env=key_env),)
+    with _nothing_kept(out), shared_tiers(url) as (shown, tiers), _waiting(f"reading {shown}"):
+        profile = fit_from_store(
+            tiers[-1], read_layout(path, torch.bfloat16), tenant=salt, ranks=ranks, group=group, tokens=tokens,
+            secrets=secrets, model=weights.found[0] if weights.found else None,
+        )  # fmt: skip
+    _save(profile, out)
+
+
 @contextmanager
 def _nothing_kept(out: Path) -> Iterator[None]:
     """Say what Ctrl-C leaves of a profile that is being learned: nothing."""
@@ -155,45 +172,7 @@ def _save(profile: Profile, out: Path) -> None:
     print_profile(profile, out)
 
 
-def _learn_from_store(
-    model_path: str,
-    url: str,
-    out: Path,
-    salt: str,
-    ranks: int,
-    tokens: int,
-    key_env: str | None,
-    group: str,
-) -> None:
-    """Fit a profile to what a store holds, and name the model's weights in it so that engines find it."""
-    import torch
-
-    from cuvee.calibration.corpus import model_path as find_model
-    from cuvee.cli.store import shared_tiers
-    from cuvee.integrations.identity.checkpoint import read_layout
-    from cuvee.integrations.identity.secret_sources import read_secret
-    from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
-    from cuvee.integrations.profiles.store_learning import fit_from_store
-
-    path = find_model(model_path)
-    weights = weight_fingerprints(path)
-    if not weights.found:
-        typer.echo(
-            f"note: the weights' fingerprint is unknown ({weights.unknown}): engines cannot check that it is theirs",
-            err=True,
-        )
-    secrets = () if key_env is None else (read_secret("--key-env", env=key_env),)
-    with shared_tiers(url) as (shown, tiers), _waiting(f"reading {shown}"):
-        profile = fit_from_store(
-            tiers[-1], read_layout(path, torch.bfloat16), tenant=salt, ranks=ranks,
-            group=None if group == "auto" else group, tokens=tokens, secrets=secrets,
-            model=weights.found[0] if weights.found else None,
-        )  # fmt: skip
-    _save(profile, out)
-
-
 app.command("show")(profile_show)
-app.command("check")(profile_check)
 
 
 @app.command("push")
@@ -262,7 +241,7 @@ def profile_pull(
         ),
     ],
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write, such as model.safetensors.")],
+    out: Out,
     other_weights: Annotated[
         bool,
         typer.Option(

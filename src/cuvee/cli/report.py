@@ -48,7 +48,7 @@ def report(
     calibration: Annotated[
         list[str] | None,
         typer.Option(
-            "--learn-on", metavar="TEXT", show_default=False, rich_help_panel=_LEARNING,
+            "--learn-text", metavar="TEXT", show_default=False, rich_help_panel=_LEARNING,
             help="Learn from this text. Repeatable. Default: the mixture that `cuvee profile learn` learns from; "
             "bundled texts for the bundled model.",
         ),
@@ -64,7 +64,7 @@ def report(
     evaluation: Annotated[
         list[str] | None,
         typer.Option(
-            "--measure-on", metavar="TEXT", show_default=False, rich_help_panel=_MEASURING,
+            "--text", metavar="TEXT", show_default=False, rich_help_panel=_MEASURING,
             help="Measure on this text. Repeatable. Default: bundled texts.",
         ),
     ] = None,
@@ -84,10 +84,11 @@ def report(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            "--tasks", metavar="NAME", show_default=False, rich_help_panel=_TASKS,
-            help="Score this lm-eval task or group, or none. Repeatable. Default: the group cuvee_local.",
+            "--task", metavar="NAME", show_default=False, rich_help_panel=_TASKS,
+            help="Score this lm-eval task or group. Repeatable. Default: the group cuvee_local.",
         ),
     ] = None,
+    no_tasks: Annotated[bool, typer.Option("--no-tasks", rich_help_panel=_TASKS, help="Score none.")] = False,
     controls: Annotated[
         bool,
         typer.Option(
@@ -124,7 +125,7 @@ def report(
 
     Example: cuvee report --model smollm2 --quick -o out/smollm2
 
-    Example: cuvee report --model smollm2 --profile P.safetensors --method cuvee --tasks cuvee_lines_100 --controls
+    Example: cuvee report --model smollm2 --profile P.safetensors --method cuvee --task cuvee_lines_100 --controls
 
     Example: cuvee report --quick --against old/report.json
     """
@@ -133,12 +134,12 @@ def report(
     from cuvee.eval.report.report_config import ReportConfig, quick_config
     from cuvee.eval.report.report_run import run_report
 
-    others = ("out", "against", "quick", "force", "as_json")
+    others = ("out", "against", "quick", "force", "as_json", "no_tasks")
     fields = fields_from(options, *(name for name in options if name not in others))
-    if fields.get("tasks") == ("none",):
+    if no_tasks:
+        if idle := [name for name in ("tasks", "limit", "metadata") if name in fields]:
+            raise InputError(f"{idle[0]}: must be left out with --no-tasks, got {fields[idle[0]]}")
         fields["tasks"] = ()
-        if idle := [name for name in ("limit", "metadata") if name in fields]:
-            raise InputError(f"{idle[0]}: must be left out without tasks, got a report that scores none")
     config = ReportConfig(**fields)
     console = make_console(stderr=True)
     try:

@@ -99,7 +99,7 @@ def test_without_its_package_the_report_leaves_a_method_out_by_name(
     mine = [candidate for candidate in peers() if candidate.key.startswith(name)]
     assert mine
     for candidate in mine:
-        with pytest.raises(InputError, match=rf"^{name}: is not installed; pip install cuvee\[peers\]"):
+        with pytest.raises(InputError, match=rf"^{name}: is not installed; pip install 'cuvee\[peers\]'"):
             candidate.make()
 
 

@@ -623,7 +623,7 @@ def test_large_models_are_asked_fewer_documents(
 # --- an end before its time
 
 COMMAND = [
-    "report", "--quick", "--method", "kivi4", "--method", "pca/layer", "--method", "cuvee/layer", "--tasks", "none",
+    "report", "--quick", "--method", "kivi4", "--method", "pca/layer", "--method", "cuvee/layer", "--no-tasks",
     "--length", "128", "--sequences", "8", "-o",
 ]  # fmt: skip
 

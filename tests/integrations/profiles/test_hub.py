@@ -169,4 +169,4 @@ def test_the_extra_is_named_without_huggingface_hub(tmp_path: Path) -> None:
         "ProfileCollection('hf://mine/profiles')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1] == "ImportError: hf:// needs huggingface_hub: pip install cuvee[transformers]"
+    assert done.stderr.splitlines()[-1] == "ImportError: hf:// needs huggingface_hub: pip install 'cuvee[transformers]'"

@@ -268,5 +268,5 @@ def test_storage_that_is_full_says_so_and_what_it_holds_is_read(
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, module.__name__)
-    with pytest.raises(ImportError, match=r"pip install cuvee\[objects\]"):
+    with pytest.raises(ImportError, match=r"pip install 'cuvee\[objects\]'"):
         importlib.import_module(module.__name__)

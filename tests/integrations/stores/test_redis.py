@@ -356,7 +356,7 @@ def test_an_unreadable_url_keeps_its_password(cluster: bool) -> None:
 def test_without_redis_py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.delitem(sys.modules, module.__name__)
-    with pytest.raises(ImportError, match=r"pip install cuvee\[redis\]"):
+    with pytest.raises(ImportError, match=r"pip install 'cuvee\[redis\]'"):
         importlib.import_module(module.__name__)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tests.package.cli.running import Files, fails, run
-from transformers import MambaConfig
 
 import cuvee
 from cuvee.calibration import kinds
@@ -35,36 +34,6 @@ def test_profile_show(files: Files) -> None:
     shown = run("profile", "show", files.profile).stdout
     assert profile.id.hex() in shown and f"learned from {profile.text_tokens} tokens" in shown
     fails("profile", "show", files.cache, match="not a cuvee profile")
-
-
-def test_profile_check_shows_the_layers(tmp_path: Path, tiny_config: Any) -> None:
-    tiny_config("gemma3-sliding-first", dtype="bfloat16").save_pretrained(tmp_path / "windows")
-    data = json.loads(run("profile", "check", tmp_path / "windows", "--json").stdout)
-    assert (
-        not data["states"]
-        and not data["states_bytes"]
-        and data["movable"]
-        and [row["window"] for row in data["layers"]] == [8, None]
-    )
-    sizes = [row["bytes_per_token"] for row in data["layers"]]
-    assert sizes == [2 * row["heads"] * (row["key"] + row["value"]) for row in data["layers"]]
-    assert sum(sizes) == data["bytes_per_token"]
-    shown = run("profile", "check", tmp_path / "windows").stdout
-    assert "DynamicSlidingWindowLayer" in shown and "rotated, halves" in shown and "Movable" in shown
-    assert len(shown.splitlines()) < 24
-    tiny_config("gpt2").save_pretrained(tmp_path / "tables")
-    shown = run("profile", "check", tmp_path / "tables").stdout
-    assert "Bound: chunks decode at the positions where they were encoded" in shown and "there is no position" in shown
-
-
-def test_profile_check_shows_what_is_beside_keys_and_values(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 61}
-    MambaConfig(**sizes).save_pretrained(tmp_path / "mamba")
-    shown = run("profile", "check", tmp_path / "mamba").stdout
-    assert "holds conv_states[0] [1, 64, 4]" in shown and "15,360 bytes" in shown and "Kept as a whole" in shown
-    data = json.loads(run("profile", "check", tmp_path / "mamba", "--json").stdout)
-    assert data["states"] and not data["movable"] and data["states_bytes"] == 3 * 4 * 64 * (4 + 16)
-    fails("profile", "check", tmp_path / "none", match="none")
 
 
 @pytest.mark.parametrize("command", [["learn", "no/such/model"], ["pull", "no/such/model", "file:///no/such/folder"]])
@@ -124,7 +93,7 @@ def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.Mo
     fails("profile", "learn", bundled_model_path(), *q, *long, match="text: must hold at least 4096 tokens")
 
 
-def test_a_profile_is_learned_from_a_store(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_fitted_to_a_store(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine finds it by the weights it names."""
     layout, ids = books.profile.layout, books.harbour[:8, :256]
     store = open_store(url := f"file://{tmp_path}/kv", guarded=False)
@@ -136,19 +105,17 @@ def test_a_profile_is_learned_from_a_store(tmp_path: Path, books: Any, monkeypat
         store.put(store_key("salt", digest, 0, codec.key_ids[0]), codec.encode(cache, associated_data=bound))
     store.close()
     monkeypatch.setenv("SECRET", "0123456789abcdef")
-    out, learn = tmp_path / "profile", ("profile", "learn", bundled_model_path(), "--from-store")
+    out, fit = tmp_path / "profile", ("profile", "fit", bundled_model_path())
     tenant = ("--salt", "salt", "--key-env", "SECRET")
-    learned = run(*learn, url, *tenant, "--group", "unit", "-o", out).stdout
+    fitted = run(*fit, url, *tenant, "--group", "unit", "-o", out).stdout
     profile = Profile.load(out)
-    assert profile.id.hex() in learned and (profile.source, profile.group) == ("fitted", "unit")
+    assert profile.id.hex() in fitted and (profile.source, profile.group) == ("fitted", "unit")
     assert profile.model == model_fingerprint(books.model) and profile.curve
     q = ("-o", tmp_path / "q")
-    fails(*learn, url, *q, match="without a secret, got none")
-    fails(*learn, "memory://", *q, match="url: must name a shared store")
-    fails(*learn, url, *q, "--length", "64", match="--length: must be left out with --from-store")
-    fails(*learn, url, *q, "--text", "b.txt", match="--text: must be left out with --from-store")
-    fails("profile", "learn", bundled_model_path(), *q, "--ranks", "2", match="--ranks: must come with --from-store")
-    fails(*learn, url, *q, "--key-env", "NONE", match="NONE is not set")
+    fails(*fit, url, *q, match="without a secret, got none")
+    fails(*fit, "memory://", *q, match="url: must name a shared store")
+    fails(*fit, url, *q, "--key-env", "NONE", match="NONE is not set")
+    fails(*fit, url, "-o", out, match="--force")
 
 
 def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:

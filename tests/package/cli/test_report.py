@@ -12,7 +12,7 @@ from tests.package.cli.running import fails, run
 @pytest.mark.filterwarnings("ignore")  # lm-eval's
 def test_report_measures_and_compares(tmp_path: Path) -> None:
     out = tmp_path / "report"
-    options = ["--quick", "--length", "128", "--sequences", "4", "--group", "layer", "--tasks", "none"]
+    options = ["--quick", "--length", "128", "--sequences", "4", "--group", "layer", "--no-tasks"]
     options += ["--method", "cuvee/layer", "--method", "fp8-e4m3", "--method", "kivi4"]
     shown = run("report", "-o", out, *options).stdout
     assert "Ratios at equal KL" in shown and str(out / "report.md") in shown
@@ -20,7 +20,7 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     assert data["configuration"]["quick"] and data["configuration"]["groups"] == ["layer"] and data["tasks"] == []
     assert json.loads(run("report", "-o", out, *options, "--json").stdout)["quality"]
-    done = run("report", "-o", out, *options, "--measure-on", "orchard", code=1)
+    done = run("report", "-o", out, *options, "--text", "orchard", code=1)
     assert "differs in evaluation" in done.stderr.splitlines()[-1]  # behind the bar of loading the model
 
     assert "0 figures worse or missing" in run("report", "-o", out, *options, "--against", path).stdout
@@ -36,10 +36,11 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
 def test_options_of_the_report_that_do_not_go_together(tmp_path: Path) -> None:
     fails("report", "-o", tmp_path / "r", "--profile", "a", "--group", "layer", match="groups: must be left out")
     fails("report", "-o", tmp_path / "r", "--model", tmp_path / "nowhere", match="nowhere")
-    fails("report", "-o", tmp_path / "r", "--tasks", "none", "--controls", match="controls: must be left out")
+    fails("report", "-o", tmp_path / "r", "--no-tasks", "--controls", match="controls: must be left out")
     for options, message in {
-        ("--tasks", "none", "--limit", "9"): "limit: must be left out without tasks",
-        ("--tasks", "none", "--metadata", "lines=9"): "metadata: must be left out without tasks",
+        ("--no-tasks", "--task", "gsm8k"): "tasks: must be left out with --no-tasks",
+        ("--no-tasks", "--limit", "9"): "limit: must be left out with --no-tasks",
+        ("--no-tasks", "--metadata", "lines=9"): "metadata: must be left out with --no-tasks",
         ("--quick", "--sequences", "40"): "sequences: must be at most 12 in a quick report, got 40",
         ("--quick", "--limit", "400"): "limit: must be at most 50 in a quick report, got 400",
     }.items():
