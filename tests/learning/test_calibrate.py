@@ -35,6 +35,7 @@ from cuvee.learning.divergence import compare
 from cuvee.learning.gradients import sample_gradients
 from cuvee.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_cache, held_out_count, normalized
 from cuvee.learning.rereading import reread
+from cuvee.learning.token_model import TokenSums, learn_token_model
 
 
 def tokens_of(count: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -647,6 +648,40 @@ def test_gradients_are_those_of_a_changed_cache(
                 analytic = float((gradients[index] * direction).sum())
                 # Norms work in float32, whatever the model's dtype.
                 assert analytic == pytest.approx(numeric, rel=0.01), (index, which)
+
+
+def test_a_large_vocabulary_is_float32_in_slices(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
+    """Slices of logits, of the head and of the token table bound the memory, and change no result."""
+    tiny = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    rows, layout = tokens_of(6, 40), KVLayout.of(tiny)
+    sums = TokenSums(tiny, layout)
+    sums.add_text(tiny, [rows])
+    sliced: list[int] = []
+    cross_entropy = torch.nn.functional.cross_entropy
+
+    def record(logits: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        sliced.append(logits.numel())
+        return cross_entropy(logits, *given, **named)
+
+    def learned() -> tuple[Any, torch.Tensor, Any]:
+        sliced.clear()
+        with frozen(tiny), torch.no_grad():
+            _, gradients = sample_gradients(tiny, layout, rows, 30, torch.Generator().manual_seed(0))
+            scores = score(tiny, prefill(tiny, rows[:, :30], layout), rows[:, 30:])
+        return gradients.units, scores, learn_token_model(sums, partition(layout, "layer")).table
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", record)
+    whole = learned()
+    assert len(sliced) == 1
+    monkeypatch.setattr("cuvee.learning.gradients.SLICE_VALUES", 1000)
+    monkeypatch.setattr("cuvee.codec.models.forward._HEAD_VALUES", 500)
+    monkeypatch.setattr("cuvee.learning.token_model._ROWS", 7)
+    units, scores, table = learned()
+    assert sum(sliced) == 6 * 9 * tiny.config.vocab_size and max(sliced) <= 1000
+    for own, other in zip(units, whole[0], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(own, other, strict=True))
+    assert torch.allclose(scores, whole[1], rtol=0, atol=1e-5)
+    assert torch.equal(table.embedding, whole[2].embedding) and torch.equal(table.row_scale, whole[2].row_scale)
 
 
 @pytest.mark.parametrize("scaled", [1, 3])
