@@ -190,19 +190,17 @@ def _first_tokens(
                 seconds = restored[name] = {length: [] for length in prompts}
                 for at in range(scope.rounds):
                     say(f"{quality}, {name}: round {at + 1}")
+                    for length, drawn in prompts.items() if first else ():
+                        unstored = {"cuvee": {"store": False}}
+                        exact = engine.ask([drawn[at]], expect_cached=[0], forget=True, params=unstored)
+                        again = engine.ask([drawn[at]], expect_cached=[length])  # stored out of the engine's own cache
+                        computed[length].append(exact.seconds)
+                        own[length].append([again.seconds])
+                        said[length, at] = again.tokens
+                        engine.idle(length // CHUNK)
                     for length, drawn in prompts.items():
-                        prompt = drawn[at]
-                        if first:
-                            exact = engine.ask(
-                                [prompt], expect_cached=[0], forget=True, params={"cuvee": {"store": False}}
-                            )
-                            computed[length].append(exact.seconds)
-                            again = engine.ask([prompt], expect_cached=[length])  # stored out of the engine's own cache
-                            own[length].append([again.seconds])
-                            said[length, at] = again.tokens
-                            engine.idle(length // CHUNK)
                         hits = [
-                            engine.ask([prompt], expect_cached=[length], forget=True) for _ in range(scope.restores)
+                            engine.ask([drawn[at]], expect_cached=[length], forget=True) for _ in range(scope.restores)
                         ]
                         if quality == LOSSLESS and any(hit.tokens != said[length, at] for hit in hits):
                             raise CuveeError(f"{name}: restoring {length} tokens losslessly changed the next token")
