@@ -70,7 +70,7 @@ class ServingScope:
     live: int = 8
     rate: float = 0.15
     seconds: float = 300.0
-    cached: int = 6144
+    cached: int = 8192
     step: int = 512
 
     @property
@@ -342,11 +342,16 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--arm", action="append", default=[], metavar="QUALITY",
         help=f"repeatable; for traffic also {NO_CACHE!r} and {OWN_CACHE!r}",
     )  # fmt: skip
+    parser.add_argument(
+        "--length", action="append", type=int, default=[], metavar="TOKENS", help="of restored prompts; repeatable"
+    )
     parser.add_argument("--seconds", type=float, default=ServingScope().seconds, help="of each arm of the traffic")
 
 
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
     scope = replace(ServingScope(), seconds=given.seconds)
+    if given.length:
+        scope = replace(scope, lengths=tuple(sorted(set(given.length))))
     arms = given.arm or ([LOSSLESS] if given.what == "first-token" else [NO_CACHE, OWN_CACHE, LOSSLESS])
     return run_serving_bench(given.what, scope, checkpoint(given.model), arms, given.text, given.profile, given.redis)
 
