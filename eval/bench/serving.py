@@ -63,14 +63,14 @@ class ServingScope:
     rounds: int = 5
     restores: int = 3
     shared: int = 512
-    own: tuple[int, ...] = (512, 1024, 2048, 3072)
+    own: tuple[int, ...] = (512, 1024, 1536)
     turns: int = 6
     question: int = 64
     answer: int = 16
-    live: int = 8
-    rate: float = 0.15
+    live: int = 6
+    rate: float = 0.2
     seconds: float = 300.0
-    cached: int = 8192
+    cached: int = 4096
     step: int = 512
 
     @property
