@@ -15,6 +15,7 @@ import cuvee
 from cuvee.calibration import kinds
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.kinds import KINDS, LONG
+from cuvee.cli.profile import MIXTURE_SEQUENCES, QUICK_SEQUENCES
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
@@ -122,6 +123,20 @@ def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.Mo
         fails("profile", "learn", model, *q, "--text", tmp_path / text, match=match)
     long = ("--length", "4096", "--text", tmp_path / "own.txt")
     fails("profile", "learn", bundled_model_path(), *q, *long, match="text: must hold at least 4096 tokens")
+
+
+def test_a_quick_profile_promises_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From fewer sequences, with a curve of every kind but the model's samples."""
+    monkeypatch.setattr("cuvee.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))
+    monkeypatch.setattr(kinds, "sample_text", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(kinds, "more_text", lambda *_: 1 / 0)
+    out = tmp_path / "profile"
+    done = run("profile", "learn", "books-3m", "-o", out, "--quick", "--length", "64", "--group", "unit")
+    profile = Profile.load(out)
+    assert "dtype " in done.stderr and MIXTURE_SEQUENCES == kinds.MIXTURE_SEQUENCES
+    assert sorted(profile.curves) == sorted({*ALL_KINDS} - {kinds.SAMPLES}) and profile.token_table is None
+    assert all(point.kl is not None for curve in profile.curves.values() for point in curve)
+    assert 30 * 44 <= profile.text_tokens <= QUICK_SEQUENCES * 44
 
 
 def test_a_profile_is_learned_from_a_store(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
