@@ -14,10 +14,11 @@ from cuvee.cli.files import check_output
 from cuvee.cli.options import MODEL_HELP, Dtype, Force
 from cuvee.cli.output import make_console
 from cuvee.cli.profile_show import print_profile, profile_check, profile_show
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import CuveeError, InputError
 
 if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
+    from cuvee.learning.run import Run
 
 _WHERE_HELP = (
     "The collection of profiles: a folder, object storage (s3://bucket/prefix, …), or a repository of "
@@ -123,9 +124,11 @@ def profile_learn(
     Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
     from cuvee.calibration.corpus import learning_dtype, load_model, load_tokenizer, read_corpus, spread_sequences
-    from cuvee.calibration.kinds import check_mixture_size, mixture, more_text
+    from cuvee.calibration.kinds import check_mixture_size, mixture, more_text, sampling_cost
     from cuvee.codec.models.forward import check_tokens
     from cuvee.codec.support.devices import usable_device
+    from cuvee.learning.calibrate import expected_costs
+    from cuvee.learning.run import Run
 
     check_output(out, force)
     for option in context.command.params:
@@ -140,7 +143,7 @@ def profile_learn(
     if tensor_parallel and group != "auto":
         raise InputError(f"--tensor-parallel: must come with --group auto, got --group {group}, which says it all")
     if from_store is not None:
-        with _nothing_kept(out):
+        with _interruptible(out):
             _learn_from_store(model_path, from_store, out, salt, ranks, tokens_read, key_env, group)
         return
     sequences = sequences or (QUICK_SEQUENCES if quick else MIXTURE_SEQUENCES)
@@ -158,24 +161,36 @@ def profile_learn(
     for rows in added.values():
         check_tokens(model, rows, None)  # before the samples, which take minutes
     tokenizer = load_tokenizer(model_path)
-    with _nothing_kept(out):
+    more = None if quick else more_text(tokenizer, length)
+    run = Run(keep=out.with_name(f"{out.name}.partial"))
+    with _interruptible(out, run):
         # The mixture comes first, so that an added kind replaces one of the same name.
-        tokens = mixture(model, tokenizer, sequences, length, seed, samples=not quick) | added
+        if not quick:
+            kinds = mixture(model, tokenizer, sequences, length, seed, samples=False) | added
+            run.expect(("sampling", sampling_cost(sequences, length)), *expected_costs(model, kinds, more))
+        tokens = mixture(model, tokenizer, sequences, length, seed, samples=not quick, run=run) | added
         profile = cuvee.calibrate(
-            model, tokens, group, more_text=None if quick else more_text(tokenizer, length), batch_size=batch_size,
-            seed=seed, tensor_parallel=tensor_parallel,
+            model, tokens, group, more_text=more, batch_size=batch_size, seed=seed, tensor_parallel=tensor_parallel,
+            progress=run,
         )  # fmt: skip
-    _save(profile, out)
+        _save(profile, out)
+        run.finish()
 
 
 @contextmanager
-def _nothing_kept(out: Path) -> Iterator[None]:
-    """Say what Ctrl-C leaves of a profile that is being learned: nothing."""
+def _interruptible(out: Path, run: Run | None = None) -> Iterator[None]:
+    """Say what Ctrl-C leaves of a profile that is being learned; an error leaves nothing."""
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(f"interrupted: {out} was not written; the same command starts from the beginning", err=True)
+        kept = run.kept() if run else ""
+        rest = f"goes on from {kept}" if kept else "starts from the beginning"
+        typer.echo(f"interrupted: {out} was not written; the same command {rest}", err=True)
         raise typer.Exit(130) from None
+    except CuveeError:
+        if run:
+            run.finish()
+        raise
 
 
 def _save(profile: Profile, out: Path) -> None:

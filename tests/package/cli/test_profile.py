@@ -84,6 +84,27 @@ def test_what_ctrl_c_leaves_of_a_profile(tmp_path: Path, monkeypatch: pytest.Mon
     assert "p.safetensors was not written" in done.stderr and not [*tmp_path.iterdir()]
 
 
+def test_ctrl_c_keeps_what_the_same_command_goes_on_from(
+    tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "p.safetensors", []
+    learn = ("profile", "learn", "books-3m", "-o", out, "--length", "16", "--sequences", "27")
+
+    def interrupted(*given: Any, **_: Any) -> Any:
+        seen.append(given[1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cuvee, "calibrate", interrupted)
+    done = run(*learn, code=130)
+    assert "p.safetensors was not written; the same command goes on from" in done.stderr and "sampling: " in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["p.safetensors.partial"]
+    monkeypatch.setattr(kinds, "sample_text", lambda *_: 1 / 0)
+    monkeypatch.setattr(cuvee, "calibrate", lambda *given, **_: seen.append(given[1]) or books.profile)
+    run(*learn)
+    assert Profile.load(out).id == books.profile.id and [*tmp_path.iterdir()] == [out]
+    assert all(torch.equal(rows, seen[1][kind]) for kind, rows in seen[0].items()) and kinds.SAMPLES in seen[0]
+
+
 def test_a_device_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "p.safetensors"
     for device in ("gpu", "cuda:99"):
