@@ -24,7 +24,7 @@ from cuvee.codec.profiles.token_prediction import LARGEST_FEATURE, LARGEST_WEIGH
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.transform import gather
 from cuvee.learning.moments import SINKS
-from cuvee.learning.progress import tracked
+from cuvee.learning.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,15 +62,24 @@ class TokenSums:
         self.feature_total = torch.zeros(size, **exact)
         self.value_total = torch.zeros(values, **exact)
 
-    def add_text(self, model: PreTrainedModel, batches: Sequence[torch.Tensor], progress: bool = False) -> None:
+    def add_text(self, model: PreTrainedModel, batches: Sequence[torch.Tensor], run: Run | None = None) -> None:
         """Add the caches of sequences, `[B, T]` int64 each."""
+        run = run or Run(shown=False)
         (whole,) = partition(self.layout, "all")
         with frozen(model), torch.no_grad():
-            for batch in tracked(batches, "reading", progress):
+            for batch in run.stage("reading", batches, self):
                 for ids, chunk in zip(batch, prefill(model, batch.to(model.device), self.layout), strict=True):
                     unrotation = Rotation(0, chunk.tokens, chunk.device, inverse=True)
                     values = gather(chunk, whole, unrotation, slice(0, chunk.tokens))
                     self._add(ids[SINKS:].cpu(), values[SINKS:])
+
+    def state(self) -> list[torch.Tensor]:
+        """See `Run`."""
+        return [self.count, self.gram, self.cross, self.feature_total, self.value_total]
+
+    def restore(self, state: list[torch.Tensor]) -> None:
+        """See `Run`."""
+        self.count, self.gram, self.cross, self.feature_total, self.value_total = state
 
     def _add(self, token_ids: torch.Tensor, values: torch.Tensor) -> None:
         rows = token_features(self.embedding[token_ids])
