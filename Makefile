@@ -66,7 +66,7 @@ help:  ## this list
 
 setup: $(STAMP)  ## .venv with cuvee (editable) and the development tools
 
-$(DEMO_STAMP): EXTRAS := transformers,plot
+$(DEMO_STAMP): EXTRAS := transformers
 $(STAMP) $(DEMO_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "cuvee needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

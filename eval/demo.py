@@ -1,19 +1,22 @@
-"""`cuvee demo`: show what compressing a cache saves and costs, on the bundled model, offline.
+"""`cuvee demo`: what a cache costs, what it becomes, what that buys, and what the model then says; offline.
 
-On any other model, such as "smollm2", a real one, it measures less and takes longer.
+On any other model than the bundled one, such as "smollm2", a real one, it measures less and takes longer.
 
 The model runs in float32. The coded caches are bfloat16, as in a serving engine, so sizes are compared with 16
-bits per value. All predictions are compared with those after the float32 cache.
+bits per value. All predictions are compared with those after the float32 cache, and continuations with those after the
+bfloat16 cache.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console, Group
@@ -34,38 +37,37 @@ from cuvee.calibration.real_model import REAL_MODEL, REAL_MODEL_TITLE
 from cuvee.calibration.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.format.container import inspect
-from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, score
+from cuvee.codec.models.forward import append_units, cache_argument, empty_cache
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.codec.support.terminal_table import terminal_table
 from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.machine import torch_threads
-from cuvee.eval.plots import plot_quality
 from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench, spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Demo", "run_demo"]
+__all__ = ["Continued", "Demo", "Restored", "run_demo"]
 
 EVALUATION = "orchard"
-SHOWN_QUALITY = "high"  # of the continuation: a table shows the others
-SHOWN_TOKENS = 14  # of the prompt
-LEAST_PROMPT = 10
-CONTINUED_TOKENS = (12, 28)  # at least, at most
+PROMPT_TOKENS = (12, 24, 48, 96)  # every cached text goes on for each of these before the model takes over
+CONTINUED_TOKENS = 24
+SHOWN_PROMPTS = 3  # the first ones: none is chosen for how it turned out
+SHOWN_TOKENS = 12  # of a prompt
+SHOWN_QUALITY = "balanced"
+TIMES = 3  # of a timing, whose shortest counts
 WIDTH = 100
-GROUPS = {"none": "no profile", "layer": "by layer", "all": "all layers"}
-SPANS = {"layer": "one basis per layer", "all": "one basis for all layers"}
 
-SHOWN_BASELINES: dict[str, Method] = {
-    "bfloat16": Uncompressed(),
-    "FP8 e4m3": Float8(),
+UNCOMPRESSED, FP8 = "bfloat16", "FP8 e4m3"
+BASELINES: dict[str, Method] = {
+    UNCOMPRESSED: Uncompressed(),
+    FP8: Float8(),
     "int4 (KIVI)": Kivi(4),
-    "int2 (KIVI)": Kivi(2),
     "CacheGen as shipped": CacheGen(),
 }
+CONTINUED = ("cuvee high", f"cuvee {SHOWN_QUALITY}", FP8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,58 +77,59 @@ class DemoScope:
     Attributes:
         learned: sequences to calibrate on, at most.
         sequences: at most this many to measure on; None for all sequences of the text.
-        groups: of the profiles to learn.
-        octaves: further steps for the plot, as powers of two.
     """
 
     learned: int
     sequences: int | None
-    groups: tuple[str, ...]
-    octaves: tuple[int, ...]
 
 
-SCOPES = {
-    BUNDLED_MODEL: DemoScope(learned=50, sequences=None, groups=("layer", "all"), octaves=(-5, -4, -3, -2, -1, 0)),
-}
-# For larger models: smollm2 is 40 times as large. A basis for all its layers would span 11,520 values.
-LARGER = DemoScope(learned=20, sequences=6, groups=("layer",), octaves=(-4, -2, 0))
+SCOPES = {BUNDLED_MODEL: DemoScope(learned=50, sequences=None)}
+LARGER = DemoScope(learned=20, sequences=6)  # smollm2 is 40 times as large
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """One prompt, its cache before and after the codec, and how the model continues it."""
+class Restored:
+    """One cache: its size in 16 bits and as blobs, and the seconds to compute it and to restore it from these."""
 
     raw_bytes: int
     blob_bytes: int
-    passage: str
-    prompt: str
-    exact: str
-    decoded: str
-    empty: str
-    agreeing: int
-    tokens: int
+    compute_seconds: float
+    restore_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """How the model continues the same prompts after each method's caches.
+
+    Attributes:
+        prompts: the last tokens of each, int64 `[t]`.
+        exact: the continuations after the uncompressed caches, int64 `[prompts, CONTINUED_TOKENS]`.
+        others: those after each method's.
+    """
+
+    prompts: list[torch.Tensor]
+    exact: torch.Tensor
+    others: dict[str, torch.Tensor]
+
+    def equal(self, name: str) -> float:
+        """The share of a method's tokens, over all prompts, that are those after the uncompressed caches."""
+        return float((self.others[name] == self.exact).double().mean())
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """What the demo measured: of the baselines, and of the presets by group of the profile."""
+    """What the demo measured."""
 
-    baselines: list[Quality]
-    presets: dict[str, list[Quality]]
-    continuation: Continuation
+    quality: list[Quality]
+    restored: Restored
+    continued: Continued
 
 
-def run_demo(
-    console: Console,
-    out: Path,
-    progress: Console | None = None,
-    model: str = BUNDLED_MODEL,
-) -> Demo:
+def run_demo(console: Console, progress: Console | None = None, model: str = BUNDLED_MODEL) -> Demo:
     """Run the demo.
 
     Args:
         console: where the report goes.
-        out: where to write the plot. Without matplotlib there is a hint instead.
         progress: where to show the progress; default: standard error.
         model: a folder, a hub name, "books-3m" or "smollm2" (see `cuvee.calibration.corpus.load_model`).
 
@@ -140,7 +143,7 @@ def run_demo(
     Example:
         >>> from rich.console import Console
         >>> from cuvee.eval.demo import run_demo
-        >>> demo = run_demo(Console(), Path("demo.svg"), model="smollm2")  # doctest: +SKIP
+        >>> demo = run_demo(Console(), model="smollm2")  # doctest: +SKIP
     """
     scope = SCOPES.get(model, LARGER)
     began = time.perf_counter()
@@ -148,176 +151,168 @@ def run_demo(
     # other: calibrating smollm2 took over three times as long with two threads beside another job.
     log = StepLog(progress or Console(stderr=True))
     with torch_threads(1):
-        of_a_group = 1 + len(PRESET_KL) + len(scope.octaves)
-        log.expect(3 + len(SHOWN_BASELINES) + 1 + len(scope.groups) * of_a_group)
+        log.expect(5 + len(BASELINES) + 1 + len(PRESET_KL))
         with log.step("loading the model"):
             lm, tokenizer = load_model(model, "float32"), load_tokenizer(model)
             # The curve is measured on the last ones: those of the novel that is most like the one that is read.
             novels = [read_corpus(name, model) for name in reversed(CALIBRATION_TEXTS)]
             learning = reread(spread_sequences(novels, LENGTH, scope.learned))
             testing = reread(spread_sequences([read_corpus(EVALUATION, model)], LENGTH, scope.sequences))
-        profiles = {}
-        for group in scope.groups:
-            with log.step(f"calibrating on three novels, {SPANS[group]}"):
-                profiles[group] = cuvee.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
+        with log.step("learning a profile from three novels"):
+            profile = cuvee.calibrate(lm, learning, "layer", prefix=PREFIX, progress=False)
         with log.step(f"exact predictions on “{EVALUATION}”"):
             bench = QualityBench(lm, testing, PREFIX, dtype="bfloat16")
-        with log.step("continuing a text from a decoded cache"):
-            row, first, run = _longest_repeat(lm, tokenizer, bench.caches, testing)
-            count = min(max(run, CONTINUED_TOKENS[0]), CONTINUED_TOKENS[1])
-            codec = Codec(profiles["layer"], SHOWN_QUALITY)
-            continuation = _continue(lm, tokenizer, bench.caches[row], testing[row, PREFIX:], first, count, codec)
-
-        def measure(name: str, method: Method, where: str) -> Quality:
-            with log.step(f"{name}, {where}"):
-                return bench.run(name, method)
-
-        baselines = [measure(name, method, "a baseline") for name, method in SHOWN_BASELINES.items()]
-        lossless = CodecMethod(Codec.without_profile(bench.layout))
-        presets = {"none": [measure("lossless", lossless, GROUPS["none"])]}
-        curves = {}
-        for group, profile in profiles.items():
-            presets[group] = [measure(name, CodecMethod(Codec(profile, name)), GROUPS[group]) for name in PRESET_KL]
-            curves[group] = presets[group] + [
-                measure(f"step 2^{n}", CodecMethod(Codec(profile, step=2.0**n)), GROUPS[group]) for n in scope.octaves
-            ]
-        shown_name = Path(model).name
-        if find_spec("matplotlib") is not None:
-            shown = {f"cuvee, {SPANS[group]}": curve for group, curve in curves.items()}
-            plot_quality(out, shown, baselines[1:], f"{shown_name} on “{EVALUATION}”: size against quality")
-    seconds = time.perf_counter() - began
-    width = min(console.width, WIDTH)
-    console.print(_prompt_panel(continuation), width=width)
-    console.print(_table(baselines, presets), width=width)
-    console.print(_footnote(bench, shown_name, len(learning), seconds), width=width)
-    if find_spec("matplotlib") is None:
-        console.print("No plot: it needs matplotlib (pip install 'cuvee\\[plot]').")
-    else:
-        console.print(f"Plot: [bold]{out}[/bold]", soft_wrap=True, highlight=False)
-    return Demo(baselines, presets, continuation)
+        codecs = {"cuvee lossless": Codec.without_profile(bench.layout)}
+        codecs |= {f"cuvee {name}": Codec(profile, name) for name in PRESET_KL}
+        methods = BASELINES | {name: CodecMethod(codec) for name, codec in codecs.items()}
+        quality = []
+        for name, method in methods.items():
+            with log.step(name):
+                quality.append(bench.run(name, method))
+        with log.step("computing a cache, and restoring it"):
+            restored = _restored(lm, testing[:1, :PREFIX], bench.caches[0], codecs[f"cuvee {SHOWN_QUALITY}"])
+        with log.step("continuing texts from restored caches"):
+            tails = testing[:, PREFIX:]
+            continued = _continued(lm, bench.caches, tails, {name: methods[name] for name in CONTINUED})
+    demo = Demo(quality, restored, continued)
+    shown, width = Path(model).name, min(console.width, WIDTH)
+    console.print(_cost_panel(demo), width=width)
+    console.print(_continuations(demo, tokenizer), width=width)
+    console.print(_table(quality), width=width)
+    console.print(_footnote(bench, shown, len(learning), time.perf_counter() - began), width=width)
+    console.print(_commands(model), soft_wrap=True, markup=False, highlight=False)
+    return demo
 
 
 @torch.no_grad()
-def _longest_repeat(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, caches: list[KVChunk], tokens: torch.Tensor
-) -> tuple[int, int, int]:
-    """Find the longest repeat of the exact cache by the model: row, first token, length."""
-    rows = range(0, len(tokens), 2)
-    scored = tokens[::2, PREFIX:]
-    predicted = score(model, [caches[row] for row in rows], scored).argmax(-1)
-    hits = predicted == scored[:, 1:]
-    best = (0, LEAST_PROMPT, 0)
-    for row, right in zip(rows, hits.tolist(), strict=True):
-        for first in range(LEAST_PROMPT, len(right)):
-            word = str(tokenizer.decode([int(tokens[row, PREFIX + first])]))
-            run = next((n for n, hit in enumerate(right[first - 1 :]) if not hit), len(right) - first + 1)
-            if run > best[2] and word.startswith(" "):
-                best = (row, first, run)
-    return best
+def _restored(model: PreTrainedModel, tokens: torch.Tensor, cache: KVChunk, codec: Codec) -> Restored:
+    """Time computing the cache of `tokens` `[1, t]`, and decoding it for the model."""
+    blobs = [codec.encode(cache.slice(*span)) for span in spans(cache.tokens, CHUNK_TOKENS)]
+
+    def compute() -> None:
+        model(input_ids=tokens.to(model.device), use_cache=True, logits_to_keep=1)
+
+    def restore() -> None:
+        _model_cache(model, [KVChunk.concat([codec.decode(blob, device=model.device) for blob in blobs])])
+
+    with frozen(model):
+        return Restored(cache.nbytes, sum(map(len, blobs)), _shortest(compute), _shortest(restore))
 
 
-def _continue(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: KVChunk,
-    tail: torch.Tensor,
-    first: int,
-    count: int,
-    codec: Codec,
-) -> Continuation:
-    """Let the model continue `tail[:first]` for `count` tokens."""
-    pieces = [cache.slice(*span) for span in spans(cache.tokens, CHUNK_TOKENS)]
-    blobs = [codec.encode(piece) for piece in pieces]
-    decoded = KVChunk.concat([codec.decode(blob) for blob in blobs])
-    exact, after, empty = (greedy(model, chunk, tail[:first], count) for chunk in (cache, decoded, None))
+def _shortest(work: Callable[[], None]) -> float:
+    """Return the seconds of the fastest of several calls."""
+    took = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+    return min(took)
+
+
+def _continued(
+    model: PreTrainedModel, caches: Sequence[KVChunk], tails: torch.Tensor, methods: Mapping[str, Method]
+) -> Continued:
+    """Continue the texts, which go on behind their caches with `tails` `[n, t]`, from several places each."""
+
+    def stored(cache: KVChunk, method: Method) -> KVChunk:
+        pieces = [cache.slice(*span) for span in spans(cache.tokens, CHUNK_TOKENS)]
+        return KVChunk.concat([method.decode(method.encode(piece)[0]) for piece in pieces])
+
+    def after(chunks: Sequence[KVChunk]) -> torch.Tensor:
+        return torch.cat([_greedy(model, chunks, tails[:, :count], CONTINUED_TOKENS) for count in PROMPT_TOKENS])
+
+    prompts = [row[max(count - SHOWN_TOKENS, 0) : count] for count in PROMPT_TOKENS for row in tails]
+    others = {name: after([stored(cache, method) for cache in caches]) for name, method in methods.items()}
+    return Continued(prompts, after(caches), others)
+
+
+def _model_cache(model: PreTrainedModel, chunks: Sequence[KVChunk]) -> Any:
+    """Return the model's own cache of a batch of chunks of one length."""
+    cache = empty_cache()
+    for index, layer in enumerate(chunks[0].layout.layers):
+        keys, values = (
+            torch.stack([unit[index].transpose(0, 1) for unit in units]).to(model.device, model.dtype)
+            for units in ([chunk.keys for chunk in chunks], [chunk.values for chunk in chunks])
+        )
+        append_units(cache, keys, values, index, layer)
+    return cache
+
+
+@torch.no_grad()
+def _greedy(model: PreTrainedModel, chunks: Sequence[KVChunk], prompts: torch.Tensor, count: int) -> torch.Tensor:
+    """Generate the `count` most likely tokens, one by one, after a cache each and prompts `[n, t]`."""
+    cache, fed, out = _model_cache(model, chunks), prompts.to(model.device), []
+    with frozen(model):
+        for _ in range(count):
+            fed = model(input_ids=fed, **cache_argument(model, cache), use_cache=True).logits[:, -1:].argmax(-1)
+            out.append(fed)
+    return torch.cat(out, dim=1).cpu()
+
+
+def _cost_panel(demo: Demo) -> Panel:
+    """Show what a cache costs, what it becomes, and what that buys."""
+    one, fp8 = demo.restored, next(entry for entry in demo.quality if entry.name == FP8)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(justify="right", style="bold")
+    grid.add_column(overflow="fold")
+    grid.add_row("the cache", f"{one.raw_bytes:,} bytes", f"computed in {one.compute_seconds:.3f} s")
+    grid.add_row("in FP8", f"{one.raw_bytes / (fp8.ratio or 1):,.0f} bytes", f"{fp8.ratio:.1f}x smaller")
+    smaller = f"{one.raw_bytes / one.blob_bytes:.1f}x smaller"
+    buys = f"{smaller}; restored in {one.restore_seconds:.3f} s instead of {one.compute_seconds:.3f} s"
+    grid.add_row(f"by cuvee, {SHOWN_QUALITY}", f"{one.blob_bytes:,} bytes", buys, style="green")
+    return Panel(grid, title=f"The KV cache of one text of {PREFIX} tokens", padding=(0, 1))
+
+
+def _continuations(demo: Demo, tokenizer: PreTrainedTokenizerBase) -> Panel:
+    """Show the first prompts with their continuations below each other, and the share of equal tokens over all."""
+    said = demo.continued
 
     def text(ids: torch.Tensor) -> str:
         return " ".join(str(tokenizer.decode(ids.tolist())).split())
 
-    shown = max(first - SHOWN_TOKENS, 0)
-    while shown < first - 1 and not str(tokenizer.decode([int(tail[shown])])).startswith(" "):
-        shown += 1  # to the beginning of a word
+    def marked(exact: torch.Tensor, other: torch.Tensor) -> Text:
+        """Show where a continuation leaves the exact one."""
+        apart = (exact != other).nonzero()
+        first = int(apart[0]) if len(apart) else len(other)
+        whole, same = text(other), text(other[:first])
+        return Text.assemble(f"… {whole[: len(same)]}", (whole[len(same) :], "yellow"))
 
-    return Continuation(
-        sum(inspect(blob).raw_bytes for blob in blobs),
-        sum(map(len, blobs)),
-        text(tail[first : first + count]),
-        text(tail[shown:first]),
-        text(exact),
-        text(after),
-        text(empty),
-        int((exact == after).sum()),
-        count,
-    )
-
-
-@torch.no_grad()
-def greedy(model: PreTrainedModel, chunk: KVChunk | None, prompt: torch.Tensor, count: int) -> torch.Tensor:
-    """Generate the `count` most likely tokens, one by one, after a cache (None for no cache) and a prompt `[t]`."""
-    cache = empty_cache()
-    if chunk is not None:
-        for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
-            append_units(
-                cache,
-                keys.transpose(0, 1)[None].to(model.device, model.dtype),
-                values.transpose(0, 1)[None].to(model.device, model.dtype),
-                layer,
-                chunk.layout.layers[layer],
-            )
-    fed, out = prompt[None].to(model.device), []
-    with frozen(model):
-        for _ in range(count):
-            fed = model(input_ids=fed, **cache_argument(model, cache), use_cache=True).logits[:, -1:].argmax(-1)
-            out.append(fed[0])
-    return torch.cat(out).cpu()
-
-
-def _prompt_panel(c: Continuation) -> Panel:
-    sizes = Text.assemble(
-        (f"{c.raw_bytes:,} bytes", "bold"),
-        " of cache ──encode──▶ ",
-        (f"{c.blob_bytes:,} bytes", "bold green"),
-        " ──decode──▶ ",
-        (f"{c.raw_bytes:,} bytes", "bold"),
-        ", ",
-        (f"{c.raw_bytes / c.blob_bytes:.1f}x smaller", "bold green"),
-    )
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row("in the cache", Text(f"… {c.prompt} {c.passage} …"))
-    grid.add_row("prompt", Text(f"{c.prompt} …", style="bold"))
-    grid.add_row("exact cache", Text(f"… {c.exact}"))
-    grid.add_row("decoded cache", Text(f"… {c.decoded}", style="green"))
-    grid.add_row("no cache", Text(f"… {c.empty}", style="dim"))
-    if c.agreeing == c.tokens:
-        verdict = Text(f"All {c.tokens} tokens are those of the exact cache.", style="bold green")
-    else:
-        verdict = Text(f"{c.agreeing} of {c.tokens} tokens are those of the exact cache.", style="bold yellow")
+    shown = f"cuvee {SHOWN_QUALITY}"
+    for row in range(min(SHOWN_PROMPTS, len(said.prompts))):
+        exact = said.exact[row]
+        grid.add_row("prompt", Text(f"… {text(said.prompts[row])} …", style="bold"))
+        grid.add_row("exact cache", Text(f"… {text(exact)}"))
+        for name in (shown, FP8):
+            grid.add_row(name, marked(exact, said.others[name][row]))
+        grid.add_row("", "")
+    ratios = {entry.name: entry.ratio or 0 for entry in demo.quality}
+    shares = [
+        (f"{name}, {ratios[name]:.1f}x smaller: {said.equal(name):.1%}", "bold green" if name == shown else "")
+        for name in said.others
+    ]
+    verdict = Text(f"Tokens equal to the exact cache's, over all {len(said.prompts)} prompts: ")
+    for index, (words, style) in enumerate(shares):
+        verdict.append("; " if index else "").append(words, style)
     return Panel(
-        Group(sizes, Text(), grid, Text(), verdict),
-        title=f"One cache of {PREFIX} tokens, quality “{SHOWN_QUALITY}”",
+        Group(grid, verdict),
+        title=f"The same texts, continued for {CONTINUED_TOKENS} tokens (yellow: after the first that differs)",
         padding=(0, 1),
     )
 
 
-def _table(baselines: list[Quality], presets: dict[str, list[Quality]]) -> Table:
+def _table(quality: list[Quality]) -> Table:
     columns = ("bits/value", "ratio", "KL ± s.e.", "top-1", "encode", "decode")
     table = terminal_table("What it saves and what it costs", "method", *columns)
-    for quality in baselines:
-        table.add_row(*_row(quality.name, quality))
-    for group, series in presets.items():
-        table.add_section()
-        for quality in series:
-            style = "bold green" if quality.name == "balanced" else ""
-            table.add_row(*_row(f"cuvee {quality.name}, {GROUPS[group]}", quality), style=style)
+    for q in quality:
+        kl = f"{q.kl:.5f} ± {q.kl_stderr or 0:.5f}"
+        speeds = [f"{1e3 * s:,.0f} MB/s" if s else "" for s in (q.encode_gb_per_s, q.decode_gb_per_s)]
+        cells = (q.name, f"{q.bits_per_value:.2f}", f"{q.ratio or 0:.1f}x", kl, f"{100 * q.top1:.1f}%", *speeds)
+        table.add_row(*cells, style="bold green" if q.name == f"cuvee {SHOWN_QUALITY}" else "")
     return table
-
-
-def _row(name: str, q: Quality) -> tuple[str, ...]:
-    kl = f"{q.kl:.5f} ± {q.kl_stderr or 0:.5f}"
-    speeds = [f"{1e3 * s:,.0f} MB/s" if s else "" for s in (q.encode_gb_per_s, q.decode_gb_per_s)]
-    return (name, f"{q.bits_per_value:.2f}", f"{q.ratio or 0:.1f}x", kl, f"{100 * q.top1:.1f}%", *speeds)
 
 
 def _footnote(bench: QualityBench, model: str, calibrated: int, seconds: float) -> Text:
@@ -325,10 +320,26 @@ def _footnote(bench: QualityBench, model: str, calibrated: int, seconds: float) 
     return Text(
         f"KL in nats per token, against the model ({name}, float32) with its own cache; top-1: tokens whose likeliest "
         f"successor stays. The caches coded are bfloat16: the first row is the cost of that cast alone. Measured on "
-        f"“orchard”, {len(bench.caches)} sequences of {LENGTH} tokens, {PREFIX} cached and the rest scored, which in "
-        f"every second sequence repeats part of the cache; profiles learned on {calibrated} sequences of three other "
-        f"novels. Presets stand for {', '.join(f'{kl:g}' for kl in PRESET_KL.values())} on texts like that one; on "
-        f"another, as here, they may lose more. Bits count every byte of {CHUNK_TOKENS}-token chunks, not the profile. "
-        f"MB/s of 16-bit cache, {os.cpu_count()} cores. {seconds:.0f} s in all.",
+        f"“{EVALUATION}”, {len(bench.caches)} sequences of {LENGTH} tokens, {PREFIX} cached and the rest scored, which "
+        f"in every second sequence repeats part of the cache; the profile was learned on {calibrated} sequences of "
+        f"three other novels. Presets stand for {', '.join(f'{kl:g}' for kl in PRESET_KL.values())} on texts like that "
+        f"one; on another, as here, they may lose more. Bits count every byte of {CHUNK_TOKENS}-token chunks, not the "
+        f"profile. MB/s of 16-bit cache, {os.cpu_count()} cores, one thread of torch. A larger model takes longer to "
+        f"compute, in proportion to its parameters; to restore, only as its cache grows. {seconds:.0f} s in all.",
         style="dim",
+    )
+
+
+def _commands(model: str) -> str:
+    """Return the three commands to go on with, as they can be typed here."""
+    program = "cuvee" if shutil.which("cuvee") else os.path.relpath(Path(sys.executable).with_name("cuvee"))
+    name = REAL_MODEL if model == BUNDLED_MODEL else model
+    serve = '{"kv_connector": "CuveeConnector", "kv_role": "kv_both",'
+    with_profile = '"kv_connector_extra_config": {"profile": "profile.safetensors"}}'
+    return (
+        f"\nGo on with a model of yours, or with {REAL_MODEL}, which is downloaded once (93 MB):\n\n"
+        f"# once per model\n{program} profile learn {name} -o profile.safetensors\n"
+        f"# every baseline, tasks, plots\n{program} report --model {name} --profile profile.safetensors --quick\n"
+        f"# on a CPU: docs/guides/vllm-cpu.md\n"
+        f"vllm serve MODEL --kv-transfer-config '{serve}\n  {with_profile}'"
     )

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from cuvee.cli.options import Model
 from cuvee.cli.output import make_console
 
 
-def demo(
-    plot: Annotated[Path, typer.Option("--plot", help="The file for the plot (.svg, .png).")] = Path("out/demo.svg"),
-    model: Model = "books-3m",
-) -> None:
-    """Compress a model's cache, and show what that saves and costs.
+def demo(model: Model = "books-3m") -> None:
+    """Compress a model's cache; show what that saves and costs, and what the model says after it.
 
     The bundled model needs no network. smollm2 takes longer, and is downloaded once (270 MB on disk).
 
@@ -23,4 +15,4 @@ def demo(
     """
     from cuvee.eval.demo import run_demo
 
-    run_demo(make_console(), plot, model=model)
+    run_demo(make_console(), model=model)

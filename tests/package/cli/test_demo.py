@@ -1,33 +1,47 @@
-"""`cuvee demo`, on the bundled model, with fewer sequences and steps than a user gets."""
+"""`cuvee demo`, on the bundled model, with fewer sequences than a user gets."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import re
 
 import pytest
 from tests.package.cli.running import run
+from tests.package.test_docs import parse
 
 from cuvee.calibration.corpus import BUNDLED_MODEL
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval import demo
+from cuvee.integrations.vllm.connector_config import Options
 
 
-def test_the_demo_measures_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scope = demo.DemoScope(learned=12, sequences=2, groups=("layer",), octaves=(0,))
-    monkeypatch.setitem(demo.SCOPES, BUNDLED_MODEL, scope)
+def test_the_demo_measures_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(demo.SCOPES, BUNDLED_MODEL, demo.DemoScope(learned=12, sequences=2))
+    monkeypatch.setattr(demo, "CONTINUED", ("cuvee lossless", "cuvee balanced", demo.FP8))
     measured: list[demo.Demo] = []
     real = demo.run_demo
     monkeypatch.setattr(demo, "run_demo", lambda *given, **named: measured.append(real(*given, **named)))
-    plot = tmp_path / "demo.svg"
-    done = run("demo", "--plot", plot)
+    done = run("demo")
     (found,) = measured
-    fp8 = next(entry for entry in found.baselines if entry.name == "FP8 e4m3")
-    sizes = {entry.name: entry.bits_per_value for entry in found.presets["layer"]}
-    assert list(sizes) == list(PRESET_KL) and fp8.bits_per_value > 2 * sizes["balanced"] > 2 * sizes["small"]
-    assert [entry.name for entry in found.presets["none"]] == ["lossless"]
-    said = found.continuation
-    assert said.raw_bytes > 4 * said.blob_bytes and said.exact and 0 <= said.agreeing <= said.tokens
-    assert plot.stat().st_size > 10_000 and f"Plot: {plot}" in done.stdout
-    assert "quality “high”" in done.stdout and "cuvee balanced, by layer" in done.stdout
-    # Progress is on standard error.
-    assert "calibrating on three novels, one basis per layer" in done.stderr or "loading the model" in done.stderr
+    sizes = {entry.name: entry.bits_per_value for entry in found.quality}
+    assert list(sizes) == [*demo.BASELINES, "cuvee lossless", *(f"cuvee {name}" for name in PRESET_KL)]
+    assert sizes[demo.FP8] > 2 * sizes["cuvee balanced"] > 2 * sizes["cuvee small"]
+    one, said = found.restored, found.continued
+    assert one.raw_bytes > 8 * one.blob_bytes and f"{one.raw_bytes:,} bytes" in done.stdout
+    prompts = 2 * len(demo.PROMPT_TOKENS)
+    assert said.exact.shape == (prompts, demo.CONTINUED_TOKENS) and len(said.prompts) == prompts
+    assert said.equal("cuvee lossless") == 1 > said.equal(demo.FP8) > 0.1, "a narrower cache says something else"
+    assert f"over all {prompts} prompts" in done.stdout and f"{said.equal('cuvee balanced'):.1%}" in done.stdout
+    assert done.stdout.count("exact cache  ") == demo.SHOWN_PROMPTS
+    assert "learning a profile from three novels" in done.stderr  # progress is on standard error
+    three_commands_end_it(done.stdout)
+
+
+def three_commands_end_it(shown: str) -> None:
+    """The three commands to go on with are right."""
+    learn, report = re.findall(r"^\S*cuvee ((?:profile|report) .*)$", shown, re.MULTILINE)
+    for command in (learn, report):
+        parse(f"cuvee {command}")
+    (transfer,) = re.findall(r"^vllm serve MODEL --kv-transfer-config '(.+)'$", shown, re.MULTILINE | re.DOTALL)
+    profile = Options.from_dict(json.loads(transfer)["kv_connector_extra_config"]).profile
+    assert profile is not None and f"-o {profile}" in learn
