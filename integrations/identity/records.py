@@ -233,15 +233,15 @@ class RecordStore:
     """The records in a store: those of its tiers that other processes see.
 
     Args:
-        store: of the entries, too.
+        stores: of the entries, too.
 
     Raises (all methods):
         StoreError: the store failed.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._tiers = [tier for tier in getattr(store, "tiers", (store,)) if tier.shared]
+    def __init__(self, *stores: Store) -> None:
+        tiers = (tier for store in stores for tier in getattr(store, "tiers", (store,)))
+        self._tiers: list[Store] = [tier for tier in tiers if tier.shared]
 
     @property
     def shared(self) -> bool:
@@ -269,8 +269,7 @@ class RecordStore:
     def write(self, record: IdentityRecord, others: Sequence[IdentityRecord] = ()) -> None:
         """Write a record, and delete the oldest of the others if there are too many."""
         record.written = int(1000 * time.time())
-        for tier in self._tiers:
-            tier.put(record.key, record.to_bytes())
+        self._put(record)
         oldest = sorted((each for each in others if each.id != record.id), key=lambda each: each.written)
         for old in oldest[: max(len(oldest) + 1 - MOST_RECORDS, 0)]:
             self.delete(old)
@@ -285,17 +284,27 @@ class RecordStore:
         return record.sample.count(len(self.present(record.sample.keys)))
 
     def present(self, keys: Iterable[str]) -> set[str]:
-        """Return those of some entries' keys that the store has."""
+        """Return those of some entries' keys that the tiers have."""
         asked = sorted(keys)
-        return {key for key, there in zip(asked, self._store.holds(asked), strict=True) if there}
+        answers = [tier.holds(asked) for tier in self._tiers] if asked else []
+        return {key for key, *there in zip(asked, *answers, strict=True) if any(there)}
 
     def prune(self) -> int:
-        """Delete the records of identities that have no entries any more; return how many there were."""
-        records, _ = self.read()
-        gone = [record for record in records if not self.present(record.sample.keys)]
-        for record in gone:
-            self.delete(record)
-        return len(gone)
+        """Drop the keys of entries that are gone, and the records that have none left; return the number of these."""
+        gone = 0
+        for record in self.read()[0]:
+            present = self.present(record.sample.keys)
+            if not present:
+                self.delete(record)
+                gone += 1
+            elif present != record.sample.keys:
+                record.sample.keys = present
+                self._put(record)
+        return gone
+
+    def _put(self, record: IdentityRecord) -> None:
+        for tier in self._tiers:
+            tier.put(record.key, record.to_bytes())
 
 
 def _parts(model: str) -> tuple[str, str, Mapping[str, Any], str]:
