@@ -19,7 +19,6 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import Filled, empty_cache
 from cuvee.eval.quality import Method, spans
-from cuvee.learning.progress import tracked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -141,7 +140,7 @@ class CachedReader:
         # The longest first, as in HFLM: memory runs out immediately or never, and time left is never underestimated.
         ordered = sorted(contexts, key=lambda c: (len(c), max(len(reads[i].tail) for i in contexts[c])), reverse=True)
         batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
-        for batch in tracked(batches, "contexts" if rows == 1 else f"batches of {rows} contexts", progress=False):
+        for batch in batches:
             members = [index for context in batch for index in contexts[context]]
             self._statistics.uncached_requests += sum(not reads[index].split for index in members)
             exact = {index: reads[index] for index in members if reads[index].exact_targets}
