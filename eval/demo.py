@@ -190,7 +190,7 @@ def _restored(model: PreTrainedModel, tokens: torch.Tensor, cache: KVChunk, code
     blobs = [codec.encode(cache.slice(*span)) for span in spans(cache.tokens, CHUNK_TOKENS)]
 
     def compute() -> None:
-        model(input_ids=tokens.to(model.device), use_cache=True, logits_to_keep=1)
+        model.base_model(input_ids=tokens.to(model.device), use_cache=True)  # without the head, which no cache needs
 
     def restore() -> None:
         _model_cache(model, [KVChunk.concat([codec.decode(blob, device=model.device) for blob in blobs])])
@@ -340,6 +340,6 @@ def _commands(model: str) -> str:
         f"\nGo on with a model of yours, or with {REAL_MODEL}, which is downloaded once (93 MB):\n\n"
         f"# once per model\n{program} profile learn {name} -o profile.safetensors\n"
         f"# every baseline, tasks, plots\n{program} report --model {name} --profile profile.safetensors --quick\n"
-        f"# on a CPU: docs/guides/vllm-cpu.md\n"
+        f"# in vLLM's environment: integrations/vllm/README.md\n"
         f"vllm serve MODEL --kv-transfer-config '{serve}\n  {with_profile}'"
     )

@@ -9,6 +9,7 @@ import pytest
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import make_keys
+from cuvee.integrations.vllm import check_profile
 from cuvee.integrations.vllm.connector_config import Options
 
 
@@ -172,3 +173,13 @@ def test_a_secret_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         options.secrets()
     with pytest.raises(InputError, match="key_file: the file /a\0b cannot be read"):
         Options.from_dict({"key_file": "/a\0b"}).secrets()
+
+
+def test_a_profile_is_missed_without_a_model(tmp_path: Path) -> None:
+    """As vLLM has it done while it reads its own options (`test_cpu_page.py`)."""
+    (tmp_path / "p.safetensors").write_bytes(b"")
+    for profile in (str(tmp_path / "p.safetensors"), "hf://owner/name#" + "0" * 32, f"{tmp_path}#{'0' * 32}", 7):
+        check_profile({"profile": profile})
+    check_profile({})
+    with pytest.raises(FileNotFoundError, match=r"profile: no such file: '.*none'"):
+        check_profile({"profile": str(tmp_path / "none")})
