@@ -85,7 +85,7 @@ def report(
         list[str] | None,
         typer.Option(
             "--tasks", metavar="NAME", show_default=False, rich_help_panel=_TASKS,
-            help="Score this lm-eval task or group, or none. Repeatable. Default: the group cuvee_local.",
+            help="Score this lm-eval task or group, a YAML file's, or none. Repeatable. Default: group cuvee_local.",
         ),
     ] = None,
     controls: Annotated[
