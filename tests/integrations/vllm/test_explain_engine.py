@@ -1,21 +1,18 @@
-"""Two real engines on one store, which share nothing: `cuvee store explain` names the field, and each request why."""
+"""Real engines on one store that differ in one option: their answers say why a request was loaded or missed."""
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
 from tests.integrations.vllm.engines import Engine, Step, ids, run_engines, save_tiny_model, transfer
-from tests.package.cli import running
 
 pytestmark = pytest.mark.slow
 
 ASKS = {"cuvee": {"explain": True}}
 
 
-def test_two_engines_learn_why_they_do_not_share(folder: Path) -> None:
+def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
     model = save_tiny_model("llama", folder / "tiny")
     steps = [
         Step([ids(200, "a")], params=[ASKS], settles=True),
@@ -43,20 +40,3 @@ def test_two_engines_learn_why_they_do_not_share(folder: Path) -> None:
         ran[name].assert_sound()
     assert ran["first"].metric("vllm:cuvee_ttft_loaded_seconds_count") == 2
     assert "watchdog: []" in ran["first"].log
-    (line,) = re.findall("the store has .*", ran["third"].log)
-    assert "differ in" in line and "dtype" in line
-    url = f"file://{folder / 'stores' / 'kv'}"
-    data = json.loads(running.run("store", "explain", url, "--json").stdout)
-    latest, *others = data["identities"]
-    assert data["problems"] == [] and all(row["entries"] >= 3 for row in data["identities"])
-    named = {row["fields"]["dtype"]: row["differs"] for row in others}
-    layouts = {row["fields"]["dtype"]: row["fields"]["layout"] for row in others}
-    assert named["torch.float32"] == {
-        "options.hf_overrides.rope_parameters.rope_theta": ["500000.0", ""],
-        "options.hf_overrides.rope_parameters.rope_type": ["default", ""],
-        "layout": [latest["fields"]["layout"], layouts["torch.float32"]],
-    }
-    assert named["torch.bfloat16"]["dtype"] == ["torch.float32", "torch.bfloat16"]
-    assert named["torch.bfloat16"]["cache_dtype"] == ["float32", "bfloat16"]
-    said = running.run("store", "explain", url).stdout
-    assert "          dtype: torch.bfloat16, not torch.float32" in said.splitlines()
