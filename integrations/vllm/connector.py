@@ -57,6 +57,7 @@ from cuvee.integrations.vllm.weights import Weights, named_weights
 if TYPE_CHECKING:
     from cuvee.integrations.vllm.blending.executing import PageBlender
     from cuvee.integrations.vllm.pages.draft_layers import Drafts
+    from cuvee.integrations.vllm.scheduler.identity_records import IdentityRecords
     from cuvee.integrations.vllm.scheduler.side import SchedulerSide
     from cuvee.integrations.vllm.worker.side import WorkerSide
 
@@ -113,6 +114,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         from cuvee.integrations.identity.lora_files import Adapters, watch_loads
+        from cuvee.integrations.vllm.scheduler.identity_records import IdentityRecords
         from cuvee.integrations.vllm.scheduler.side import SchedulerSide
         from cuvee.integrations.vllm.setup import Setup
 
@@ -130,6 +132,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_hit_source = _HIT_SOURCES.get(self._store.name, CacheHitSource.EXTERNAL_UNSPECIFIED)
         self._closed = False
         self._scheduler: SchedulerSide | None = None
+        self._records: IdentityRecords | None = None
         self._worker: WorkerSide | None = None
         self._blender: PageBlender | None = None
         self._cached_layers = () if self._setup.layers is None else self._setup.layers.names
@@ -149,12 +152,13 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             adapters = Adapters()
             if vllm_config.lora_config is not None:
                 watch_loads(adapters, Executor)
+            self._records = IdentityRecords(self._setup, self._store, self._recorder)
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or self._setup.block_tokens
             self._scheduler = SchedulerSide(
                 self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",
                 breaks=line_breaks(self._setup.options.blend, model),
                 make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,
-                weights=weights,
+                weights=weights, records=self._records,
             )  # fmt: skip
             from vllm.v1.engine.core import EngineCore
 
@@ -210,7 +214,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the engine free the blocks at once: they were copied, or are before anything overwrites them."""
-        outcome = self._scheduling.outcome(request)
+        outcome, reason = self._scheduling.outcome(request), self._scheduling.explanation(request)
+        if reason is not None:
+            outcome = {**(outcome or {}), "found": reason}
         self._scheduling.finished(request, block_ids)
         return False, None if outcome is None else {"cuvee": outcome}
 
@@ -366,6 +372,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if not self._closed:
             self._closed = True
+            if self._records is not None:  # once the worker has stored what waited
+                with self._guard("close"):
+                    self._records.close()
             with self._guard("close"):
                 return_store(self._setup.options.store)
 

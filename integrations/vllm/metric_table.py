@@ -33,6 +33,7 @@ class Metric:
 
 
 _LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _KINDS = ("chunk", "tail", "segment", "drafts", "state")
@@ -63,6 +64,13 @@ METRICS: dict[str, Metric] = {
         Metric("load_seconds", "histogram", "Seconds from the start to the end of a load, failed loads included, on "
                "the first rank; its count is that of the loads.", ranks="first", buckets=_LOAD_BUCKETS),
         Metric("loaded_tokens", "counter", "Tokens loaded instead of computed.", ranks="first"),
+        Metric("saved_seconds_estimate", "counter", "Seconds that computing the loaded tokens would have taken, "
+               "as the break-even estimates them from measured steps; nothing before it has measured enough. What "
+               "loading took is not deducted: see `load_seconds`."),
+        Metric("ttft_loaded_seconds", "histogram", "Seconds from a request's arrival to its first token, as the "
+               "engine's core sees both, if tokens of it were loaded.", buckets=_TTFT_BUCKETS),
+        Metric("ttft_computed_seconds", "histogram", "The same if none were: compare requests of equal length.",
+               buckets=_TTFT_BUCKETS),
         Metric("blend_tokens", "counter", "Tokens of blends: with cached KV that is reused, with cached KV "
                "but recomputed, and new ones between the segments.", "kind",
                ("reused", "recomputed", "new"), ranks="first"),
@@ -108,6 +116,9 @@ METRICS: dict[str, Metric] = {
         Metric("put_bytes", "counter", "Bytes written to a tier.", "tier"),
         Metric("pending_bytes", "gauge", "Bytes that wait to be stored: copies of KV, then their blobs."),
         Metric("store_queue_depth", "gauge", "Chunks that wait to be written to a tier behind the first.", "tier"),
+        Metric("identity_entries", "gauge", "About how many entries a shared store has of this engine's identity, and "
+               "of others that it keeps records of: `cuvee store explain` says how they differ.", "identity",
+               ("same", "other"), ranks="first"),
         Metric("store_bytes", "gauge", "Bytes in a tier, if the tier knows.", "tier", ranks="first"),
     )
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """What clients ask of the connector, in a request's `kv_transfer_params`: `{"cuvee": {"deadline_ms": 300, …}}`.
 
-Here the object is read, its fields are known by name, and `store` and `deadline_ms` are read;
+Here the object is read, its fields are known by name, and `store`, `explain` and `deadline_ms` are read;
 `blending.blend_options` reads the fields about blends.
 """
 
@@ -13,7 +13,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 
 PARAMETERS = "kv_transfer_params.cuvee"
-_FIELDS = ("deadline_ms", "store", "blend", "segments", "cost")
+_FIELDS = ("deadline_ms", "store", "blend", "segments", "cost", "explain")
 _MOST_MS = 3_600_000  # a later deadline is none
 _MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
 
@@ -22,7 +22,7 @@ def request_fields(params: Any) -> Mapping[str, Any] | None:
     """Return what `kv_transfer_params` say to this connector; None: nothing.
 
     Raises:
-        InputError: not an object, an unknown field, or a wrong `store`.
+        InputError: not an object, an unknown field, or a wrong `store` or `explain`.
     """
     given = _given(params)
     if given is None:
@@ -32,8 +32,9 @@ def request_fields(params: Any) -> Mapping[str, Any] | None:
     for name in given:
         if name not in _FIELDS:
             raise InputError(f"{PARAMETERS}: has no field {shown(name)}: {suggestion(shown(name), _FIELDS)}")
-    if type(given.get("store", True)) is not bool:
-        raise InputError(f"{PARAMETERS}.store: must be true or false, got {shown(given['store'])}")
+    for name in ("store", "explain"):
+        if type(given.get(name, True)) is not bool:
+            raise InputError(f"{PARAMETERS}.{name}: must be true or false, got {shown(given[name])}")
     return given
 
 
@@ -51,6 +52,12 @@ def refusal(params: Any) -> str:
 def may_store(params: Any) -> bool:
     """Return whether a request may be stored; `params` can be read."""
     return (request_fields(params) or {}).get("store", True) is True
+
+
+def wants_reason(params: Any) -> bool:
+    """Return whether the client asks why nothing was loaded, or not all of it."""
+    given = _given(params)
+    return isinstance(given, Mapping) and given.get("explain") is True
 
 
 def deadline_of(params: Any, default: float | None) -> float | None:

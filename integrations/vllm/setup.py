@@ -12,7 +12,7 @@ import stat
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.identity.checkpoint import (
+    VOLATILE,
     Checkpoint,
     changed_since,
     name_of_weights,
@@ -32,6 +33,7 @@ from cuvee.integrations.identity.checkpoint import (
     tokenizer_identity,
 )
 from cuvee.integrations.identity.engine_config import vllm_options
+from cuvee.integrations.identity.records import about_model
 from cuvee.integrations.identity.weights_name import Make
 from cuvee.integrations.profiles.collection import find_profile
 from cuvee.integrations.profiles.location import shown_profile
@@ -92,6 +94,7 @@ class Setup:
         replicated: whether all tensor-parallel ranks hold the same pages, as of latents (MLA).
         left: share of a device's memory that the engine leaves free.
         unnamed: whether the store is the default one, which nobody expects to outlive its engines.
+        about: what helps people to recognize the model (`cuvee.integrations.identity.records.about_model`).
     """
 
     options: Options
@@ -115,6 +118,7 @@ class Setup:
     replicated: bool = False
     left: float = 1.0
     unnamed: bool = False
+    about: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -225,6 +229,7 @@ class Setup:
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
             layers=cached, codes=codes, pages=pages, replicated=all_latent(kv_cache_config),
             left=1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization, unnamed=unnamed,
+            about=_about(vllm_config.model_config),
         )  # fmt: skip
         if options.deadline_ms is not None and not setup.loads_in_part:
             raise UnsupportedModelError(
@@ -373,6 +378,10 @@ def _checkpoint(vllm_config: Any) -> Checkpoint:
         )
     load_format = str(vllm_config.load_config.load_format)
     return Checkpoint(model.model, revision=model.revision, load_format=load_format)
+
+
+def _about(model: Any) -> dict[str, str]:
+    return about_model(str(model.model), model.revision, model.hf_text_config.to_dict(), VOLATILE)
 
 
 def _key_ids(codec: Codec) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from cuvee.codec.errors import InputError
 from cuvee.integrations.core.costs import prefill_quantities
 from cuvee.integrations.core.guard import Once
-from cuvee.integrations.vllm.decision import Pays, Verdict
+from cuvee.integrations.vllm.decision import MIN_SAMPLES, Pays, Verdict
 from cuvee.integrations.vllm.messages import LOADERS, Aim, Delivery, Entry, Load, Report
 from cuvee.integrations.vllm.phases import UNDER_WAY, RequestPhase
 from cuvee.integrations.vllm.request_params import deadline_of
@@ -77,12 +77,15 @@ class SchedulerLoads:
         self._share, self._in_part = share, in_part
         self._distrusted = -1.0  # lookups from before this time are not believed
         self._orders: list[Load] = []  # to be started by the next step
-        self._first_tokens: list[tuple[int, float]] = []  # steps that compute one, and by when it has to come
+        self._first_tokens: list[
+            tuple[int, float | None, RequestRecord]
+        ] = []  # steps of them, and by when they are due
         self._once = Once(logger)
 
     def begin(self, record: RequestRecord) -> None:
         """Read a new request's deadline. One that cannot be aimed at is left out, counted, and logged once."""
         request = record.request
+        record.arrived = self._state.clock() - max(time.time() - request.arrival_time, 0.0)
         reason, why = "engine", "windows and recurrent layers load a prefix as a whole or not at all"
         try:
             deadline = deadline_of(request.kv_transfer_params, self._state.options.deadline_ms)
@@ -90,27 +93,30 @@ class SchedulerLoads:
             reason, why, deadline = "parameters", str(error), 0.0
             record.error = record.error or why
         if deadline and self._in_part:
-            waited = max(time.time() - request.arrival_time, 0.0)
-            record.due = self._state.clock() - waited + deadline
+            record.due = record.arrived + deadline
         elif deadline is not None:
             self._state.recorder.count("deadlines", label="refused")
             self._once(reason, "cuvee: request %s has no deadline: %s", request.request_id, why)
 
     def note_step(self, record: RequestRecord, before: int, after: int, step: int) -> None:
         """Note that a step computes a request's tokens `before … after`."""
-        if record.due is not None and before < record.request.num_prompt_tokens <= after:
-            self._first_tokens.append((step, record.due))
+        if not record.started and before < record.request.num_prompt_tokens <= after:
+            self._first_tokens.append((step, record.due, record))
+            record.started = True
             record.due = None  # there is no hurry if it is preempted from here on
 
     def take(self, report: Report) -> None:
-        """Believe no lookup from before now if a load failed; count the deadlines of first tokens that are there."""
-        now, waiting = self._state.clock(), self._first_tokens
+        """Believe no lookup from before now if a load failed; time first tokens that are there."""
+        now, waiting, recorder = self._state.clock(), self._first_tokens, self._state.recorder
         if report.failed:
             self._distrusted = now
-        self._first_tokens = [(step, due) for step, due in waiting if step not in report.steps]
-        for step, due in waiting:
-            if step in report.steps:
-                self._state.recorder.count("deadlines", label="met" if now <= due else "missed")
+        self._first_tokens = [each for each in waiting if each[0] not in report.steps]
+        for step, due, record in waiting:
+            if step not in report.steps:
+                continue
+            recorder.count("ttft_loaded_seconds" if record.given else "ttft_computed_seconds", now - record.arrived)
+            if due is not None:
+                recorder.count("deadlines", label="met" if now <= due else "missed")
 
     def note_delivery(self, record: RequestRecord, delivery: Delivery) -> None:
         """Note what a rank restored, before the engine hears that the load is over. What its deadline leaves out is
@@ -120,6 +126,7 @@ class SchedulerLoads:
         starts = accumulate(delivery.tokens, initial=delivery.start)
         if not delivery.complete:
             self._records.load_no_more(record)
+            record.given, record.cut = min(record.given, sum(delivery.tokens)), record.cut or "deadline"
         worse = [start for start, parts in zip(starts, delivery.parts, strict=False) if parts < self._state.parts]
         if worse:
             first = worse[0] // self._state.block
@@ -266,6 +273,7 @@ class SchedulerLoads:
         prefix = [entry.within(held, sizes) for entry in prefix if start < exact and entry.start < exact]
         prefix = [entry for entry in prefix if self._state.is_needed(entry)]
         load = Load(record.id, record.tenant, prefix, start, end, list(held[0][start // sizes[0] :]), blend)
+        record.given = max(exact - start, 0)
         if record.due is not None:
             rest = record.request.num_tokens - record.end
             load.aim = Aim(record.due - self._state.clock(), rest, self._pays.prefill.learned)
@@ -298,6 +306,9 @@ class SchedulerLoads:
         record.ranks -= 1
         if record.ranks <= 0:
             self.release(record)
+            if record.given and self._pays.prefill.samples >= MIN_SAMPLES:
+                saved = self._pays.prefill.marginal(*prefill_quantities(record.first, record.first + record.given))
+                self._state.recorder.count("saved_seconds_estimate", saved)
             last = record.phase is RequestPhase.ENDING
             self._records.enter(record, RequestPhase.OVER if last else RequestPhase.ASKING)
             record.placed = 0
@@ -318,6 +329,7 @@ class SchedulerLoads:
         """Note which entries are there and which are not."""
         tokens = record.request.num_tokens
         whole = record.chain.digests(record.request.all_token_ids, self._state.whole(tokens))
+        record.awaited = found.chunks < len(whole) and self._known.has(whole[found.chunks])
         self._events.gone(found.missing)
         for digest in (*whole[found.chunks :], *found.absent):
             self._known.forget(digest)  # it is absent, or not known to be there

@@ -59,11 +59,14 @@ class RequestRecord:
     chain: PrefixChain = field(init=False, repr=False)  # digests of its chunks and tails
     adapter: AdapterFiles | None = None
     error: str = ""  # what is wrong with the options that its client has set
+    refused: str = ""  # why it is not cached, of the metric `uncached`
+    arrived: float = 0.0  # on the clock of the scheduler's side
     # What the store has of it.
     lookup: Lookup[Found] | None = None  # the question under way, or the last one
     learned: Lookup[Found] | None = None  # the one that `found` and `end` are of; the engine may ask again
     found: Found = NOTHING
     end: int = 0  # number of the prompt's tokens that `found` can give
+    awaited: bool = False  # whether the first entry that is not there was to be stored a moment ago
     segmented: Segmented | None = None  # the segments of it that may be blended
     # What the engine is told.
     verdict: Verdict | None = None  # whether what was found last pays; a load that was declined stays so
@@ -76,6 +79,9 @@ class RequestRecord:
     # Its load.
     digests: Sequence[bytes] = ()  # of its prefix
     ranks: int = 0  # that have not ended it
+    given: int = 0  # number of tokens that loads have restored, or will
+    cut: str = ""  # why they restored less than they should: "failed" or "deadline"
+    started: bool = False  # whether its first token was timed
     placed: int = 0  # ranks that have placed the segments of its blend
     # What is stored of it.
     computed: int = 0  # tokens that have KV in the blocks the request has now, once its last step is over

@@ -32,8 +32,11 @@ from cuvee.integrations.vllm.decision import Pays
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.phases import UNDER_WAY, RequestPhase
+from cuvee.integrations.vllm.request_params import wants_reason
 from cuvee.integrations.vllm.scheduler.blends import SchedulerBlends
 from cuvee.integrations.vllm.scheduler.events import EventPair, SchedulerEvents
+from cuvee.integrations.vllm.scheduler.explaining import explanation
+from cuvee.integrations.vllm.scheduler.identity_records import IdentityRecords
 from cuvee.integrations.vllm.scheduler.loads import ASK_AGAIN, NOT_ASKED, PrefixMatch, SchedulerLoads
 from cuvee.integrations.vllm.scheduler.request_record import NOTHING, RequestRecord, RequestTable
 from cuvee.integrations.vllm.scheduler.requests import Requests
@@ -63,6 +66,7 @@ class SchedulerSide:
         make_events: makes the events about a request's tokens (`SchedulerEvents`); None: no router listens.
         weights: makes the identity's name of the weights; until that is known, requests are computed, and not cached.
             None: the identity has its name.
+        records: is told the engine's identity and its entries; None: nobody is.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class SchedulerSide:
         breaks: LineBreaks | None = None,
         make_events: Callable[[Any, range], EventPair | None] | None = None,
         weights: WeightsName | None = None,
+        records: IdentityRecords | None = None,
     ) -> None:
         options = setup.options
         self._recorder = recorder
@@ -88,6 +93,8 @@ class SchedulerSide:
         self._alone = setup.alone
         self._weights = weights
         self._named = weights is None
+        self._beside = setup.beside
+        self._identities = records
         self._coding = setup.coding
         self._guard = Guard(recorder)
         self._state = state = SchedulerState(setup, store, recorder, clock)
@@ -101,6 +108,8 @@ class SchedulerSide:
         self._loads = SchedulerLoads(state, self._records, known, self._events, self._pays, *in_engine)
         self._blends = SchedulerBlends(self._records, state.shards, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
+        if records is not None:
+            self._take_name()  # if it is there already: entries are counted from the start
 
     # Requests, in the order in which the engine calls ------------------------------------------------------------
 
@@ -181,6 +190,20 @@ class SchedulerSide:
                 return {**blended, **({"error": record.error} if record.error else {})} or None
         return None
 
+    def explanation(self, request: Any) -> dict[str, Any] | None:
+        """Return why a request that ends was not loaded as a whole (`explaining.explanation`), if its client asks and
+        may be answered: vLLM refuses two connectors' answers to one request. Logs it at DEBUG.
+        """
+        asks = not self._beside and wants_reason(request.kv_transfer_params)
+        with self._guard("finished"):
+            record = self._records.get(request.request_id)
+            if record is None or not (asks or logger.isEnabledFor(logging.DEBUG)):
+                return None
+            found = explanation(record, self._state)
+            logger.debug("cuvee: request %s: %s", request.request_id, found)
+            return found if asks else None
+        return None
+
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
         """Forget a request that is done or was aborted; `tables` are the blocks it had, which are free now.
 
@@ -221,6 +244,9 @@ class SchedulerSide:
         plan.drops = self._blends.take_drops()
         with self._guard("plan"):
             self._plan_requests(plan, output)
+        if self._identities is not None:
+            for save in (*plan.last_saves, *plan.saves):
+                self._identities.note(save.tenant, save.entry.digest)
         self._announced = plan.confirmed
         if plan.saves or plan.last_saves:
             self._saving = plan.step if plan.saves else max(self._saving, plan.step - 1)
@@ -286,6 +312,7 @@ class SchedulerSide:
         with self._guard("take", self._stop):
             if self._requests.settle(report):
                 if self._requests.changed:
+                    self._tell_identity()
                     self._recorder.count("weights_changed")
                     logger.warning(
                         "cuvee: the engine's weights have changed: they are named %s", self._requests.identity.model
@@ -385,7 +412,12 @@ class SchedulerSide:
             self._requests.name(named.text)
             self._planner.identity = self._requests.identity
             self._named = True
+            self._tell_identity()
         return self._named
+
+    def _tell_identity(self) -> None:
+        if self._identities is not None:
+            self._identities.use(self._requests.identity)
 
     def _give_up(self, request: Any, reason: str = "error") -> None:
         """Neither load nor store anything for a request from here on. A load that a worker has begun goes on to its
@@ -394,6 +426,8 @@ class SchedulerSide:
         record = self._records.of(request)
         counts = record.cached or record.phase in _NEW
         record.cached = False
+        if counts:
+            record.refused = reason
         self._blends.drop(record)
         self._records.load_no_more(record)
         record.forget_lookups()
@@ -402,6 +436,7 @@ class SchedulerSide:
 
     def _refuse(self, record: RequestRecord) -> None:
         """Load nothing more for a request whose load failed, because it would only fail again."""
+        record.given, record.cut = 0, "failed"
         if record.cached and record.blend is not None:
             self._planner.refuse(record, "failed")
         self._blends.drop(record)

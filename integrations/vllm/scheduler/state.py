@@ -151,10 +151,14 @@ class KnownEntries:
         self._state = state
         self._seen: OrderedDict[bytes, float] = OrderedDict()
 
+    def has(self, digest: bytes) -> bool:
+        """Return whether an entry is taken for stored."""
+        return self._state.clock() - self._seen.get(digest, -_KNOWN_AGE) < _KNOWN_AGE
+
     def check(self, digest: bytes) -> bool:
         """Return whether an entry is known to be stored, and remember that it is from now on."""
         now = self._state.clock()
-        if now - self._seen.get(digest, -_KNOWN_AGE) < _KNOWN_AGE:
+        if self.has(digest):
             return True
         self._seen[digest] = now
         self._seen.move_to_end(digest)

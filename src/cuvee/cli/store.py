@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from cuvee.cli.options import Json
-from cuvee.cli.output import counted, make_console, make_table, print_json
+from cuvee.cli.output import make_console, make_table, print_json
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError
 
@@ -160,7 +160,7 @@ def _show_identities(rows: list[dict[str, Any]]) -> None:
     if not rows:
         typer.echo("no engine has written a record here yet")
     for row in rows:
-        count = counted(row["entries"], "entry").replace("entrys", "entries")
+        count = f"{row['entries']:,} {'entry' if row['entries'] == 1 else 'entries'}"
         typer.echo(
             f"{row['identity'][:8]}  {'' if row['exact'] else 'about '}{count}, model "
             f"{row['about'].get('model', 'unknown')}, written {row['written']}"

@@ -108,10 +108,10 @@ def test_the_offline_example_runs_on_the_real_engine(tmp_path: Path) -> None:
 
 
 def test_the_dashboard_shows_metrics_that_exist() -> None:
-    """Six panels; every query names a metric as Prometheus has it, and the labels it has."""
+    """Nine panels; every query names a metric as Prometheus has it, and the labels it has."""
     dashboard = json.loads((ROOT.parent / "docs" / "grafana" / "cuvee.json").read_text())
-    assert len(dashboard["panels"]) == 6 and {panel["type"] for panel in dashboard["panels"]} == {"timeseries"}
-    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]}) == 6
+    assert len(dashboard["panels"]) == 9 and {panel["type"] for panel in dashboard["panels"]} == {"timeseries"}
+    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]}) == 9
     endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
     (variable,) = set(re.findall(r"label_values\(vllm:cuvee_([a-z_]+)_total, ", json.dumps(dashboard["templating"])))
     assert METRICS[variable].kind == "counter"

@@ -10,7 +10,7 @@ import pytest
 from tests.package.cli import running
 from typer.testing import Result
 
-from cuvee.integrations.identity.records import IdentityRecord, RecordStore
+from cuvee.integrations.identity.records import EntrySample, IdentityRecord, RecordStore
 from cuvee.integrations.stores.base import RECORDS, StoreError
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.naming.identity import store_key, tenant_id
@@ -221,3 +221,22 @@ def test_deleting_a_tenant_deletes_what_records_know_of_it(tmp_path: Path) -> No
     assert left.id == two.id and left.sample.keys == {store_key("", bytes([number]) * 32) for number in (1, 2)}
     run("delete-tenant", f"file://{tmp_path}/kv", "--salt", "", "--yes")
     assert RecordStore(DiskStore(tmp_path / "kv")).read() == ([], []) and one.id != two.id
+
+
+def test_the_guide_shows_what_explain_prints(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "guides" / "operating.md").read_text()
+    shown = text.split("cuvee store explain file:///var/cache/kv\n")[1].split("```")[0]
+    store = DiskStore(tmp_path / "kv")
+    for number, (dtype, entries, more) in enumerate(
+        (("float32", 20, {"options.quantization": "fp8"}), ("bfloat16", 41, {}))
+    ):
+        fields = {"weights": "aa", "dtype": f"torch.{dtype}", "cache_dtype": dtype, **more}
+        keys = [store_key("", bytes([number, at]) + bytes(30)) for at in range(entries)]
+        sample = EntrySample(1 << (64 if number else 56), keys)
+        written = 1795965600_000 - 18 * 60_000 * (1 - number)
+        record = IdentityRecord(fields, {"model": "books-3m"}, written, sample)
+        for key in keys:
+            store.put(key, b"x")
+        store.put(record.key, record.to_bytes())
+    store.close()
+    assert run("explain", f"file://{tmp_path}/kv").stdout == shown

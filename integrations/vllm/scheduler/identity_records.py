@@ -1,0 +1,140 @@
+"""`IdentityRecords`: keeps the record of an engine's identity in its store, and counts whose entries are there.
+
+A thread of its own does all of that, every minute: the engine's loop only notes which entries are to be stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from cuvee.integrations.core.entry_keys import EntryKeys
+from cuvee.integrations.core.guard import Once
+from cuvee.integrations.core.niceness import LOWEST_PRIORITY, give_way
+from cuvee.integrations.identity.records import (
+    SAMPLE,
+    EntrySample,
+    IdentityRecord,
+    RecordStore,
+    differences,
+    identity_fields,
+)
+from cuvee.integrations.stores import Store
+from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.setup import Setup
+from cuvee.naming.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 60.0  # between counts; entries that are noted are stored long before the second one
+_CLOSE_SECONDS = 5.0
+_MOST_NOTED = 8 * SAMPLE
+_MOST_NAMED = 8  # fields in the log
+
+
+class IdentityRecords:
+    """The record of an engine's identity. Only `close` waits.
+
+    Args:
+        setup: of the engine.
+        store: of its entries.
+        recorder: takes the gauge `identity_entries`.
+    """
+
+    def __init__(self, setup: Setup, store: Store, recorder: Recorder) -> None:
+        self._setup, self._recorder = setup, recorder
+        self._records = RecordStore(store)
+        self._key_ids = setup.options.key_ids()
+        self._keys = EntryKeys(self._key_ids)
+        self._changed = threading.Condition()
+        self._identity: Identity | None = None
+        self._noted: list[tuple[str, bytes]] = []
+        self._bound = EntrySample().bound
+        self._record: IdentityRecord | None = None  # used by the thread
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._once = Once(logger)
+
+    def use(self, identity: Identity) -> None:
+        """Keep the record of this identity from now on: the engine's, once its weights have a name."""
+        if not self._records.shared:
+            return
+        with self._changed:
+            self._identity, self._noted, self._bound = identity, [], EntrySample().bound
+            self._changed.notify_all()
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="cuvee-records", daemon=True)
+                self._thread.start()
+
+    def note(self, tenant: str, digest: bytes) -> None:
+        """Note that an entry is to be stored. It need not be: what is not there is not counted."""
+        if self._thread is not None and int.from_bytes(digest[:8]) < self._bound and len(self._noted) < _MOST_NOTED:
+            self._noted.append((tenant, digest))
+
+    def close(self) -> None:
+        """Count once more, for at most five seconds, and stop."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        give_way(LOWEST_PRIORITY)
+        counted: Identity | None = None
+        while True:
+            with self._changed:
+                identity, noted, closed = self._identity, self._noted, self._closed
+                self._noted = []
+            if identity is not None:
+                try:
+                    self._refresh(identity, noted, first=counted is not identity)
+                    counted = identity
+                except Exception as error:
+                    self._once("failed", "cuvee: entries of this identity and of others cannot be counted: %s", error)
+            if closed:
+                return
+            with self._changed:
+                self._changed.wait_for(lambda last=identity: self._closed or self._identity is not last, _SECONDS)
+
+    def _refresh(self, identity: Identity, noted: Sequence[tuple[str, bytes]], first: bool) -> None:
+        """Count the entries of all identities, and write this one's record if it says something new."""
+        record = self._record
+        if first or record is None:
+            setup = self._setup
+            fields = identity_fields(identity, setup.layout, setup.options.chunk_tokens, self._key_ids)
+            record = self._record = IdentityRecord(fields, setup.about)
+        found, problems = self._records.read()
+        for line in problems:
+            self._once("bad", "cuvee: a record of an identity in the store is passed over: %s", line)
+        others = [each for each in found if each.id != record.id]
+        stored = next((each for each in found if each.id == record.id), None)
+        if stored is not None:
+            record.sample.merge(stored.sample)
+        record.sample.keys = self._records.present(record.sample.keys)
+        own = record.sample.count(len(record.sample.keys))
+        counts = {each.id: self._records.count(each) for each in others}
+        self._recorder.gauge("identity_entries", own, "same")
+        self._recorder.gauge("identity_entries", sum(counts.values()), "other")
+        if first:
+            self._tell(record, own, others, counts)
+        for tenant, digest in noted:
+            record.sample.add(self._keys.written(tenant, digest))
+        self._bound = record.sample.bound
+        if stored is None or (stored.sample.keys, stored.sample.bound) != (record.sample.keys, record.sample.bound):
+            self._records.write(record, others)
+
+    def _tell(self, record: IdentityRecord, own: int, others: Sequence[IdentityRecord], counts: dict[str, int]) -> None:
+        names = Counter(name for other in others for name in differences(record, other))
+        named = ", ".join(f"{name} ({count})" for name, count in names.most_common(_MOST_NAMED))
+        if not others:
+            logger.info(
+                "cuvee: the store has %d entries of this identity (%s), and no others are known", own, record.id[:8]
+            )
+            return
+        logger.info(
+            "cuvee: the store has %d entries of this identity (%s), and %d of %d others, which differ in: %s; "
+            "`cuvee store explain` shows the values", own, record.id[:8], sum(counts.values()), len(others), named,
+        )  # fmt: skip

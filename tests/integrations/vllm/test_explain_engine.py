@@ -1,0 +1,42 @@
+"""Real engines on one store that differ in one option: their answers say why a request was loaded or missed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.integrations.vllm.engines import Engine, Step, ids, run_engines, save_tiny_model, transfer
+
+pytestmark = pytest.mark.slow
+
+ASKS = {"cuvee": {"explain": True}}
+
+
+def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
+    model = save_tiny_model("llama", folder / "tiny")
+    steps = [
+        Step([ids(200, "a")], params=[ASKS], settles=True),
+        Step([ids(200, "a")], params=[ASKS], forget=True),
+        Step([ids(64, "a") + ids(136, "b")], params=[ASKS], forget=True),
+    ]
+    first = {"dtype": "float32", **transfer(folder, "kv")}
+    second = first | {"dtype": "bfloat16"}
+    third = first | {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}
+    ran = run_engines(
+        folder / "run",
+        [
+            Engine("first", model, steps, first, watched=True),
+            Engine("second", model, steps[:1], second),
+            Engine("third", model, steps[:1], third),
+        ],
+    )
+    told = [[answer.told["cuvee"]["found"] for answer in step] for step in ran["first"].steps]
+    cold, warm, partly = (each[0] for each in told)
+    assert (cold["reason"], cold["found_tokens"], cold["missing_from"]) == ("absent", 0, 0)
+    assert (warm["reason"], warm["found_tokens"], warm["loaded_tokens"]) == ("hit", 192, 192)
+    assert (partly["reason"], partly["found_tokens"], partly["missing_from"]) == ("partial", 64, 64)
+    for name in ("second", "third"):
+        assert ran[name].steps[0][0].told["cuvee"]["found"]["reason"] == "absent"
+        ran[name].assert_sound()
+    assert ran["first"].metric("vllm:cuvee_ttft_loaded_seconds_count") == 2
+    assert "watchdog: []" in ran["first"].log
