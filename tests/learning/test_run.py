@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.learning.calibrate import calibrate
+from cuvee.learning.moments import Moments
 from cuvee.learning.run import Run, key_of
 
 PLACES = {  # what each stage calls once a batch, and the call that is interrupted
@@ -139,3 +142,22 @@ def test_the_time_left_is_that_of_all_stages(monkeypatch: pytest.MonkeyPatch, ca
     assert capsys.readouterr().err.splitlines()[-2:] == [
         "measuring: 90 of 100, 10 s left in all", "measuring: 100 of 100, 0 s left in all"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_sums_are_gone_when_the_curve_is_measured(
+    keeps: bool, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take gigabytes, and so do the predictions of a large vocabulary."""
+    alive: list[int] = []
+
+    def counted_sums(profile: Profile, *_: Any, **__: Any) -> Profile:
+        gc.collect()
+        alive.append(sum(isinstance(own, Moments) for own in gc.get_objects()))
+        return profile.with_curve([CurvePoint(0, 1.0, 1e-2, 1e-3, kind="reread")], [40])
+
+    monkeypatch.setattr("cuvee.learning.calibrate.measure", counted_sums)
+    gc.collect()
+    before = sum(isinstance(own, Moments) for own in gc.get_objects())
+    learned(tiny, Run(shown=False, keep=tmp_path / "kept" if keeps else None))
+    assert alive == [before, before]

@@ -50,7 +50,7 @@ _Text = tuple[Sequence[tuple[torch.Tensor, int]], Sequence[torch.Tensor]]  # wit
 CODED_SHARE = 0.39
 CPU_FLOPS, GPU_FLOPS = 1536.0, 4096.0  # per decoded value: the budgets of `group="auto"` by the model's device
 # What the stages of a run cost beside forward passes, for estimates of its time: fitted to a model of 1.5 B parameters.
-CODING_FLOPS = 1000.0  # of one value of a cache, coded and decoded
+CODING_FLOPS = 6000.0  # of one value of a cache, coded and decoded
 BASES_FLOPS = 2e8  # likewise, to learn its bases
 HEAD_TIMES = 5.0  # what a head costs in float32 with the comparison of its predictions, over a head alone
 _PLAIN, _REREAD = "text", "reread"  # kinds of text on the curve, if the caller names none
@@ -74,6 +74,7 @@ def calibrate(
     seed: int = 0,
     flops: float | None = None,
     tensor_parallel: bool = False,
+    step_indices: Sequence[int] | None = None,
     progress: bool | Run = True,
 ) -> Profile:
     """Learn a profile in the loss metric: the Fisher information of the cache. Needs a backward pass.
@@ -101,6 +102,8 @@ def calibrate(
             default 1536 for a model on a CPU, else 4096.
         tensor_parallel: with `"auto"` alone, choose a group `"heads:n"`, which `Profile.shard` cuts for any number of
             ranks.
+        step_indices: the steps at which most kinds of text are measured, in 1/64 octave, apart from those that are too
+            fine for the profile. Default: every half octave.
         batch_size: sequences per forward pass.
         seed: seed of the sampled targets; the same arguments give the same profile on the same machine.
         progress: show a progress bar on standard error, with the time that all stages still take; or a
@@ -168,26 +171,43 @@ def calibrate(
     text = [*(batch for batch, _ in learning), *reading] if predict_tokens else []
     run = progress if isinstance(progress, Run) else Run(progress)
     texts = (learning, text, reading, list(testing.items()))
-    run.begin("learning", key_of(model, fingerprint, group, prefix, seed, texts))
-    run.expect(*stage_costs(model, layout, learning, (text, reading), (usual, beside)))
+    run.begin("learning", key_of(model, fingerprint, group, prefix, seed, texts, step_indices))
+    steps = len(step_indices or CURVE_STEP_INDICES)
+    run.expect(*stage_costs(model, layout, learning, (text, reading), (usual, beside), steps))
     if (kept := run.value("profile")) is not None:
         profile = _unpacked(kept)
     else:
         tokens = _learn_tokens(model, layout, group, text, run)
-        gathered = _Gathered(new_moments(layout, group, _device_of_moments(model, layout, group)), seed)
-        gathered.read(model, layout, (learning, reading), tokens, run)
-        moments = gathered.moments
-        profile = build_profile(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, tokens, run)
-        if run.keeps:
-            run.put("profile", _packed(profile))
-    profile = measure(profile, model, usual, prefix=prefix, batch_size=MEASURE_BATCH, progress=run)
+        profile = _learn(model, layout, group, fingerprint, (learning, reading), tokens, seed, run)
+        del tokens
+        run.put("profile", _packed(profile) if run.keeps else None)
+    served = default_step_indices(profile)
+    wanted = [step for step in step_indices or served if step >= served[0]]
+    profile = measure(profile, model, usual, prefix=prefix, step_indices=wanted, batch_size=MEASURE_BATCH, progress=run)
     if not beside:
         return profile
-    few = _few_steps(default_step_indices(profile))
+    few = _few_steps(served)
     points = measure(
         profile, model, beside, prefix=prefix, step_indices=few, batch_size=MEASURE_BATCH, progress=run
     ).points
     return profile.with_curve([*profile.points, *(point for point in points if point.kind)], lengths)
+
+
+def _learn(
+    model: PreTrainedModel,
+    layout: KVLayout,
+    group: str,
+    fingerprint: str,
+    text: _Text,
+    tokens: TokenModel | None,
+    seed: int,
+    run: Run,
+) -> Profile:
+    """Learn a profile without a curve. Its sums, which take gigabytes, end here."""
+    gathered = _Gathered(new_moments(layout, group, _device_of_moments(model, layout, group)), seed)
+    gathered.read(model, layout, text, tokens, run)
+    metrics = Moments.loss_metrics
+    return build_profile(layout, group, "calibrated", gathered.moments, metrics, fingerprint, tokens, run)
 
 
 def _few_steps(steps: Sequence[int]) -> set[int]:
@@ -233,11 +253,12 @@ def stage_costs(
     learning: Sequence[tuple[torch.Tensor, int]],
     text: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     tested: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
+    steps: int = len(CURVE_STEP_INDICES),
 ) -> list[tuple[str, float]]:
     """Return what each stage of a run takes, as the forward passes of so many tokens through the model's layers."""
     embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight
-    head = model.get_output_embeddings()
-    outside = embedding.numel() + (0 if head is None or head.weight is embedding else head.weight.numel())
+    head: Any = getattr(model.get_output_embeddings(), "weight", None)
+    outside = embedding.numel() + (0 if head is None or head is embedding else head.numel())
     layers = max(sum(own.numel() for own in model.parameters()) - outside, 1)
     share = embedding.numel() / layers  # of the head
     coding = CODING_FLOPS * layout.values_per_token / layers
@@ -245,10 +266,9 @@ def stage_costs(
     if reading < TOKENS_PER_FEATURE * embedding.shape[1]:
         reading = 0.0
     gradients = sum(len(rows) * (cached + (rows.shape[1] - cached) * (2 + 3 * share)) for rows, cached in learning)
-    steps = CURVE_STEP_INDICES
     out = [("reading", reading), ("calibrating", gradients), ("adding text", adding)]
     out.append(("learning bases", BASES_FLOPS * layout.values_per_token / layers))
-    for kinds, count in zip(tested, (len(steps), len(_few_steps(steps))), strict=True):
+    for kinds, count in zip(tested, (steps, len(_few_steps(CURVE_STEP_INDICES))), strict=True):
         ways = 1.5 * count if reading else count
         rows = sum(own.numel() for own in kinds.values())
         out.append(("measuring", ways * rows * ((1 + HEAD_TIMES * share) / 4 + coding)))

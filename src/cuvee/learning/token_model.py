@@ -148,7 +148,7 @@ def _token_table(
             features = token_features(part) - mean
             yield features if directions is None else features @ directions.float()
 
-    power = sum(features.square().sum(0, dtype=torch.float64) for features in slices())
+    power = torch.stack([features.square().sum(0, dtype=torch.float64) for features in slices()]).sum(0)
     deviation = (power / len(embedding)).sqrt().float().clamp_min(FLOOR)
     tables, scales = zip(*(_rounded(features / deviation) for features in slices()), strict=True)
     return deviation, TokenTable(torch.cat(tables), torch.cat(scales))

@@ -117,7 +117,7 @@ def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.Mo
 
 def test_a_quick_profile_promises_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From fewer sequences, with a curve of every kind but the model's samples."""
-    monkeypatch.setattr("cuvee.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))
+    monkeypatch.setattr("cuvee.learning.curve.CURVE_STEP_INDICES", (-256, -192, -128, -64, 0))
     monkeypatch.setattr(kinds, "sample_text", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(kinds, "more_text", lambda *_: 1 / 0)
     out = tmp_path / "profile"
@@ -126,6 +126,8 @@ def test_a_quick_profile_promises_what_it_measured(tmp_path: Path, monkeypatch: 
     assert "dtype " in done.stderr and MIXTURE_SEQUENCES == kinds.MIXTURE_SEQUENCES
     assert sorted(profile.curves) == sorted({*ALL_KINDS} - {kinds.SAMPLES}) and profile.token_table is None
     assert all(point.kl is not None for curve in profile.curves.values() for point in curve)
+    steps = {kind: [point.step_index for point in profile.curves[kind]] for kind in ("prose", "reread")}
+    assert steps == {"prose": [-256, -128, 0], "reread": [-256, 0]}
     assert 30 * 44 <= profile.text_tokens <= QUICK_SEQUENCES * 44
 
 
@@ -162,6 +164,7 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
         return books.profile  # type: ignore[no-any-return]
 
     monkeypatch.setattr(cuvee, "calibrate", calibrate)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)  # of a CPU that is quicker in float32
     (tmp_path / "prose").write_text("It rained. " * 3000)
     (tmp_path / "a=b").write_text("It snowed. " * 3000)
     learn = ("profile", "learn", bundled_model_path(), "--length", "64")
@@ -174,9 +177,10 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     # The default is the mixture; an added kind replaces one of the same name.
     tokens, group, arguments = learned("--sequences", "40", "--text", tmp_path / "prose", "--text", tmp_path / "a=b")
     assert list(tokens) == [*ALL_KINDS, "a=b"] and group == "auto"
-    defaults = {"batch_size": 4, "seed": 0, "tensor_parallel": False}
+    defaults = {"batch_size": 4, "seed": 0, "tensor_parallel": False, "step_indices": None}
     more = arguments.pop("more_text")
     assert more.shape[1] == 64 and len(more) > 10 * 40, "all bundled texts, to predict from tokens"
+    assert arguments.pop("progress").keeps
     assert arguments == {**defaults, "dtype": torch.float32}
     assert {kind: len(tokens[kind]) for kind in ("prose", "code", "a=b")} == {"prose": 10, "code": 8, "a=b": 10}
     assert len({tuple(row[4:8].tolist()) for row in tokens["prose"]}) <= 4, "one sentence over and over"
