@@ -2,7 +2,8 @@
 
     context --prefill--> cache --method--> decoded cache --forward with what follows--> log-probabilities
 
-Contexts that are alike share a prefill, and continuations that are read alike share a row.
+Contexts that are alike share a prefill, those that begin alike share that of the beginning, and continuations that are
+read alike share a row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import Filled, empty_cache
 from cuvee.eval.quality import Method, spans
-from cuvee.learning.progress import tracked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,6 +27,8 @@ __all__ = ["CachedLayers", "CachedReader", "Read", "Statistics", "TokenIds"]
 
 TokenIds = tuple[int, ...]
 """Token ids of a text or of a part of one."""
+
+_SHARED_TOKENS = 64  # a shorter beginning saves less than a second forward pass costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class CachedReader:
         self._method = method
         self._chunk_tokens = chunk_tokens
         self._statistics = statistics
+        self._begun: tuple[TokenIds, Filled] | None = None  # what was last read alone, and its exact cache
 
     def score(self, reads: Sequence[Read], rows: int, bar: Any) -> list[tuple[float, bool]]:
         """For each read, the log-likelihood of its targets, and whether each of them is the likeliest token.
@@ -137,7 +140,7 @@ class CachedReader:
         # The longest first, as in HFLM: memory runs out immediately or never, and time left is never underestimated.
         ordered = sorted(contexts, key=lambda c: (len(c), max(len(reads[i].tail) for i in contexts[c])), reverse=True)
         batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
-        for batch in tracked(batches, "contexts" if rows == 1 else f"batches of {rows} contexts", progress=False):
+        for batch in batches:
             members = [index for context in batch for index in contexts[context]]
             self._statistics.uncached_requests += sum(not reads[index].split for index in members)
             exact = {index: reads[index] for index in members if reads[index].exact_targets}
@@ -172,13 +175,39 @@ class CachedReader:
         """
         if not contexts:
             return {}, {}
-        cache = empty_cache(self._model, self._layout)
-        tokens = _padded(contexts, self._device)
-        # There is no mask: padding is on the right, where no real token sees it. The head is skipped if not needed.
-        predictions = self._forward(tokens, cache=cache, logits_to_keep=0 if logits else 1)
-        filled = Filled.of(cache, self._layout, tokens.shape[1])
+        # Many kernels cannot read several tokens after a recurrent state.
+        sharing = not logits and not self._layout.states
+        held = self._beginning(contexts) if sharing else 0
+        filled, predictions = self._prefill(contexts, held, logits)
+        if sharing and not held and len(contexts) == 1:
+            self._begun = contexts[0], filled
         decoded = {tokens: self._code(filled, row, tokens) for row, tokens in enumerate(contexts)}
         return decoded, dict(zip(contexts, predictions, strict=True)) if logits else {}
+
+    def _beginning(self, contexts: Sequence[TokenIds]) -> int:
+        """How many tokens of `_begun` all contexts begin with. It is filled first, if that saves work."""
+        starts = [context[:-1] for context in contexts]  # a forward pass needs a token to read
+        held = _in_common([self._begun[0], *starts]) if self._begun else 0
+        if held >= _SHARED_TOKENS:
+            return held
+        self._begun = None  # frees its memory first
+        common = starts[0][: _in_common(starts)]
+        if len(contexts) == 1 or len(common) < _SHARED_TOKENS:
+            return 0
+        self._begun = common, self._prefill([common], 0)[0]
+        return len(common)
+
+    def _prefill(self, contexts: Sequence[TokenIds], held: int, logits: bool = False) -> tuple[Filled, torch.Tensor]:
+        """The exact cache of contexts, whose first `held` tokens are in `_begun`, and the predictions of the others."""
+        cache = empty_cache(self._model, self._layout)
+        if held and self._begun:
+            begun = self._begun[1]
+            rows = [[x[:, :, :held].expand(len(contexts), -1, -1, -1) for x in unit] for unit in begun.units]
+            cache = begun.cache([(keys, values) for keys, values in rows])
+        tokens = _padded([context[held:] for context in contexts], self._device)
+        # There is no mask: padding is on the right, where no real token sees it. The head is skipped if not needed.
+        predictions = self._forward(tokens, cache=cache, logits_to_keep=0 if logits else 1)
+        return Filled.of(cache, self._layout, held + tokens.shape[1]), predictions
 
     def _code(self, filled: Filled, row: int, token_ids: TokenIds) -> CachedLayers:
         """The first tokens in a row of a cache, which have these ids, as they come back from the method."""
@@ -246,6 +275,11 @@ def _likelihood(log_probabilities: torch.Tensor, targets: TokenIds) -> tuple[flo
     chosen = torch.tensor(targets, device=log_probabilities.device)
     likeliest = bool((log_probabilities.argmax(-1) == chosen).all())
     return float(log_probabilities.gather(-1, chosen[:, None]).sum(dtype=torch.float64)), likeliest
+
+
+def _in_common(rows: Sequence[TokenIds]) -> int:
+    """The number of tokens that all rows begin with."""
+    return next((at for at, ids in enumerate(zip(*rows, strict=False)) if len({*ids}) > 1), min(map(len, rows)))
 
 
 def _padded(rows: Sequence[TokenIds], device: torch.device) -> torch.Tensor:

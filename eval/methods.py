@@ -24,6 +24,8 @@ UNCOMPRESSED = "bf16"  # the key of the unchanged cache
 BASELINES: dict[str, tuple[str, Callable[[], Method]]] = {
     UNCOMPRESSED: ("16-bit cache", Uncompressed),
     "fp8-e4m3": ("FP8 e4m3", Float8),
+    "fp8-e4m3-unit": ("FP8 e4m3, a scale per tensor", lambda: Float8(scale="unit")),
+    "fp8-e4m3-head": ("FP8 e4m3, a scale per head", lambda: Float8(scale="head")),
     "fp8-e5m2": ("FP8 e5m2", lambda: Float8("e5m2")),
     "int8": ("int8 per tensor", Int8),
     "kivi4": ("KIVI int4", lambda: Kivi(4)),

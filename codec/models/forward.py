@@ -27,6 +27,8 @@ from cuvee.codec.layout import KVLayout, LayerLayout
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+_HEAD_VALUES = 1 << 24  # values of a head that are float32 at a time: the copy of a whole one may take a gigabyte
+
 
 def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | None) -> int:
     """Validate calibration text and return the length of the prefix.
@@ -216,8 +218,10 @@ def score(
         units.append((keys.to(device, model.dtype), values.to(device, model.dtype)))
     cache = (filled or Filled(layout, (), None, ())).cache(units)
     with _float32_head(model):
-        logits: torch.Tensor = model(input_ids=tokens, **cache_argument(model, cache)).logits[:, :-1]
-    return logits.float().log_softmax(-1)
+        logits: torch.Tensor = model(input_ids=tokens, **cache_argument(model, cache)).logits[:, :-1].float()
+    for row in logits:
+        row.copy_(row.log_softmax(-1))
+    return logits
 
 
 @contextmanager
@@ -232,8 +236,12 @@ def _float32_head(model: PreTrainedModel) -> Iterator[None]:
         return
 
     def exact(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        bias = None if module.bias is None else module.bias.float()
-        return torch.nn.functional.linear(inputs[0].float(), module.weight.float(), bias)
+        states = inputs[0].float()
+        logits = states.new_empty(*output.shape)
+        rows = max(_HEAD_VALUES // states.shape[-1], 1)
+        for part, weight in zip(logits.split(rows, -1), module.weight.split(rows), strict=True):
+            part.copy_(states @ weight.float().T)
+        return logits if module.bias is None else logits.add_(module.bias.float())
 
     hook = head.register_forward_hook(exact)
     try:

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `Uncompressed` | as they are | as they are | 8 x the dtype's bytes |
 | `Destroyed` | zeros | zeros | 0 |
-| `Float8` | e4m3 or e5m2, each value alone | the same | 8; no scales |
+| `Float8` | e4m3 or e5m2, each value alone, or scaled by unit or head and chunk | the same | 8, and scales if any |
 | `Int8` | absmax by unit and chunk | the same | 8 + a scale |
 | `Kivi` | min/max by channel, 32 tokens per group | min/max by token, 32 channels per group | b + 32 per group |
 | `CacheGen` | absmax by token over all heads, 5 or 4 bits | the same | entropy + tables + scales |
@@ -78,30 +78,48 @@ class Destroyed(Simulated):
 
 @dataclass(frozen=True)
 class Float8(Simulated):
-    """FP8 without scales, which is what engines call an fp8 KV cache. Values beyond the range of the format saturate.
+    """FP8. Without scales it is what engines call an fp8 KV cache; values beyond the range of the format saturate.
 
     Args:
         format: `"e4m3"` (3 bits of mantissa, up to 448) or `"e5m2"` (2 bits, up to 57,344).
+        scale: `"none"`, or what has a scale of 16 bits in each chunk, which moves its largest magnitude to the end of
+            the range: a `"unit"` (K or V of a layer: a tensor, in the words of engines) or a `"head"`.
 
     Raises:
-        InputError: another format.
+        InputError: another format or scale.
     """
 
     format: str = "e4m3"
-    counts: str = "the values; there are no scales"
+    scale: str = "none"
 
     def __post_init__(self) -> None:
-        if self.format not in _FLOAT8:
-            raise InputError(f"format: must be one of {', '.join(_FLOAT8)}, got {self.format!r}")
+        for name, value, allowed in (("format", self.format, tuple(_FLOAT8)), ("scale", self.scale, _SCALES)):
+            if value not in allowed:
+                raise InputError(f"{name}: must be one of {', '.join(allowed)}, got {value!r}")
+
+    @property
+    def counts(self) -> str:
+        """See `Method.counts`."""
+        return "the values; there are no scales" if self.scale == "none" else f"values, 16 bits per {self.scale}"
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
         """See `Method.encode`."""
         dtype = _FLOAT8[self.format]
         limit = torch.finfo(dtype).max  # the cast itself would turn larger values into NaN or infinities
-        return _map(chunk, lambda kind, layer, x: (x.clamp(-limit, limit).to(dtype).float(), 8.0 * x.numel()))
+
+        def code(kind: str, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+            if self.scale == "none":
+                return x.clamp(-limit, limit).to(dtype).float(), 8.0 * x.numel()
+            parts = x.unflatten(1, (chunk.layout.layers[layer].kv_heads if self.scale == "head" else 1, -1))
+            scale = (parts.abs().amax((0, 2), keepdim=True) / limit).clamp_min(1e-30).bfloat16().float()
+            back = (parts / scale).clamp(-limit, limit).to(dtype).float() * scale
+            return back.flatten(1), 8.0 * x.numel() + 16.0 * scale.numel()
+
+        return _map(chunk, code)
 
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_SCALES = ("none", "unit", "head")
 
 
 @dataclass(frozen=True)

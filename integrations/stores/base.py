@@ -17,6 +17,11 @@ from dataclasses import dataclass
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.naming.part_keys import MAX_PARTS, part_key
 
+RECORDS = "1de9717e5"
+"""In place of a tenant: the records of identities (`cuvee.integrations.identity.records`). No tenant's id is so short.
+Stores neither count nor evict what is under it.
+"""
+
 OBJECT_SCHEMES = ("s3", "gs", "az", "abfs", "http", "https")  # of the URLs of object storage
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
 _TENANT = re.compile(r"[0-9a-f]{1,64}")
@@ -255,6 +260,11 @@ def check_key(key: object) -> tuple[str, str]:
 def is_key(name: str) -> bool:
     """Return whether `name` is a valid key."""
     return _KEY.fullmatch(name) is not None
+
+
+def is_record(key: str) -> bool:
+    """Return whether a valid key is of a record, and not of an entry."""
+    return key.startswith(f"{RECORDS}/")
 
 
 def is_tenant(name: str) -> bool:

@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -126,6 +126,10 @@ class GuardedStore(Store):
         except Exception as error:
             self._count(error)
             raise
+
+    def keys(self, tenant: str) -> Iterator[str]:
+        """Yield the keys of a tenant's entries. Even during an outage this is attempted, and failures are raised."""
+        return self._store.keys(tenant)
 
     def counters(self) -> dict[str, TierCounters]:
         """Return the counters of the store, with `errors` and `skipped` of this guard added to its tier."""

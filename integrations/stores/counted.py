@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.integrations.core.guard import Once
-from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key, check_tenant
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key, check_tenant, is_record
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, verify
 from cuvee.integrations.stores.redaction import scrubbed
 
@@ -84,8 +84,9 @@ class CountedStore(Store):
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key, verified. A bad or expired entry is deleted, counted, and a miss."""
         blobs = self.attempt(self._read, _checked(keys))
-        hits = [len(blob) for blob in blobs if blob is not None]
-        self._count(hits=len(hits), hit_bytes=sum(hits), misses=len(blobs) - len(hits))
+        counted = [blob for key, blob in zip(keys, blobs, strict=True) if not is_record(key)]
+        hits = [len(blob) for blob in counted if blob is not None]
+        self._count(hits=len(hits), hit_bytes=sum(hits), misses=len(counted) - len(hits))
         return blobs
 
     def put(self, key: str, blob: bytes) -> bool:
@@ -95,7 +96,8 @@ class CountedStore(Store):
             return self._too_large(len(blob), self.max_entry)
         if not self.attempt(self._write, key, blob):
             return False
-        self._count(puts=1, put_bytes=len(blob))
+        if not is_record(key):
+            self._count(puts=1, put_bytes=len(blob))
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:

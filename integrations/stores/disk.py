@@ -38,7 +38,7 @@ from itertools import islice
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import folder, safe_files
-from cuvee.integrations.stores.base import check_bytes, is_tenant
+from cuvee.integrations.stores.base import check_bytes, is_record
 from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, make_header
 from cuvee.integrations.stores.safe_files import open_store_folder, temporary_file
@@ -186,7 +186,7 @@ class DiskStore(CountedStore):
 
         def found() -> list[int]:
             with open_store_folder(self.root) as root:
-                each = (folder.entries_of(root, tenant) for tenant in filter(is_tenant, os.listdir(root)))
+                each = (folder.entries_of(root, tenant) for tenant in folder.tenants_of(root))
                 return [info.st_size for entries in each for _, info in entries]
 
         sizes = self.attempt(found)
@@ -236,16 +236,17 @@ class DiskStore(CountedStore):
         """Give an entry its name; False if there is no room."""
         # The lock is taken before the folders are opened or created, so that no deletion removes them meanwhile.
         with folder.locked(root) as figures:
-            self._lost |= not figures.added and any(map(is_tenant, os.listdir(root)))
+            self._lost |= not figures.added and bool(folder.tenants_of(root))
             room = self._budget - figures.bytes
-            fits = size <= room or size <= room + (folder.size_of(root, key) or 0)
+            fits = is_record(key) or size <= room or size <= room + (folder.size_of(root, key) or 0)
             if fits:
                 with folder.open_shard(root, key, create=True) as (shard, name):
                     earlier = folder.size_in(shard, name)
                     os.replace(temporary, name, src_dir_fd=root, dst_dir_fd=shard)
-                if earlier is not None:
-                    figures.remove(earlier)
-                figures.add(size)
+                if not is_record(key):
+                    if earlier is not None:
+                        figures.remove(earlier)
+                    figures.add(size)
             due = self._counts(figures) or time.monotonic() - self._scanned_at >= self._interval
         if not fits:
             self._wanted = max(self._wanted, size)
@@ -300,7 +301,7 @@ class DiskStore(CountedStore):
         if not counts and self.ttl is None:
             return
         found: list[tuple[int, int, int, str]] = []  # by last use: ns, inode, bytes, key
-        for tenant in filter(is_tenant, os.listdir(root)):
+        for tenant in folder.tenants_of(root):
             for key, info in folder.entries_of(root, tenant):
                 # An entry is never used before it is written, so this one was also written that long ago.
                 old = self.ttl is not None and info.st_mtime < now - self.ttl

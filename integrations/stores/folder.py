@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from xxhash import xxh3_64_digest
 
-from cuvee.integrations.stores.base import is_key, is_tenant
+from cuvee.integrations.stores.base import RECORDS, is_key, is_record, is_tenant
 from cuvee.integrations.stores.safe_files import file_lock, open_file, open_folder
 
 LOCK = ".lock"
@@ -141,13 +141,18 @@ def remove_entry(root: int, key: str, seen: tuple[int, int] | None = None) -> bo
         info = os.stat(name, dir_fd=shard, follow_symlinks=False)
         if seen in (None, (info.st_ino, info.st_mtime_ns)):
             os.unlink(name, dir_fd=shard)
-            if stat.S_ISREG(info.st_mode):
+            if stat.S_ISREG(info.st_mode) and not is_record(key):
                 figures.remove(info.st_size)
             with suppress(OSError):  # a folder that is not empty stays
                 os.rmdir(name[:2], dir_fd=folder)
                 os.rmdir(tenant, dir_fd=root)
             return True
     return False
+
+
+def tenants_of(root: int) -> list[str]:
+    """Return the tenants that have a folder, records apart."""
+    return [name for name in os.listdir(root) if is_tenant(name) and name != RECORDS]
 
 
 def entries_of(root: int, tenant: str) -> Iterator[tuple[str, os.stat_result]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.corpus import (
     BUNDLED_MODEL,
     Corpus,
+    learning_dtype,
     load_model,
     load_tokenizer,
     model_path,
@@ -165,3 +167,33 @@ def test_every_text_gives_as_many_sequences_as_the_others() -> None:
     assert sequences_by_text([short, corpus(9)], 10, 99)[1] == [0, 0]
     with pytest.raises(InputError, match=r"^text: must hold at least 50 tokens"):
         sequences_by_text([short, corpus(49)], 50, 2)
+
+
+@pytest.mark.parametrize(
+    ("own", "instructions", "pages", "chosen", "why"),
+    [
+        ("bfloat16", ("avx512_bf16",), 1 << 22, "bfloat16", "for which this CPU has instructions"),
+        ("bfloat16", ("amx_bf16",), 1 << 22, "bfloat16", "for which this CPU has instructions"),
+        ("bfloat16", (), 1 << 22, "float32", "this CPU has no instructions for bfloat16"),
+        ("float16", ("avx512_bf16",), 1 << 22, "float32", "this CPU has no instructions for float16"),
+        ("bfloat16", (), 2, "bfloat16", "since float32 takes 0 GB of 0 GB of memory"),
+        ("float32", ("avx512_bf16",), 1 << 22, "auto", "that of its files"),
+    ],
+)
+def test_the_dtype_to_learn_in_goes_by_the_cpu(
+    own: str, instructions: tuple[str, ...], pages: int, chosen: str, why: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    config = json.loads((bundled_model_path() / "config.json").read_text()) | {"dtype": own, "torch_dtype": own}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(bytes(6000))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(instructions, True), raising=False)
+    told = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else told(name))
+    got, reason = learning_dtype(str(tmp_path))
+    assert got == chosen and why in reason
+    assert learning_dtype(str(tmp_path), "cuda") == ("auto", "that of its files")
+
+
+def test_a_torch_that_tells_nothing_of_the_cpu_learns_in_float32(monkeypatch: Any) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert learning_dtype(BUNDLED_MODEL)[0] == "float32"

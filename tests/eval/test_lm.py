@@ -32,6 +32,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
+from cuvee.eval import cached_reading
 from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
 from cuvee.eval.cached_reading import Read
 from cuvee.eval.lm import CuveeLM
@@ -135,7 +136,9 @@ def llama(lively: Callable[..., Any]) -> Callable[..., CuveeLM]:
 # The same as HFLM ----------------------------------------------------------------------------------------------
 
 
-def test_every_family_answers_like_hflm(family: str, lively: Callable[..., Any]) -> None:
+def test_every_family_answers_like_hflm(
+    family: str, lively: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokenizer = lively(family), word_tokenizer()
     scored = [*choices([25, 3, 1, 14, 2, 40], [1, 6, 3]), ask("loglikelihood", "", words(4))]
     whole = [ask("loglikelihood_rolling", words(count, count)) for count in (1, 2, 31, 165)]
@@ -143,6 +146,11 @@ def test_every_family_answers_like_hflm(family: str, lively: Callable[..., Any])
         ask("generate_until", words(count, count), {"until": ["w5 w5 w5"], "max_gen_toks": 7})
         for count in (2, 30, 1, 11, 9)
     ]
+    alike = [
+        ask("generate_until", f"{words(30)} {words(count, count)}", {"until": ["w5 w5 w5"], "max_gen_toks": 7})
+        for count in (2, 9, 4)
+    ]
+    monkeypatch.setattr(cached_reading, "_SHARED_TOKENS", 20)
     for batch_size in (1, 4):
         arguments: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size, "max_length": 60}
         reference, lm = HFLM(model, **arguments), CuveeLM(model, method=Uncompressed(), chunk_tokens=8, **arguments)
@@ -152,9 +160,37 @@ def test_every_family_answers_like_hflm(family: str, lively: Callable[..., Any])
         assert [greedy for _, greedy in got] == [greedy for _, greedy in expected]
         rolled = quiet(reference, "loglikelihood_rolling", whole)
         assert quiet(lm, "loglikelihood_rolling", whole) == pytest.approx(rolled, rel=1e-6, abs=TOLERANCE)
-        assert quiet(lm, "generate_until", begun) == quiet(reference, "generate_until", begun)
+        for asked in (begun, alike):
+            assert quiet(lm, "generate_until", asked) == quiet(reference, "generate_until", asked)
     lm.use(Destroyed())  # of what all this would not notice if the cache did not matter
     assert difference(quiet(lm, "loglikelihood", scored), expected) > 0.01
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_beginning_that_prompts_share_is_read_once(lively: Callable[..., Any], batch_size: int) -> None:
+    """As worked examples are. The whole cache of each prompt still goes through the method, its beginning included."""
+    model = lively("llama", max_position_embeddings=256)
+    stop = {"until": ["w5 w5 w5"], "max_gen_toks": 7}
+    texts = [f"{words(100)} {words(count, count)}" for count in (9, 12, 17, 11, 5)]
+    begun = [ask("generate_until", text, stop) for text in texts]
+    arguments: dict[str, Any] = {"tokenizer": word_tokenizer(), "batch_size": batch_size}
+    method = Recording()
+    lm = CuveeLM(model, method=method, chunk_tokens=64, **arguments)
+    passes: list[int] = []
+    forward = lm._forward
+
+    def counted(tokens: torch.Tensor, **given: Any) -> torch.Tensor:
+        passes.append(tokens.numel())
+        return forward(tokens, **given)
+
+    lm._reader._forward = counted
+    assert quiet(lm, "generate_until", begun) == quiet(HFLM(model, **arguments), "generate_until", begun)
+    # The last token of a prompt is not cached; rows are padded to the longest of their batch.
+    assert passes == {1: [116, 11, 10, 8, 4], 3: [100, 3 * 16, 2 * 8]}[batch_size]
+    assert lm.statistics.cached_tokens == sum(chunk.tokens for chunk in method.seen) == 116 + 111 + 110 + 108 + 104
+    scored = [*choices([80, 30], [2, 3]), *(ask("loglikelihood", text, " w7 w8") for text in texts)]
+    expected = quiet(HFLM(model, **arguments), "loglikelihood", scored)
+    assert difference(quiet(lm, "loglikelihood", scored), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("leading", [("<pad>",), ("<pad>", "<end>")], ids=["bos", "several"])

@@ -35,6 +35,7 @@ from cuvee.learning.divergence import compare
 from cuvee.learning.gradients import sample_gradients
 from cuvee.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_cache, held_out_count, normalized
 from cuvee.learning.rereading import reread
+from cuvee.learning.token_model import TokenSums, learn_token_model
 
 
 def tokens_of(count: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -409,7 +410,7 @@ def test_what_is_held_out_shares_no_text_with_what_is_learned(
         calibrated(tiny_model("llama"), plain[:1].expand(8, -1))
 
 
-def test_a_curve_without_a_kind_that_rereads_gets_one(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
+def test_a_curve_has_twelve_rows_that_reread(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
     measured: list[dict[str, torch.Tensor]] = []
 
     def noted(profile: Profile, model: object, kinds: dict[str, torch.Tensor], **_: Any) -> Profile:
@@ -421,13 +422,16 @@ def test_a_curve_without_a_kind_that_rereads_gets_one(tiny_model: Callable[..., 
     first = calibrated(tiny_model("llama"), rows)
     assert list(first.curves) == ["text", "reread"] and first.lengths == (40,)
     calibrated(tiny_model("llama"), {"reread": own, "mine": rows})
-    assert [list(kinds) for kinds in measured] == [["text"], ["reread"], ["reread", "mine"]]
-    assert torch.equal(measured[2]["reread"], own[-2:])
-    for row, made in zip(rows[-2:].repeat(3, 1), measured[1]["reread"], strict=True):
-        assert torch.equal(row[:30], made[:30])
-        assert any(torch.equal(made[30:], made[start : start + 10]) for start in range(19))
-    calibrated(tiny_model("llama"), rows, prefix=20)
-    assert [list(kinds) for kinds in measured[3:]] == [["text"]], "no room to repeat a tail of 20 of 20 cached tokens"
+    calibrated(tiny_model("llama"), {"reread": own})
+    assert [list(kinds) for kinds in measured] == [["text"], ["reread"], ["mine"], ["reread"], ["reread"]]
+    assert torch.equal(measured[3]["reread"][:2], own[-2:]) and torch.equal(measured[4]["reread"], own[-2:])
+    for found, of_each in ((measured[1]["reread"], 6), (measured[3]["reread"][2:], 5)):
+        for row, made in zip(rows[-2:].repeat_interleave(of_each, 0), found, strict=True):
+            assert torch.equal(row[:30], made[:30])
+            assert any(torch.equal(made[30:], made[start : start + 10]) for start in range(19))
+    calibrated(tiny_model("llama"), {"mine": rows, "reread": own}, prefix=20)
+    assert [list(kinds) for kinds in measured[5:]] == [["mine"], ["reread"]]
+    assert torch.equal(measured[6]["reread"], own[-2:]), "no room to repeat a tail of 20 of 20 cached tokens"
 
 
 def test_rows_that_begin_with_the_same_tokens_are_coded_once(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
@@ -644,6 +648,40 @@ def test_gradients_are_those_of_a_changed_cache(
                 analytic = float((gradients[index] * direction).sum())
                 # Norms work in float32, whatever the model's dtype.
                 assert analytic == pytest.approx(numeric, rel=0.01), (index, which)
+
+
+def test_a_large_vocabulary_is_float32_in_slices(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
+    """Slices of logits, of the head and of the token table bound the memory, and change no result."""
+    tiny = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    rows, layout = tokens_of(6, 40), KVLayout.of(tiny)
+    sums = TokenSums(tiny, layout)
+    sums.add_text(tiny, [rows])
+    sliced: list[int] = []
+    cross_entropy = torch.nn.functional.cross_entropy
+
+    def record(logits: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        sliced.append(logits.numel())
+        return cross_entropy(logits, *given, **named)
+
+    def learned() -> tuple[Any, torch.Tensor, Any]:
+        sliced.clear()
+        with frozen(tiny), torch.no_grad():
+            _, gradients = sample_gradients(tiny, layout, rows, 30, torch.Generator().manual_seed(0))
+            scores = score(tiny, prefill(tiny, rows[:, :30], layout), rows[:, 30:])
+        return gradients.units, scores, learn_token_model(sums, partition(layout, "layer")).table
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", record)
+    whole = learned()
+    assert len(sliced) == 1
+    monkeypatch.setattr("cuvee.learning.gradients.SLICE_VALUES", 1000)
+    monkeypatch.setattr("cuvee.codec.models.forward._HEAD_VALUES", 500)
+    monkeypatch.setattr("cuvee.learning.token_model._ROWS", 7)
+    units, scores, table = learned()
+    assert sum(sliced) == 6 * 9 * tiny.config.vocab_size and max(sliced) <= 1000
+    for own, other in zip(units, whole[0], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(own, other, strict=True))
+    assert torch.allclose(scores, whole[1], rtol=0, atol=1e-5)
+    assert torch.equal(table.embedding, whole[2].embedding) and torch.equal(table.row_scale, whole[2].row_scale)
 
 
 @pytest.mark.parametrize("scaled", [1, 3])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ __all__ = [
     "Corpus",
     "as_input_error",
     "leading_ids",
+    "learning_dtype",
     "load_bundled_model",
     "load_model",
     "load_tokenizer",
@@ -141,6 +143,30 @@ def load_bundled_model(
     if not dtype.is_floating_point:
         raise InputError(f"dtype: must be a floating-point type, got {dtype}")
     return load_model(BUNDLED_MODEL, str(dtype).removeprefix("torch.")), load_tokenizer(BUNDLED_MODEL)
+
+
+def learning_dtype(name: str, device: str = "cpu") -> tuple[str, str]:
+    """Choose the dtype to learn a model's profile in, an argument of `load_model`; return it, and why.
+
+    On a CPU with instructions for bfloat16 a model of 1.5 B parameters takes 3.6 times as long in float32, on others
+    bfloat16 takes longer. Sums and logits are float32 or wider in any dtype.
+    """
+    own = str(load_config(name).get_text_config().dtype).removeprefix("torch.")
+    if torch.device(device).type != "cpu" or own not in ("bfloat16", "float16"):
+        return "auto", "that of its files"
+    if own == "bfloat16" and _multiplies_bfloat16():
+        return own, "that of its files, for which this CPU has instructions"
+    size = 2 * sum(file.stat().st_size for file in Path(model_path(name)).glob("*.safetensors"))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size + size // 2 > memory:
+        return own, f"that of its files, since float32 takes {size / 1e9:.0f} GB of {memory / 1e9:.0f} GB of memory"
+    return "float32", f"this CPU has no instructions for {own}"
+
+
+def _multiplies_bfloat16() -> bool:
+    """Return whether the CPU has instructions for bfloat16, as far as torch tells (from 2.10 on)."""
+    found = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def load_config(name: str) -> PreTrainedConfig:

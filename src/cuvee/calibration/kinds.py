@@ -30,6 +30,8 @@ from cuvee.calibration.bundled import CALIBRATION_TEXTS, TEXTS_FOLDER, bundled_t
 from cuvee.calibration.corpus import leading_ids, text_ids, with_leading
 from cuvee.calibration.sequences import reread, sample_text
 from cuvee.codec.errors import InputError
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.learning.run import Run, key_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,6 +52,7 @@ KINDS = tuple(SHARES)
 MIXTURE_SEQUENCES = 96  # default
 LEAST = 3  # sequences per kind, of which two are held out to measure the curve
 
+_STEP_TOKENS = 32  # that a forward pass takes as long for as for a step of a few rows, which reads all weights
 _FOLDER = TEXTS_FOLDER / "mixture"
 
 
@@ -87,6 +90,7 @@ def mixture(
     length: int = 512,
     seed: int = 0,
     samples: bool = True,
+    run: Run | None = None,
 ) -> dict[str, torch.Tensor]:
     """Make token sequences of every kind, for `cuvee.calibrate`.
 
@@ -97,6 +101,7 @@ def mixture(
         length: tokens per sequence, T.
         seed: seed of the samples.
         samples: whether to draw samples, which takes as long as generating `sequences / 7` texts of T tokens.
+        run: shows progress, and keeps the samples.
 
     Returns:
         int64 `[N, T]` on the CPU for each kind. Every sequence begins with the tokens that the tokenizer puts before a
@@ -148,8 +153,26 @@ def mixture(
         if begin is not None:
             begin = begin[torch.randperm(len(begin), generator=torch.Generator().manual_seed(seed))]
             begin = begin.repeat(-(-count // len(begin)), 1)[:count]
-        out[SAMPLES] = sample_text(model, count, length, seed, starts=begin)
+        out[SAMPLES] = _samples(model, count, length, seed, begin, run or Run(shown=False))
     return out
+
+
+def sampling_cost(sequences: int, length: int) -> float:
+    """Return about what the samples of `mixture` take, as the forward pass of so many tokens."""
+    return length * (_STEP_TOKENS + SHARES[SAMPLES] * sequences)
+
+
+def _samples(
+    model: PreTrainedModel, count: int, length: int, seed: int, starts: torch.Tensor | None, run: Run
+) -> torch.Tensor:
+    """Return samples of the model, those that an interrupted run has kept if there are any."""
+    if not run.keeps:
+        return sample_text(model, count, length, seed, starts, run)
+    run.begin("samples", key_of(model, model_fingerprint(model), count, length, seed, starts))
+    rows: torch.Tensor | None = run.value("rows")
+    if rows is None:
+        run.put("rows", rows := sample_text(model, count, length, seed, starts, run))
+    return rows
 
 
 def more_text(tokenizer: PreTrainedTokenizerBase, length: int = 512) -> torch.Tensor:

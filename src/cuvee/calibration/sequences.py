@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cuvee.codec.errors import InputError
 from cuvee.learning.rereading import SEED, reread
+from cuvee.learning.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,9 @@ PREFIX = 384
 _SAMPLE_ROWS = 64
 
 
-def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, starts: Tensor | None = None) -> Tensor:
+def sample_text(
+    model: PreTrainedModel, count: int, length: int, seed: int, starts: Tensor | None = None, run: Run | None = None
+) -> Tensor:
     """Sample sequences from the model itself, as calibration text when there is no other.
 
     Each row starts with its tokens in `starts`, else with the model's BOS token, or EOS if it has no BOS. A later
@@ -44,6 +47,7 @@ def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, star
         length: tokens per row, T, including the first.
         seed: seed of the draws. Equal arguments give equal rows on the same machine with the same number of threads.
         starts: integer [N, S], the first tokens of each row; None for the model's own first token.
+        run: shows progress.
 
     Returns:
         int64 [N, T] on the CPU.
@@ -70,10 +74,30 @@ def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, star
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            made = [sampler.generate(rows, attention_mask=torch.ones_like(rows)) for rows in starts.split(_SAMPLE_ROWS)]
+            parts = starts.split(_SAMPLE_ROWS)
+            steps = _Steps(run or Run(shown=False), len(parts) * (length - starts.shape[1]))
+            made = [sampler.generate(rows, attention_mask=torch.ones_like(rows), streamer=steps) for rows in parts]
     finally:
         sampler.generation_config = own
     return torch.cat([rows.cpu() for rows in made])
+
+
+class _Steps:
+    """What `generate` tells of each step: first of the tokens that it begins with, then of each that it drew."""
+
+    def __init__(self, run: Run, count: int) -> None:
+        self._count = iter(run.stage("sampling", range(count)))
+        self._begun = False
+
+    def put(self, _: Tensor) -> None:
+        """Count a step."""
+        if self._begun:
+            next(self._count, None)
+        self._begun = True
+
+    def end(self) -> None:
+        """Come to the end of the rows."""
+        self._begun = False
 
 
 def _first_token(model: PreTrainedModel) -> int:

@@ -14,15 +14,19 @@ from cuvee.cli.files import check_output
 from cuvee.cli.options import MODEL_HELP, Dtype, Force
 from cuvee.cli.output import make_console
 from cuvee.cli.profile_show import print_profile, profile_show
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import CuveeError, InputError
 
 if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
+    from cuvee.learning.run import Run
 
 _WHERE_HELP = (
     "The collection of profiles: a folder, object storage (s3://bucket/prefix, …), or a repository of "
     "the Hugging Face hub (hf://owner/name, or hf://owner/name@revision)."
 )
+
+MIXTURE_SEQUENCES = 96  # as in `cuvee.calibration.kinds`, which needs torch
+QUICK_SEQUENCES = 56  # of a mixture: about what the largest groups of layers on a CPU are learned from
 
 Out = Annotated[Path, typer.Option("--out", "-o", help="The profile to write, such as model.safetensors.")]
 
@@ -59,12 +63,33 @@ def profile_learn(
             "more bits than layers:n.",
         ),
     ] = False,
-    sequences: Annotated[int, typer.Option(min=3, help="Learn from about this many sequences of the mixture.")] = 96,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Learn in about a fifth of the time: from fewer sequences, without samples of the model, and without "
+            "prediction from tokens, which takes much text. Blobs are larger; the loss that is promised is measured as "
+            "always.",
+        ),
+    ] = False,
+    sequences: Annotated[
+        int | None,
+        typer.Option(
+            min=3,
+            help=f"Learn from about this many sequences of the mixture. Default: {MIXTURE_SEQUENCES}; with --quick "
+            f"{QUICK_SEQUENCES}.",
+            show_default=False,
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(min=8, help="Tokens per sequence; three quarters count as cached.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the sampled texts and targets.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward and backward pass.")] = 4,
     dtype: Annotated[
-        Dtype, typer.Option(help="Dtype of the model. auto: that of its files; on a CPU float32, which is faster.")
+        Dtype,
+        typer.Option(
+            help="Dtype of the model. auto: that of its files; on a CPU without instructions for it float32, which is "
+            "faster there."
+        ),
     ] = Dtype.auto,
     device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, …")] = "cpu",
     force: Force = False,
@@ -75,32 +100,45 @@ def profile_learn(
 
     Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
-    from cuvee.calibration.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
-    from cuvee.calibration.kinds import check_mixture_size, mixture, more_text
+    from cuvee.calibration.corpus import learning_dtype, load_model, load_tokenizer, read_corpus, spread_sequences
+    from cuvee.calibration.kinds import check_mixture_size, mixture, more_text, sampling_cost
     from cuvee.codec.models.forward import check_tokens
     from cuvee.codec.support.devices import usable_device
+    from cuvee.learning.calibrate import expected_costs
+    from cuvee.learning.run import Run
 
     check_output(out, force)
     if tensor_parallel and group != "auto":
         raise InputError(f"--tensor-parallel: must come with --group auto, got --group {group}, which says it all")
+    sequences = sequences or (QUICK_SEQUENCES if quick else MIXTURE_SEQUENCES)
     check_mixture_size(sequences, length)  # before loading the model
     usable_device(device, "--device")
     added = {
         Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(sequences // 4, 3))
         for name in texts or []
     }
-    model = load_model(model_path, "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value, device)
+    chosen = dtype.value
+    if dtype is Dtype.auto:
+        chosen, why = learning_dtype(model_path, device)
+        typer.echo(f"dtype {chosen}: {why}", err=True)
+    model = load_model(model_path, chosen, device)
     for rows in added.values():
         check_tokens(model, rows, None)  # before the samples, which take minutes
     tokenizer = load_tokenizer(model_path)
-    with _nothing_kept(out):
+    more = None if quick else more_text(tokenizer, length)
+    run = Run(keep=out.with_name(f"{out.name}.partial"))
+    with _interruptible(out, run):
         # The mixture comes first, so that an added kind replaces one of the same name.
-        tokens = mixture(model, tokenizer, sequences, length, seed) | added
+        if not quick:
+            kinds = mixture(model, tokenizer, sequences, length, seed, samples=False) | added
+            run.expect(("sampling", sampling_cost(sequences, length)), *expected_costs(model, kinds, more))
+        tokens = mixture(model, tokenizer, sequences, length, seed, samples=not quick, run=run) | added
         profile = cuvee.calibrate(
-            model, tokens, group, more_text=more_text(tokenizer, length), batch_size=batch_size, seed=seed,
-            tensor_parallel=tensor_parallel,
+            model, tokens, group, more_text=more, batch_size=batch_size, seed=seed, tensor_parallel=tensor_parallel,
+            progress=run,
         )  # fmt: skip
-    _save(profile, out)
+        _save(profile, out)
+        run.finish()
 
 
 @app.command("fit")
@@ -148,7 +186,7 @@ def profile_fit(
             err=True,
         )
     secrets = () if key_env is None else (read_secret("--key-env", env=key_env),)
-    with _nothing_kept(out), shared_tiers(url) as (shown, tiers), _waiting(f"reading {shown}"):
+    with _interruptible(out), shared_tiers(url) as (shown, tiers), _waiting(f"reading {shown}"):
         profile = fit_from_store(
             tiers[-1], read_layout(path, torch.bfloat16), tenant=salt, ranks=ranks, group=group, tokens=tokens,
             secrets=secrets, model=weights.found[0] if weights.found else None,
@@ -157,13 +195,19 @@ def profile_fit(
 
 
 @contextmanager
-def _nothing_kept(out: Path) -> Iterator[None]:
-    """Say what Ctrl-C leaves of a profile that is being learned: nothing."""
+def _interruptible(out: Path, run: Run | None = None) -> Iterator[None]:
+    """Say what Ctrl-C leaves of a profile that is being learned; an error leaves nothing."""
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(f"interrupted: {out} was not written; the same command starts from the beginning", err=True)
+        kept = run.kept() if run else ""
+        rest = f"goes on from {kept}" if kept else "starts from the beginning"
+        typer.echo(f"interrupted: {out} was not written; the same command {rest}", err=True)
         raise typer.Exit(130) from None
+    except CuveeError:
+        if run:
+            run.finish()
+        raise
 
 
 def _save(profile: Profile, out: Path) -> None:

@@ -85,7 +85,7 @@ def report(
         list[str] | None,
         typer.Option(
             "--task", metavar="NAME", show_default=False, rich_help_panel=_TASKS,
-            help="Score this lm-eval task or group. Repeatable. Default: the group cuvee_local.",
+            help="Score this lm-eval task or group, or a YAML file's. Repeatable. Default: the group cuvee_local.",
         ),
     ] = None,
     no_tasks: Annotated[bool, typer.Option("--no-tasks", rich_help_panel=_TASKS, help="Score none.")] = False,

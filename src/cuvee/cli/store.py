@@ -1,4 +1,4 @@
-"""`cuvee store`: inspect a store, and delete the entries of a tenant.
+"""`cuvee store`: inspect a store, say whose entries it has, and delete the entries of a tenant.
 
 A store inside the serving process (`memory://`) cannot be reached from here; the other tiers of a `tiered:` URL can.
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from cuvee.cli.options import Json
-from cuvee.cli.output import make_console, make_table, print_json
+from cuvee.cli.output import counted, make_console, make_table, print_json
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError
 
@@ -78,10 +78,13 @@ def store_delete_tenant(
     Stop the tenant's requests first, or servers may write more entries. To empty a whole store, remove the folder, use
     Redis's FLUSHDB, or a lifecycle rule of the bucket.
 
+    Records of identities (`cuvee store explain`) forget these entries, and go if they have no others.
+
     Entries in the RAM of servers stay there until they are evicted or the servers restart.
 
     Example: cuvee store delete-tenant redis://127.0.0.1:6379/0 --salt customer-17
     """
+    from cuvee.integrations.identity.records import RecordStore
     from cuvee.naming.identity import tenant_id
 
     tenant = tenant_id(salt)
@@ -92,6 +95,7 @@ def store_delete_tenant(
         for tier in tiers:
             try:
                 rows.append({"tier": tier.name, "deleted": tier.delete_tenant(tenant), "error": None})
+                RecordStore(tier).prune()
             except StoreError as error:
                 rows.append({"tier": tier.name, "deleted": None, "error": str(error)})
     if as_json:
@@ -101,6 +105,68 @@ def store_delete_tenant(
             if row["error"] is None:
                 typer.echo(f"{row['tier']}: {row['deleted']} deleted")
     _fail(rows)
+
+
+@app.command("explain")
+def store_explain(
+    url: _Url,
+    identity: Annotated[
+        str | None,
+        typer.Option("--identity", help="The first digits of the identity that others are compared with."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which identities a store has entries of, how many, and in which fields they differ: why engines do not share.
+
+    Engines find each other's entries if all that determines a KV cache is equal. Each writes a record of that. One
+    identity, by default that of the engine that wrote last, is compared with all others. Counts of more than 128
+    entries are estimates. A record is text that anybody who can write to the store may have changed.
+
+    Example: cuvee store explain file:///var/cache/kv
+    """
+    from cuvee.integrations.identity.records import RecordStore, differences
+
+    with shared_tiers(url) as (shown, tiers):
+        for tier in tiers:
+            _must_exist(tier)
+        records = RecordStore(*tiers)
+        found, problems = records.read()
+        rows = {each.id: _row(each, records.count(each)) for each in found}
+    chosen = [each for each in found if identity is not None and each.id.startswith(identity)]
+    if identity is not None and len(chosen) != 1:
+        raise InputError(f"identity: must begin one of {', '.join(sorted(rows)) or 'no records'}, got {identity!r}")
+    mine = chosen[0] if chosen else max(found, key=lambda each: each.written, default=None)
+    for each in found:
+        if mine is not None and each is not mine:
+            rows[each.id]["differs"] = {name: list(pair) for name, pair in differences(mine, each).items()}
+    ordered = sorted(rows.values(), key=lambda row: (mine is None or row["identity"] != mine.id, -row["entries"]))
+    if as_json:
+        print_json({"url": shown, "identities": ordered, "problems": problems})
+    else:
+        _show_identities(ordered)
+    for line in problems:
+        typer.echo(f"warning: {line}", err=True)
+
+
+def _row(record: Any, entries: int) -> dict[str, Any]:
+    written = time.strftime("%Y-%m-%d %H:%M", time.gmtime(record.written / 1000))
+    return {
+        "identity": record.id, "entries": entries, "exact": record.sample.exact, "written": f"{written} UTC",
+        "fields": dict(record.fields), "about": dict(record.about), "differs": None,
+    }  # fmt: skip
+
+
+def _show_identities(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        typer.echo("no engine has written a record here yet")
+    for row in rows:
+        count = counted(row["entries"], "entry").replace("entrys", "entries")
+        typer.echo(
+            f"{row['identity'][:8]}  {'' if row['exact'] else 'about '}{count}, model "
+            f"{row['about'].get('model', 'unknown')}, written {row['written']}"
+        )
+        for name, (mine, other) in (row["differs"] or {}).items():
+            typer.echo(f"          {name}: {other or 'not set'}, not {mine or 'unset'}")
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,7 +23,7 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.support.steps import step_value
 from cuvee.codec.support.torch_modes import without_modes
-from cuvee.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure, round_trip
+from cuvee.learning.curve import CURVE_STEP_INDICES, MEASURE_BATCH, by_kind, default_step_indices, measure, round_trip
 from cuvee.learning.gradients import sample_gradients
 from cuvee.learning.learned_sections import build_profile
 from cuvee.learning.moments import (
@@ -33,8 +35,8 @@ from cuvee.learning.moments import (
     new_moments,
     tokens_needed,
 )
-from cuvee.learning.progress import tracked
 from cuvee.learning.rereading import reread, without_shared
+from cuvee.learning.run import Run, key_of
 from cuvee.learning.token_model import TOKENS_PER_FEATURE, TokenModel, TokenSums, learn_token_model
 
 if TYPE_CHECKING:
@@ -42,11 +44,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_Text = tuple[Sequence[tuple[torch.Tensor, int]], Sequence[torch.Tensor]]  # with gradients, and more without
+
 # Share of the components coded at a KL of 0.003, mean over tokens. SmolLM2-135M: 0.39 in layers:4, 0.32 in layers:10.
 CODED_SHARE = 0.39
 CPU_FLOPS, GPU_FLOPS = 1536.0, 4096.0  # per decoded value: the budgets of `group="auto"` by the model's device
+# What the stages of a run cost beside forward passes, for estimates of its time: fitted to a model of 1.5 B parameters.
+CODING_FLOPS = 1000.0  # of one value of a cache, coded and decoded
+BASES_FLOPS = 2e8  # likewise, to learn its bases
+HEAD_TIMES = 5.0  # what a head costs in float32 with the comparison of its predictions, over a head alone
 _PLAIN, _REREAD = "text", "reread"  # kinds of text on the curve, if the caller names none
-_REREAD_ROWS = 6  # at least
+# Text that repeats its cache loses the most, so presets go by it, but its KL varies between sequences: the mean of
+# two had a standard error of 40% on SmolLM2's curve, and a novel lost 1.8 times as much.
+_REREAD_ROWS = 12  # at least
 CARRIED_TOKENS = 8  # per value, required by `group="auto"`: bases learned from the minimum fit no other text
 
 
@@ -64,7 +74,7 @@ def calibrate(
     seed: int = 0,
     flops: float | None = None,
     tensor_parallel: bool = False,
-    progress: bool = True,
+    progress: bool | Run = True,
 ) -> Profile:
     """Learn a profile in the loss metric: the Fisher information of the cache. Needs a backward pass.
 
@@ -73,10 +83,10 @@ def calibrate(
             `device_map=`.
         token_ids: `[N, T]` int64, N sequences as the model will see them; or a dict of several kinds of text by name,
             whose shapes may differ (see `cuvee.calibration.mixture`). An eighth of the sequences of each kind (2 to 32)
-            is held out to measure the curve, kind by kind, and so are other sequences that share text with them. If no
-            kind is named "reread", the curve has one: held-out sequences whose ends repeat a part of what is cached.
-            It, and kinds longer than the shortest, are measured at a quarter of the steps, and are not among the points
-            of all kinds.
+            is held out to measure the curve, kind by kind, and so are other sequences that share text with them. The
+            curve has a kind "reread", whether or not there is one of that name: at least twelve held-out sequences
+            whose ends repeat a part of what is cached. It, and kinds longer than the shortest, are measured at a
+            quarter of the steps, and are not among the points of all kinds.
             Presets go by the worst kind, and promise their KL up to the longest T.
         group: the layers or heads that share one basis: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"heads:n"`,
             `"all"`, or `"auto"`: as many layers as `flops` and the number of tokens allow (`choose_group`), or with
@@ -93,7 +103,8 @@ def calibrate(
             ranks.
         batch_size: sequences per forward pass.
         seed: seed of the sampled targets; the same arguments give the same profile on the same machine.
-        progress: show a progress bar on standard error.
+        progress: show a progress bar on standard error, with the time that all stages still take; or a
+            `cuvee.learning.run.Run`, which may also keep what was read in a file, to go on after an interruption.
 
     Raises:
         InputError: `token_ids` has the wrong shape, dtype or range; `flops` or `tensor_parallel` with a group that is
@@ -145,69 +156,162 @@ def calibrate(
                 group, why = smaller, f"{group} needs {need} cached tokens to learn from, the text has {seen}"
         _log.info("group=%r: %s", group, why)
     need_tokens(layout, group, seen, sum(len(batch) for batch, _ in learning))
-    token_model = None
-    if predict_tokens:
-        token_model = _learn_tokens(model, layout, group, [*(batch for batch, _ in learning), *reading], progress)
-    predicted = None if token_model is None else token_model.predicted
-    device = _device_of_moments(model, layout, group)
-    moments = new_moments(layout, group, device)
-    generator = torch.Generator().manual_seed(seed)
-    with frozen(model):
-        for batch, cached in tracked(learning, "calibrating", progress):
-            filled, gradients = sample_gradients(model, layout, batch.to(model.device), cached, generator)
-            ids = batch[:, :cached]
-            for chunk, gradient in zip(filled.chunks(ids, device), gradients.chunks(ids, device), strict=True):
-                add_cache(moments, chunk, predicted, gradient)
-        for batch in tracked(reading, "adding text", progress):
-            with torch.no_grad():
-                chunks = prefill(model, batch.to(model.device), layout, device)
-            for chunk in chunks:
-                add_cache(moments, chunk, predicted, sampled=False)
-    profile = build_profile(
-        layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, token_model, progress
-    )
     lengths = [rows.shape[1] for rows in testing.values()]
     # At few steps, since how much more these lose than other text changes slowly with the step.
     beside = {name: rows for name, rows in testing.items() if rows.shape[1] > min(lengths)}
     usual = {name: rows for name, rows in testing.items() if name not in beside}
-    if _REREAD not in testing and (again := _reread(max(usual.values(), key=len), prefix)) is not None:
-        beside[_REREAD] = again
-    profile = measure(profile, model, usual, prefix=prefix, batch_size=MEASURE_BATCH, progress=progress)
+    if len(usual) > 1 or _REREAD not in usual:
+        again = _rereading(usual, prefix)
+        usual.pop(_REREAD, None)
+        if len(again):
+            beside[_REREAD] = again
+    text = [*(batch for batch, _ in learning), *reading] if predict_tokens else []
+    run = progress if isinstance(progress, Run) else Run(progress)
+    texts = (learning, text, reading, list(testing.items()))
+    run.begin("learning", key_of(model, fingerprint, group, prefix, seed, texts))
+    run.expect(*stage_costs(model, layout, learning, (text, reading), (usual, beside)))
+    if (kept := run.value("profile")) is not None:
+        profile = _unpacked(kept)
+    else:
+        tokens = _learn_tokens(model, layout, group, text, run)
+        gathered = _Gathered(new_moments(layout, group, _device_of_moments(model, layout, group)), seed)
+        gathered.read(model, layout, (learning, reading), tokens, run)
+        moments = gathered.moments
+        profile = build_profile(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint, tokens, run)
+        if run.keeps:
+            run.put("profile", _packed(profile))
+    profile = measure(profile, model, usual, prefix=prefix, batch_size=MEASURE_BATCH, progress=run)
     if not beside:
         return profile
-    steps = default_step_indices(profile)
-    few = {steps[0], *steps[::-4]}
+    few = _few_steps(default_step_indices(profile))
     points = measure(
-        profile, model, beside, prefix=prefix, step_indices=few, batch_size=MEASURE_BATCH, progress=progress
+        profile, model, beside, prefix=prefix, step_indices=few, batch_size=MEASURE_BATCH, progress=run
     ).points
     return profile.with_curve([*profile.points, *(point for point in points if point.kind)], lengths)
 
 
-def _reread(rows: torch.Tensor, prefix: int | None) -> torch.Tensor | None:
-    """Make rows repeat a part of their cached tokens at their ends; None if the prefix leaves no room for it.
+def _few_steps(steps: Sequence[int]) -> set[int]:
+    return {steps[0], *steps[::-4]}
 
-    Few rows are taken several times, with other parts, because their KL varies a lot.
+
+class _Gathered:
+    """The sums over a text, and the generator of its targets."""
+
+    def __init__(self, moments: list[Moments], seed: int) -> None:
+        self.moments, self._generator = moments, torch.Generator().manual_seed(seed)
+
+    def state(self) -> list[Any]:
+        """See `Run`."""
+        return [self._generator.get_state(), *(section.state() for section in self.moments)]
+
+    def restore(self, state: list[Any]) -> None:
+        """See `Run`."""
+        self._generator.set_state(state[0])
+        for section, own in zip(self.moments, state[1:], strict=True):
+            section.restore(own)
+
+    def read(self, model: PreTrainedModel, layout: KVLayout, text: _Text, tokens: TokenModel | None, run: Run) -> None:
+        """Add text to learn from, with gradients, and more text, without."""
+        predicted = None if tokens is None else tokens.predicted
+        device = self.moments[0].total.device
+        with frozen(model):
+            for batch, cached in run.stage("calibrating", text[0], self, "moments"):
+                filled, gradients = sample_gradients(model, layout, batch.to(model.device), cached, self._generator)
+                ids = batch[:, :cached]
+                for chunk, gradient in zip(filled.chunks(ids, device), gradients.chunks(ids, device), strict=True):
+                    add_cache(self.moments, chunk, predicted, gradient)
+            for batch in run.stage("adding text", text[1], self, "moments"):
+                with torch.no_grad():
+                    chunks = prefill(model, batch.to(model.device), layout, device)
+                for chunk in chunks:
+                    add_cache(self.moments, chunk, predicted, sampled=False)
+
+
+def stage_costs(
+    model: PreTrainedModel,
+    layout: KVLayout,
+    learning: Sequence[tuple[torch.Tensor, int]],
+    text: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    tested: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
+) -> list[tuple[str, float]]:
+    """Return what each stage of a run takes, as the forward passes of so many tokens through the model's layers."""
+    embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight
+    head = model.get_output_embeddings()
+    outside = embedding.numel() + (0 if head is None or head.weight is embedding else head.weight.numel())
+    layers = max(sum(own.numel() for own in model.parameters()) - outside, 1)
+    share = embedding.numel() / layers  # of the head
+    coding = CODING_FLOPS * layout.values_per_token / layers
+    reading, adding = (float(sum(batch.numel() for batch in part)) for part in text)
+    if reading < TOKENS_PER_FEATURE * embedding.shape[1]:
+        reading = 0.0
+    gradients = sum(len(rows) * (cached + (rows.shape[1] - cached) * (2 + 3 * share)) for rows, cached in learning)
+    steps = CURVE_STEP_INDICES
+    out = [("reading", reading), ("calibrating", gradients), ("adding text", adding)]
+    out.append(("learning bases", BASES_FLOPS * layout.values_per_token / layers))
+    for kinds, count in zip(tested, (len(steps), len(_few_steps(steps))), strict=True):
+        ways = 1.5 * count if reading else count
+        rows = sum(own.numel() for own in kinds.values())
+        out.append(("measuring", ways * rows * ((1 + HEAD_TIMES * share) / 4 + coding)))
+    return [(stage, cost) for stage, cost in out if cost]
+
+
+def expected_costs(
+    model: PreTrainedModel, kinds: Mapping[str, torch.Tensor], more_text: torch.Tensor | None
+) -> list[tuple[str, float]]:
+    """Return about what the stages of `calibrate` take with these arguments, before all of its text is there."""
+    layout = coded_layout(model)
+    cut = {name: len(rows) - held_out_count(len(rows)) for name, rows in kinds.items()}
+    learning = [(rows[: cut[name]], 3 * rows.shape[1] // 4) for name, rows in kinds.items()]
+    adding = [] if more_text is None else [more_text]
+    reading = [*(rows for rows, _ in learning), *adding]
+    usual = {name: rows[cut[name] :] for name, rows in kinds.items()}
+    return stage_costs(model, layout, learning, (reading, adding), (usual, {}))
+
+
+def _packed(profile: Profile) -> torch.Tensor:
+    """Return a profile's file, uint8 `[n]`."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile.save(file := Path(folder, "profile"))
+        return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+
+
+def _unpacked(data: torch.Tensor) -> Profile:
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder, "profile")).write_bytes(data.numpy().tobytes())
+        return Profile.load(file)
+
+
+def _rereading(kinds: Mapping[str, torch.Tensor], prefix: int | None) -> torch.Tensor:
+    """Return the rows `[N, T]` that repeat a part of their cached tokens at their ends: of the kind of that name, and
+    as many of the others, changed and taken evenly, as are missing; none if the prefix leaves no room for it.
 
     Text that repeats what is cached loses up to 2.7 times the KL of other text (a Qwen2.5 of 1.5 B parameters).
     """
-    length = rows.shape[1]
+    given = kinds.get(_REREAD)
+    others = torch.cat([rows for name, rows in kinds.items() if name != _REREAD])
+    length = others.shape[1]
     cached = 3 * length // 4 if prefix is None else prefix
-    if 2 * cached < length + 2:
-        return None
-    times = -(-_REREAD_ROWS // len(rows))
-    return reread(rows.repeat(times, 1).repeat_interleave(2, dim=0), cached)[::2]
+    wanted = _REREAD_ROWS - (0 if given is None else len(given))
+    made = others[:0]
+    if 2 * cached >= length + 2 and wanted > 0:
+        # A row is taken several times, with other parts, where there are few.
+        chosen = others[torch.arange(wanted) * len(others) // wanted]
+        made = reread(chosen.repeat_interleave(2, dim=0), cached)[::2]
+    return made if given is None else torch.cat([given, made])
 
 
 def _learn_tokens(
-    model: PreTrainedModel, layout: KVLayout, group: str, text: Sequence[torch.Tensor], progress: bool
+    model: PreTrainedModel, layout: KVLayout, group: str, text: Sequence[torch.Tensor], run: Run
 ) -> TokenModel | None:
-    """Learn to predict from tokens; None if there is too little text."""
+    """Learn to predict from tokens; None if there is too little text, or none."""
+    if not text:
+        return None
     sums = TokenSums(model, layout)
     count, need = sum(batch.numel() for batch in text), TOKENS_PER_FEATURE * len(sums.gram)
     if count < need:
         _log.info("no prediction from tokens: it needs %d tokens of text, and there are %d", need, count)
         return None
-    sums.add_text(model, text, progress)
+    sums.add_text(model, text, run)
     return learn_token_model(sums, partition(layout, group))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +21,7 @@ from cuvee.codec.support.steps import OCTAVE, step_value
 from cuvee.codec.support.torch_modes import without_modes
 from cuvee.learning.divergence import compare, stderr
 from cuvee.learning.learned_sections import MIN_STEP_INDEX
-from cuvee.learning.progress import tracked
+from cuvee.learning.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,6 +126,27 @@ class _Tally:
         )
 
 
+_PARTS = tuple(part.name for part in fields(_Tally))
+
+
+class _Tallies:
+    """The measurements of a curve, as `Run` keeps them."""
+
+    def __init__(self, tallies: dict[str | None, dict[_Way, _Tally]]) -> None:
+        self._tallies = tallies
+
+    def state(self) -> list[list[list[float]]]:
+        return [[list(getattr(tally, part)) for part in _PARTS] for tally in self._each()]
+
+    def restore(self, state: list[list[list[float]]]) -> None:
+        for tally, parts in zip(self._each(), state, strict=True):
+            for part, numbers in zip(_PARTS, parts, strict=True):
+                getattr(tally, part)[:] = numbers
+
+    def _each(self) -> list[_Tally]:
+        return [tally for by_way in self._tallies.values() for tally in by_way.values()]
+
+
 @without_modes
 def measure(
     profile: Profile,
@@ -135,7 +156,7 @@ def measure(
     prefix: int | None = None,
     step_indices: Iterable[int] | None = None,
     batch_size: int = 8,
-    progress: bool = True,
+    progress: bool | Run = True,
 ) -> Profile:
     """Return the profile with a curve measured on `token_ids`, `[N, T]` or several kinds; arguments as in `calibrate`.
 
@@ -169,12 +190,14 @@ def measure(
     names = (None, *kinds)
     tallies: dict[str | None, dict[_Way, _Tally]] = {name: {way: _Tally() for way in ways} for name in names}
     work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
+    run = progress if isinstance(progress, Run) else Run(progress)
+    filled_of = None
     # A unit of progress is one step on one batch: there may be only a few batches, of more than a minute each.
     units = [(*item, way) for item in work for way in ways]
     with frozen(model), torch.no_grad():
-        for kind, batch, cached, way in tracked(units, "measuring", progress):
-            if way == ways[0]:
-                tokens = batch.to(model.device)
+        for kind, batch, cached, way in run.stage("measuring", units, _Tallies(tallies)):
+            if batch is not filled_of:  # the next one, or that of a run that goes on
+                filled_of, tokens = batch, batch.to(model.device)
                 filled, rest = fill(model, tokens[:, :cached], layout), tokens[:, cached:]
                 chunks = filled.chunks(tokens[:, :cached])
                 exact = score(model, chunks, rest, filled)

@@ -20,11 +20,12 @@ def compare(
         KL(exact || other) in nats per token; the loss of log-likelihood of the targets, in nats per token; the share of
         tokens whose most likely successor stays the same.
     """
-    chosen = targets[..., None].to(exact.device)
-    kl = (exact.exp() * (exact - other)).sum(-1).mean(-1)
-    loss = (exact.gather(-1, chosen) - other.gather(-1, chosen)).squeeze(-1).mean(-1)
-    same = (exact.argmax(-1) == other.argmax(-1)).float().mean(-1)
-    return kl.tolist(), loss.tolist(), same.tolist()
+    kl, loss, same = [], [], []
+    for own, moved, chosen in zip(exact, other, targets[..., None].to(exact.device), strict=True):
+        kl.append(float((own.exp() * (own - moved)).sum(-1).mean()))
+        loss.append(float((own.gather(-1, chosen) - moved.gather(-1, chosen)).mean()))
+        same.append(float((own.argmax(-1) == moved.argmax(-1)).float().mean()))
+    return kl, loss, same
 
 
 def stderr(values: Sequence[float]) -> float | None:

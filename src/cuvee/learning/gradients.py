@@ -13,6 +13,8 @@ from cuvee.codec.models.forward import Filled, cache_argument, fill
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+SLICE_VALUES = 1 << 24  # logits that are float32 at a time
+
 
 def sample_gradients(
     model: PreTrainedModel,
@@ -32,16 +34,26 @@ def sample_gradients(
     # The cache consists of leaves, because a decoded cache is fixed. In a single pass over all tokens, a key would also
     # change the states of the prefix and all keys of the layers above; that gradient differs by factors.
     leaves = [(keys.detach().requires_grad_(), values.detach().requires_grad_()) for keys, values in filled.units]
-    cache = filled.cache(leaves)
     with torch.enable_grad():  # whatever the caller has switched off
-        logits = model(input_ids=tokens[:, prefix:], **cache_argument(model, cache)).logits[:, :-1].float()
+        cache = filled.cache(leaves)
+        logits = model(input_ids=tokens[:, prefix:], **cache_argument(model, cache)).logits[:, :-1]
     with torch.no_grad():
-        uniform = torch.rand(logits.shape[:-1], generator=generator, dtype=torch.float32)[..., None].to(logits.device)
-        drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), uniform).squeeze(-1).clamp_max(logits.shape[-1] - 1)
-    with torch.enable_grad():
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()
+        uniform = torch.rand(logits.shape[:-1], generator=generator, dtype=torch.float32).to(logits.device)
+        slopes = torch.empty_like(logits)
+        runs = [tensor.flatten(0, 1).split(max(SLICE_VALUES // logits.shape[-1], 1)) for tensor in (logits, slopes)]
+        for own, slope, drawn in zip(*runs, uniform.flatten().split(len(runs[0][0])), strict=True):
+            slope.copy_(_slope(own.detach().float(), drawn[:, None]))
+    logits.backward(slopes)
     gradients = tuple((_gradient(keys), _gradient(values)) for keys, values in leaves)
     return filled, replace(filled, units=gradients)
+
+
+def _slope(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw targets from predictions, logits `[t, V]`, and return the gradient of their loss on the logits."""
+    drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), uniform).squeeze(-1).clamp_max(logits.shape[-1] - 1)
+    with torch.enable_grad():
+        torch.nn.functional.cross_entropy(logits.requires_grad_(), drawn, reduction="sum").backward()
+    return _gradient(logits)
 
 
 def _gradient(leaf: torch.Tensor) -> torch.Tensor:

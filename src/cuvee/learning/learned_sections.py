@@ -20,7 +20,7 @@ from cuvee.codec.support.arrays import F32, I16
 from cuvee.codec.support.steps import OCTAVE, step_value
 from cuvee.learning.class_predictor import TokenSample, learn_classes, learn_predictors
 from cuvee.learning.moments import SINK_EXCESS, SINKS, Moments
-from cuvee.learning.progress import tracked
+from cuvee.learning.run import Run
 from cuvee.learning.token_model import TokenModel
 
 FAMILY_VALUES = 2_000_000  # coefficients per step that the tables are fitted on
@@ -36,11 +36,12 @@ def build_profile(
     metrics_of: Callable[[Moments], list[torch.Tensor]],
     model: str | None,
     tokens: TokenModel | None = None,
-    progress: bool = False,
+    run: Run | None = None,
 ) -> Profile:
     """Learn bases, scales, sinks and tables from the sums; with `tokens`, those of what tokens do not predict."""
+    run = run or Run(shown=False)
     bases, deviations = [], []
-    for section in tracked(moments, "learning bases", progress):
+    for section in run.stage("learning bases", moments):
         pairs = zip(section.covariances(), metrics_of(section), strict=True)
         maps = []
         for covariance, metric in pairs:
@@ -56,10 +57,10 @@ def build_profile(
         raise ProfileError("samples: must vary, and the loss must depend on them, or there is nothing to learn")
     built = [base_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
     if all(run.gradient is not None for m in moments for run in m.sample):
-        built, samples = _with_classes(moments, built, layout, tokens, progress)
+        built, samples = _with_classes(moments, built, layout, tokens, run)
     else:
         samples = _family_samples(moments, built)
-    family = fit_family(samples, FAMILY_STEPS, track=lambda rounds: tracked(rounds, "learning tables", progress))
+    family = fit_family(samples, FAMILY_STEPS, track=lambda rounds: run.stage("learning tables", rounds))
     if tokens is not None:
         built = [with_tokens(section, tokens, index) for index, section in enumerate(built)]
     return Profile(
@@ -131,12 +132,12 @@ def _with_classes(
     sections: list[SectionProfile],
     layout: KVLayout,
     tokens: TokenModel | None,
-    progress: bool,
+    run: Run,
 ) -> tuple[list[SectionProfile], list[tuple[F32, I16]]]:
     """Add predictors and class tables to the sections; return them and one (coefficients, scales) pair per class."""
     # A section that the loss does not depend on has no components, and its predictor would have no input.
     coded = [i for i, section in enumerate(sections) if len(section.scale)]
-    samples = [_token_sample(moments[i], sections[i], i, tokens) for i in tracked(coded, "learning classes", progress)]
+    samples = [_token_sample(moments[i], sections[i], i, tokens) for i in run.stage("learning classes", coded)]
     scales = [sections[i].scale for i in coded]
     predictors = learn_predictors(samples, scales, [len(moments[i].section.layers(layout)) for i in coded])
     wanted = max(FAMILY_VALUES // max(sum(map(len, scales)), 1), 64)

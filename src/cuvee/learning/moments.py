@@ -31,6 +31,8 @@ NORMALIZED_FLOOR = 1e-3  # tokens far below the mean gradient count less in the 
 SAMPLE_BYTES = 1 << 30  # values kept for the tables and the predictors; gradients take half as much again
 SAMPLE_TOKENS = 16384
 
+# What a state of `Moments` holds beside its sample.
+_SUMS = ("count", "origin", "total", "products", "metrics", "sink_total", "sink_count", "_stride", "_seen")
 
 # (section, ids [t]) -> predicted values [t, N] float32
 Predicted = Callable[[int, torch.Tensor], torch.Tensor]
@@ -135,6 +137,18 @@ class Moments:
         self.products, self.metrics = [], []
         self.origin, self.total = self.origin.cpu(), self.total.cpu()
         self.sink_total, self.sink_count = self.sink_total.cpu(), self.sink_count.cpu()
+
+    def state(self) -> dict[str, Any]:
+        """See `Run`."""
+        kept = {name: getattr(self, name) for name in _SUMS}
+        runs = [(run.start, run.length, run.x, run.gradient, run.token_ids) for run in self.sample]
+        return {**kept, "runs": runs}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `Run`."""
+        for name in _SUMS:
+            setattr(self, name, state[name])
+        self.sample = [SampledRun(*run) for run in state["runs"]]
 
     def mean(self) -> torch.Tensor:
         """Return the mean, `[N]` float64."""

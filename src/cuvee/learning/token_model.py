@@ -9,7 +9,7 @@ numbers as 600 tokens of cache, and learned from 5,000 tokens it gains little.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +24,7 @@ from cuvee.codec.profiles.token_prediction import LARGEST_FEATURE, LARGEST_WEIGH
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.transform import gather
 from cuvee.learning.moments import SINKS
-from cuvee.learning.progress import tracked
+from cuvee.learning.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +36,7 @@ FLOOR = 1e-6
 # what they ever gain, from 50,000 all but 0.3%.
 TOKENS_PER_FEATURE = 32
 CLIPS = (2.2, 2.5, 2.8, 3.2, 3.8, 4.6, 6.0, 9.0)  # largest numbers of a row of the table, in deviations of the row
+_ROWS = 8192  # tokens whose features are made at a time
 MOST_FEATURES = 1024  # of wider embeddings, the directions that predict most
 
 
@@ -50,10 +51,10 @@ class TokenSums:
     """Sums over the tokens of a text, of a model's embeddings and of the values of its cache."""
 
     def __init__(self, model: PreTrainedModel, layout: KVLayout) -> None:
-        embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight
-        self.features = token_features(embedding.detach().cpu())
+        # In the model's dtype: the features of a large vocabulary take a gigabyte, so a few are made at a time.
+        self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.detach().cpu()
         self.layout = layout
-        size, values = self.features.shape[1], layout.values_per_token
+        size, values = self.embedding.shape[1], layout.values_per_token
         exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
         self.count = torch.zeros(1, **exact)
         self.gram = torch.zeros(size, size, **exact)
@@ -61,18 +62,27 @@ class TokenSums:
         self.feature_total = torch.zeros(size, **exact)
         self.value_total = torch.zeros(values, **exact)
 
-    def add_text(self, model: PreTrainedModel, batches: Sequence[torch.Tensor], progress: bool = False) -> None:
+    def add_text(self, model: PreTrainedModel, batches: Sequence[torch.Tensor], run: Run | None = None) -> None:
         """Add the caches of sequences, `[B, T]` int64 each."""
+        run = run or Run(shown=False)
         (whole,) = partition(self.layout, "all")
         with frozen(model), torch.no_grad():
-            for batch in tracked(batches, "reading", progress):
+            for batch in run.stage("reading", batches, self):
                 for ids, chunk in zip(batch, prefill(model, batch.to(model.device), self.layout), strict=True):
                     unrotation = Rotation(0, chunk.tokens, chunk.device, inverse=True)
                     values = gather(chunk, whole, unrotation, slice(0, chunk.tokens))
                     self._add(ids[SINKS:].cpu(), values[SINKS:])
 
+    def state(self) -> list[torch.Tensor]:
+        """See `Run`."""
+        return [self.count, self.gram, self.cross, self.feature_total, self.value_total]
+
+    def restore(self, state: list[torch.Tensor]) -> None:
+        """See `Run`."""
+        self.count, self.gram, self.cross, self.feature_total, self.value_total = state
+
     def _add(self, token_ids: torch.Tensor, values: torch.Tensor) -> None:
-        rows = self.features[token_ids]
+        rows = token_features(self.embedding[token_ids])
         self.count += len(rows)
         self.gram += rows.T @ rows
         self.cross += rows.T @ values
@@ -111,12 +121,11 @@ def learn_token_model(sums: TokenSums, sections: Sequence[Section]) -> TokenMode
     root = torch.linalg.cholesky(gram)
     weights = torch.cholesky_solve(cross, root)
     spread = root.T @ weights
-    features = sums.features - mean.float()
+    directions = None
     if len(gram) > MOST_FEATURES:
         directions, weights = _leading(gram, weights)
-        features, spread = features @ directions.float(), weights  # of uncorrelated features of variance one
-    deviation = features.square().mean(0).sqrt().clamp_min(FLOOR)
-    table = _rounded((features / deviation).cpu())
+        spread = weights  # of uncorrelated features of variance one
+    deviation, table = _token_table(sums.embedding, mean.float(), directions)
     weights = (weights * deviation.double()[:, None]).float().cpu()
     maps = []
     for at in columns:
@@ -127,8 +136,28 @@ def learn_token_model(sums: TokenSums, sections: Sequence[Section]) -> TokenMode
     return TokenModel(table, tuple(maps), tuple(everything[:, at] for at in columns))
 
 
-def _rounded(features: torch.Tensor) -> TokenTable:
-    """Round embeddings `[V, K]` to a table. Each row has the scale that rounds it best: outliers are not cut off."""
+def _token_table(
+    embedding: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor | None
+) -> tuple[torch.Tensor, TokenTable]:
+    """Return the features of all tokens from their mean, along the directions if there are any, over the deviation of
+    each; and these deviations.
+    """
+
+    def slices() -> Iterator[torch.Tensor]:
+        for part in embedding.split(_ROWS):
+            features = token_features(part) - mean
+            yield features if directions is None else features @ directions.float()
+
+    power = sum(features.square().sum(0, dtype=torch.float64) for features in slices())
+    deviation = (power / len(embedding)).sqrt().float().clamp_min(FLOOR)
+    tables, scales = zip(*(_rounded(features / deviation) for features in slices()), strict=True)
+    return deviation, TokenTable(torch.cat(tables), torch.cat(scales))
+
+
+def _rounded(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round embeddings `[V, K]` to int8; return them and the scale of each, the one that rounds it best: outliers are
+    not cut off.
+    """
     spread = features.square().mean(1, keepdim=True).sqrt().clamp_min(FLOOR)
     best = torch.full((len(features),), float("inf"), dtype=torch.float32)
     table = torch.zeros_like(features, dtype=torch.int8)
@@ -140,7 +169,7 @@ def _rounded(features: torch.Tensor) -> TokenTable:
         better = error < best
         best = torch.where(better, error, best)
         table[better], row_scale[better] = rounded[better].to(torch.int8), step[better, 0]
-    return TokenTable(table, row_scale)
+    return table, row_scale
 
 
 def _leading(gram: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,6 +69,19 @@ def test_float8_is_e4m3_unless_told() -> None:
     assert Float8() == Float8("e4m3") != Float8("e5m2")
     with pytest.raises(InputError, match=r"^format: must be one of e4m3, e5m2, got 'e3m4'"):
         Float8("e3m4")
+    with pytest.raises(InputError, match=r"^scale: must be one of none, unit, head, got 'token'"):
+        Float8(scale="token")
+
+
+@pytest.mark.parametrize(("scale", "scales"), [("unit", 1), ("head", 2)])
+def test_float8_moves_the_largest_value_of_a_scale_to_the_end_of_its_range(scale: str, scales: int) -> None:
+    layout = KVLayout("synthetic", (LayerLayout(2, 1, 1, None),), "float32", None)
+    keys = torch.tensor([[[896.0], [3.5]], [[2.0**-8], [-(2.0**-16)]]])  # two tokens, two heads
+    back, bits = round_trip(Float8(scale=scale), KVChunk([keys], [torch.ones(2, 2, 1)], layout))
+    assert bits == 8 * 8 + 16 * 2 * scales
+    assert back.keys[0][0].tolist() == [[896.0], [3.5]]  # 448 would be the most without a scale
+    # With a scale of 2, the format's smallest number is 2^-8; the second head's own scale is 2^-7.
+    assert back.keys[0][1].flatten().tolist() == [2.0**-8, 0.0 if scale == "unit" else -(2.0**-16)]
 
 
 def test_int8_has_one_scale_a_unit() -> None:
@@ -83,7 +96,9 @@ def test_int8_has_one_scale_a_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [Uncompressed(), Destroyed(), Float8(), Float8("e5m2"), Int8(), Kivi(4), CacheGen()], ids=repr
+    "method",
+    [Uncompressed(), Destroyed(), Float8(), Float8("e5m2"), Float8(scale="head"), Int8(), Kivi(4), CacheGen()],
+    ids=repr,
 )
 def test_methods_stay_on_the_device_of_the_chunk(method: Method) -> None:
     chunk = make(5)

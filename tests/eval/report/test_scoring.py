@@ -6,7 +6,9 @@ import json
 import logging
 import random
 import sys
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,32 @@ def test_a_task_gets_its_metadata(books: Any) -> None:
 def test_unknown_tasks_are_named_with_a_hint(books: Any) -> None:
     with pytest.raises(InputError, match=r"^tasks: 'cuvee_needle_129' is not known; did you mean .*cuvee_needle_128"):
         scorer(books, "cuvee_kv_8", "cuvee_needle_129")
+
+
+def test_a_task_may_be_a_file(books: Any, tmp_path: Path) -> None:
+    """Such as lm-eval's own with local data: worked examples, and an answer that is generated."""
+    docs = [{"question": f"Say {word}.", "answer": word} for word in ("kettle", "ladder", "mirror")]
+    (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
+    text = f"""
+        task: my_task
+        dataset_path: json
+        dataset_kwargs: {{data_files: {{test: {tmp_path / "docs.jsonl"}}}}}
+        test_split: test
+        output_type: generate_until
+        doc_to_text: "Q: {{{{question}}}} A:"
+        doc_to_target: answer
+        fewshot_config: {{sampler: first_n, samples: [{{question: Say saddle., answer: saddle}}]}}
+        num_fewshot: 1
+        generation_kwargs: {{until: ["Q:"], max_gen_toks: 4}}
+        metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+    """
+    (tmp_path / "mine.yaml").write_text(textwrap.dedent(text))
+    scores = scorer(books, str(tmp_path / "mine.yaml"), "cuvee_needle_128", limit=3)
+    assert scores.names == ["my_task", "cuvee_needle_128"]
+    task, score = scores.score(Uncompressed(), "my_task")
+    assert (task.metric, task.docs, len(score.per_doc or [])) == ("exact_match", 3, 3)
+    with pytest.raises(InputError, match=r"^tasks: must be names or YAML files, got other\.yaml, which is no file"):
+        scorer(books, "other.yaml")
 
 
 def test_data_that_cannot_be_downloaded_is_named_with_a_remedy(books: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,12 @@ class Desk:
             for rank in range(self.shards):
                 self.store.entries[store_key(tenant, self.segment(tokens, tenant), rank)] = b"blob"
 
+    def write(self, plan: StepPlan) -> None:
+        """What the workers do with a plan's saves."""
+        for save in plan.last_saves + plan.saves:
+            for rank in range(self.shards):
+                self.store.entries[store_key(save.tenant, save.entry.digest, rank)] = b"blob"
+
     def matched(self, request: SimpleNamespace, computed: int = 0) -> tuple[int, bool]:
         """Ask as the engine does until there is an answer."""
         for _ in patience():
@@ -363,7 +369,7 @@ class Bench:
         self.cache.write(
             [keys[:tokens].to(self.cache.device) for keys in self.sequence.keys],
             [values[:tokens].to(self.cache.device) for values in self.sequence.values],
-            _slots(blocks, 0, tokens).to(self.cache.device),
+            slots(blocks, 0, tokens).to(self.cache.device),
         )
 
     def saves(self, blocks: list[int], chunks: range) -> list[Save]:
@@ -463,7 +469,7 @@ class Bench:
 
     def held(self, blocks: list[int], start: int, end: int, first: int = 0) -> bool:
         """Whether the pages hold tokens `start … end` of the sequence; `blocks` begin at token `first`."""
-        chunk = self.cache.read(_slots(blocks, start - first, end - first).to(self.cache.device), start)
+        chunk = self.cache.read(slots(blocks, start - first, end - first).to(self.cache.device), start)
         return _same(chunk, self.sequence, start, end)
 
     def counts(self) -> dict[str, Any]:
@@ -477,7 +483,8 @@ class Bench:
         self.worker.close()
 
 
-def _slots(blocks: list[int], start: int, end: int) -> torch.Tensor:
+def slots(blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+    """The slots of these tokens of a request that has these blocks."""
     tokens = torch.arange(start, end)
     return torch.tensor(blocks)[tokens // BLOCK] * BLOCK + tokens % BLOCK
 

@@ -14,6 +14,7 @@ import cuvee
 from cuvee.calibration import kinds
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.kinds import KINDS, LONG
+from cuvee.cli.profile import MIXTURE_SEQUENCES, QUICK_SEQUENCES
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
@@ -50,6 +51,27 @@ def test_what_ctrl_c_leaves_of_a_profile(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("cuvee.calibration.kinds.mixture", interrupted)
     done = run("profile", "learn", "books-3m", "-o", tmp_path / "p.safetensors", code=130)
     assert "p.safetensors was not written" in done.stderr and not [*tmp_path.iterdir()]
+
+
+def test_ctrl_c_keeps_what_the_same_command_goes_on_from(
+    tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "p.safetensors", []
+    learn = ("profile", "learn", "books-3m", "-o", out, "--length", "16", "--sequences", "27")
+
+    def interrupted(*given: Any, **_: Any) -> Any:
+        seen.append(given[1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cuvee, "calibrate", interrupted)
+    done = run(*learn, code=130)
+    assert "p.safetensors was not written; the same command goes on from" in done.stderr and "sampling: " in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["p.safetensors.partial"]
+    monkeypatch.setattr(kinds, "sample_text", lambda *_: 1 / 0)
+    monkeypatch.setattr(cuvee, "calibrate", lambda *given, **_: seen.append(given[1]) or books.profile)
+    run(*learn)
+    assert Profile.load(out).id == books.profile.id and [*tmp_path.iterdir()] == [out]
+    assert all(torch.equal(rows, seen[1][kind]) for kind, rows in seen[0].items()) and kinds.SAMPLES in seen[0]
 
 
 def test_a_device_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -91,6 +113,20 @@ def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.Mo
         fails("profile", "learn", model, *q, "--text", tmp_path / text, match=match)
     long = ("--length", "4096", "--text", tmp_path / "own.txt")
     fails("profile", "learn", bundled_model_path(), *q, *long, match="text: must hold at least 4096 tokens")
+
+
+def test_a_quick_profile_promises_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From fewer sequences, with a curve of every kind but the model's samples."""
+    monkeypatch.setattr("cuvee.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))
+    monkeypatch.setattr(kinds, "sample_text", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(kinds, "more_text", lambda *_: 1 / 0)
+    out = tmp_path / "profile"
+    done = run("profile", "learn", "books-3m", "-o", out, "--quick", "--length", "64", "--group", "unit")
+    profile = Profile.load(out)
+    assert "dtype " in done.stderr and MIXTURE_SEQUENCES == kinds.MIXTURE_SEQUENCES
+    assert sorted(profile.curves) == sorted({*ALL_KINDS} - {kinds.SAMPLES}) and profile.token_table is None
+    assert all(point.kl is not None for curve in profile.curves.values() for point in curve)
+    assert 30 * 44 <= profile.text_tokens <= QUICK_SEQUENCES * 44
 
 
 def test_a_profile_is_fitted_to_a_store(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:

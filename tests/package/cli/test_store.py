@@ -10,7 +10,8 @@ import pytest
 from tests.package.cli import running
 from typer.testing import Result
 
-from cuvee.integrations.stores.base import StoreError
+from cuvee.integrations.identity.records import IdentityRecord, RecordStore
+from cuvee.integrations.stores.base import RECORDS, StoreError
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.naming.identity import store_key, tenant_id
 
@@ -165,3 +166,58 @@ def test_delete_tenant_that_fails(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_delete_tenant_needs_a_tenant(folder: Path) -> None:
     assert "--salt" in run("delete-tenant", f"file://{folder}", "--yes", code=2).stderr and all(held(folder))
+
+
+# Explain -------------------------------------------------------------------------------------------------------------
+
+
+def records_in(folder: Path, *dtypes: str) -> list[IdentityRecord]:
+    """A folder with a record for each dtype, the second one with an entry of "alice" and two of nobody."""
+    store = DiskStore(folder)
+    made = []
+    for dtype in dtypes:
+        record = IdentityRecord({"weights": "aa", "dtype": dtype}, {"model": "books-3m"})
+        if made:
+            for tenant, number in (("alice", 1), ("", 1), ("", 2)):
+                key = store_key(tenant, bytes([number]) * 32)
+                store.put(key, b"x")
+                record.sample.add(key)
+        RecordStore(store).write(record)
+        made.append(record)
+    store.close()
+    return made
+
+
+def test_explain_says_which_fields_differ(tmp_path: Path) -> None:
+    one, two = records_in(tmp_path / "kv", "bfloat16", "float32")
+    data = json.loads(run("explain", f"file://{tmp_path}/kv", "--identity", one.id[:6], "--json").stdout)
+    assert [(row["identity"], row["entries"], row["differs"]) for row in data["identities"]] == [
+        (one.id, 0, None), (two.id, 3, {"dtype": ["bfloat16", "float32"]}),
+    ]  # fmt: skip
+    said = run("explain", f"file://{tmp_path}/kv", "--identity", one.id).stdout.splitlines()
+    assert said[0].startswith(f"{one.id[:8]}  0 entries, model books-3m, written ")
+    assert said[1].startswith(f"{two.id[:8]}  3 entries, model books-3m, written ")
+    assert said[2:] == ["          dtype: float32, not bfloat16"]
+    assert json.loads(run("explain", f"file://{tmp_path}/kv", "--json").stdout)["identities"][0]["identity"] == two.id
+    assert json.loads(run("info", f"file://{tmp_path}/kv", "--json").stdout)["tiers"][0]["entries"] == 3
+
+
+def test_explain_without_records_and_with_hostile_ones(tmp_path: Path) -> None:
+    running.fails("store", "explain", f"file://{tmp_path}/kv", match="does not exist")
+    (tmp_path / "kv").mkdir(mode=0o700)
+    assert "no engine has written" in run("explain", f"file://{tmp_path}/kv").stdout
+    running.fails("store", "explain", f"file://{tmp_path}/kv", "--identity", "ab", match="got 'ab'")
+    (record,) = records_in(tmp_path / "kv", "bfloat16")
+    DiskStore(tmp_path / "kv").put(f"{RECORDS}/ab", b"\x1b[31mred")
+    done = run("explain", f"file://{tmp_path}/kv")
+    assert record.id[:8] in done.stdout and "\x1b" not in done.output
+    assert done.stderr.startswith("warning: record ab: must be JSON") and done.stderr.count("\n") == 1
+
+
+def test_deleting_a_tenant_deletes_what_records_know_of_it(tmp_path: Path) -> None:
+    one, two = records_in(tmp_path / "kv", "bfloat16", "float32")
+    run("delete-tenant", f"file://{tmp_path}/kv", "--salt", "alice", "--yes")
+    (left,), _ = RecordStore(DiskStore(tmp_path / "kv")).read()
+    assert left.id == two.id and left.sample.keys == {store_key("", bytes([number]) * 32) for number in (1, 2)}
+    run("delete-tenant", f"file://{tmp_path}/kv", "--salt", "", "--yes")
+    assert RecordStore(DiskStore(tmp_path / "kv")).read() == ([], []) and one.id != two.id

@@ -1,0 +1,85 @@
+"""The bench of a served model: its arrivals, its figures, and a run on the real engine. No speed is asserted."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.integrations.vllm.engines import need_vllm
+
+from cuvee.calibration.bundled import bundled_model_path
+from cuvee.codec.errors import InputError
+from cuvee.eval.bench.engine_process import Traffic, Turn
+from cuvee.eval.bench.serving import (
+    NO_CACHE,
+    OWN_CACHE,
+    ServingScope,
+    Words,
+    arrivals,
+    run_serving_bench,
+    show_serving,
+    summary,
+)
+
+SMALL = ServingScope(
+    lengths=(256,), rounds=2, restores=2, shared=64, own=(64, 160), turns=3, question=24, answer=4, live=4, rate=20.0,
+    seconds=4.0, cached=768, step=128,
+)  # fmt: skip
+
+
+def test_arrivals_are_turns_of_conversations_that_make_room_for_new_ones() -> None:
+    scope = replace(SMALL, seconds=60.0)
+    found = list(arrivals(scope, Words(range(100_000))))
+    assert found == list(arrivals(scope, Words(range(100_000)))), "every arm gets the same"
+    assert [each.at for each in found] == sorted(each.at for each in found) and found[-1].at < scope.seconds
+    assert len(found) == pytest.approx(scope.rate * scope.seconds, rel=0.1)
+    turns: dict[int, list[list[int]]] = {}
+    for at, each in enumerate(found):
+        turns.setdefault(each.conversation, []).append(each.tokens)
+        begun_and_not_over = [name for name, all_turns in turns.items() if len(all_turns) < scope.turns]
+        assert len(begun_and_not_over) <= scope.live, at
+    for tokens in turns.values():
+        assert len(tokens) <= scope.turns
+        assert tokens[0][:64] == list(range(64)) and len(tokens[0]) - 64 - 24 in scope.own
+        assert all(len(each) == 24 for each in tokens[1:])
+    own = [token for each in found for token in each.tokens if token >= 64]
+    assert len(own) == len(set(own)), "nothing but the shared context repeats"
+
+
+def test_a_text_that_is_too_short_is_refused() -> None:
+    with pytest.raises(InputError, match="text: must have at least 88 tokens, got 80"):
+        list(arrivals(replace(SMALL, own=(0,)), Words(range(80))))
+
+
+def test_figures_are_of_what_came_in_time() -> None:
+    turns = [Turn(float(at), 100, 50, [at + 1.0, at + 1.5, at + 2.0, at + 3.5]) for at in range(10)]
+    traffic = Traffic([*turns, Turn(11.0, 100, 0, [20.0, 21.0]), Turn(12.0, 100, 0, [])], 2, 7.0, 300.0, 200.0)
+    found = summary(replace(SMALL, seconds=60.0), traffic)
+    assert (found["arrived"], found["completed"], found["without_a_token"]) == (14, 10, 3)
+    assert found["requests_per_hour"] == 600 and found["cached_tokens"] == 500 and found["prompt_tokens"] == 1000
+    assert found["first_token_seconds"] == {"p50": 1.0, "p99": pytest.approx(8.2), "count": 11}
+    assert found["between_tokens_seconds"]["p50"] == 0.5 and found["between_tokens_seconds"]["p99"] == 1.5
+
+
+@pytest.mark.nightly
+def test_a_real_engine(tmp_path: Path) -> None:
+    need_vllm()
+    model = bundled_model_path()
+    first = json.loads(json.dumps(run_serving_bench("first-token", SMALL, model, ["lossless"]), allow_nan=False))
+    found = first["arms"]["lossless"]
+    assert found["computed_seconds"]["256"]["runs"] == 2
+    assert {name: of["256"]["runs"] for name, of in found["restored_over_computed"].items()} == {"memory": 4, "file": 4}
+    arms = [NO_CACHE, OWN_CACHE, "lossless"]
+    traffic = json.loads(json.dumps(run_serving_bench("traffic", SMALL, model, arms), allow_nan=False))
+    none, own, lossless = (traffic["arms"][arm] for arm in arms)
+    assert min(none["completed"], own["completed"], lossless["completed"]) > 20
+    assert none["cached_tokens"] == 0 < own["cached_tokens"]
+    assert 0 < lossless["stored_bytes"] < lossless["raw_bytes"] and own["raw_bytes"] == none["raw_bytes"] == 0
+    shares = [arm["cached_tokens"] / arm["prompt_tokens"] for arm in (own, lossless)]
+    assert shares[1] > shares[0] + 0.1, "the store has what the engine's own cache has dropped"
+    for report in (first, traffic):
+        show_serving(report).print(Console(file=io.StringIO(), width=200))

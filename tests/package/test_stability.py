@@ -1,0 +1,45 @@
+"""docs/stability.md promises the public names, exit codes and format versions that the code has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.package.stability import PAGE, promised, public, renewed
+from typer.testing import CliRunner
+
+from cuvee.cli import app
+from cuvee.codec.format import container
+from cuvee.codec.profiles import profile_file
+from cuvee.integrations.stores import envelope
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_names_what_is_public_once() -> None:
+    listed = {row: sorted(stable + beta) for row, (stable, beta) in promised(TEXT).items()}
+    assert listed == {row: sorted(names) for row, names in public().items()}, "python -m tests.package.stability"
+    assert "`Codec`" in TEXT and len(promised(TEXT)["`cuvee`"][0]) > 20
+
+
+def test_a_new_name_enters_as_beta_and_a_promise_is_kept() -> None:
+    assert renewed(TEXT) == TEXT
+    without = TEXT.replace(", `OpenBlob`", "")
+    stable, beta = promised(renewed(without))["`cuvee`"]
+    assert "OpenBlob" in beta and "OpenBlob" not in stable and "Codec" in stable
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"), [(0, ["--help"]), (1, ["inspect", "missing.cuvee"]), (2, ["inspect", "--no-such-option"])]
+)
+def test_exit_codes(code: int, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, arguments).exit_code == code
+    assert re.search(rf"^\| {code} \| \w", TEXT, re.MULTILINE)
+
+
+def test_the_page_names_the_versions_of_the_formats() -> None:
+    versions = dict(re.findall(r"^\| (blob|profile|entry of a store)[^|]* \| (\d+) \|", TEXT, re.MULTILINE))
+    expected = (container.VERSION, profile_file.VERSION, envelope._VERSION)
+    assert tuple(versions.values()) == tuple(map(str, expected))
