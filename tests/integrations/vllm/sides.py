@@ -212,6 +212,12 @@ class Desk:
             for rank in range(self.shards):
                 self.store.entries[store_key(tenant, self.segment(tokens, tenant), rank)] = b"blob"
 
+    def write(self, plan: StepPlan) -> None:
+        """What the workers do with a plan's saves."""
+        for save in plan.last_saves + plan.saves:
+            for rank in range(self.shards):
+                self.store.entries[store_key(save.tenant, save.entry.digest, rank)] = b"blob"
+
     def matched(self, request: SimpleNamespace, computed: int = 0) -> tuple[int, bool]:
         """Ask as the engine does until there is an answer."""
         for _ in patience():

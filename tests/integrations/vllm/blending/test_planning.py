@@ -83,13 +83,6 @@ def blend(d: Desk, request: SimpleNamespace, computed: int = 0) -> Load:
     return planned
 
 
-def write(d: Desk, plan: StepPlan) -> None:
-    """What the workers do with a plan's saves."""
-    for save in plan.last_saves + plan.saves:
-        for rank in range(d.shards):
-            d.store.entries[store_key(save.tenant, save.entry.digest, rank)] = b"blob"
-
-
 def segments_of(saves: list[Save]) -> list[tuple[int, int]]:
     return [(save.entry.start, save.entry.tokens) for save in saves if is_segment(save)]
 
@@ -662,7 +655,7 @@ def test_reset_finds_no_segment_that_was_there(desk: Callable[..., Desk]) -> Non
         assert d.matched(each) == (0, False)
     saves = [save for save in d.plan((request, 0, 77)).saves if is_segment(save)]
     assert segments_of(saves) == [(10, 29), (44, 21)] and old.isdisjoint(save.entry.digest for save in saves)
-    write(d, StepPlan(1, saves=saves))
+    d.write(StepPlan(1, saves=saves))
     assert d.matched(ask(d, "t")) == (65, True), "what was stored since is found"
 
 

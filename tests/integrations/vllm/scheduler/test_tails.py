@@ -10,7 +10,7 @@ import pytest
 from tests.integrations.vllm.sides import BLOCK, LORA, Desk, generate, image, make_request
 
 from cuvee.integrations.vllm.decision import Restored
-from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
+from cuvee.integrations.vllm.messages import Entry, Report, Save
 from cuvee.naming.identity import store_key
 
 CHUNK = 64  # eight blocks, so that a tail has one of seven lengths
@@ -28,24 +28,17 @@ def places(saves: list[Save]) -> list[tuple[int, int]]:
     return [(save.entry.start // CHUNK, save.entry.tokens if save.entry.kind == "tail" else 0) for save in saves]
 
 
-def write(d: Desk, plan: StepPlan) -> None:
-    """What the workers do with a plan's saves."""
-    for save in plan.last_saves + plan.saves:
-        for rank in range(d.shards):
-            d.store.entries[store_key(save.tenant, save.entry.digest, rank)] = b"blob"
-
-
 def run(d: Desk, request: SimpleNamespace, generated: int = 0, found: int = 0) -> None:
     """The engine answers a request and stores what it is told to."""
     if found:
         d.side.allocated(request, [BLOCKS], found)
-    write(d, d.plan((request, found, request.num_tokens - found)))
+    d.write(d.plan((request, found, request.num_tokens - found)))
     for _ in range(generated):
         generate(request, 1)
-        write(d, d.plan((request, request.num_tokens - 1, 1), new=False))
+        d.write(d.plan((request, request.num_tokens - 1, 1), new=False))
     generate(request, 1)  # which has no KV
     d.side.finished(request, [BLOCKS])
-    write(d, d.plan())
+    d.write(d.plan())
 
 
 def again(request: SimpleNamespace, name: str, more: int = 0, keep: int | None = None) -> SimpleNamespace:
@@ -152,7 +145,7 @@ def test_a_request_that_loads_again_after_it_was_preempted_leaves_nothing(desk: 
     """Its blocks are other ones, and nothing has come into them."""
     d, request = desk(), make_request(tokens=103)
     d.matched(request)
-    write(d, d.plan((request, 0, 100)))
+    d.write(d.plan((request, 0, 100)))
     request.num_computed_tokens = 0
     d.now += 100
     tokens, _ = d.matched(request)
@@ -166,7 +159,7 @@ def test_a_request_that_loads_again_after_it_was_preempted_leaves_nothing(desk: 
 def test_a_preempted_request_finds_its_tail_and_does_not_store_it_again(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request(tokens=103)
     d.matched(request)
-    write(d, d.plan((request, 0, 103)))
+    d.write(d.plan((request, 0, 103)))
     generate(request, 3)
     assert d.matched(request) == (96, True)
     d.side.allocated(request, [BLOCKS], 96)
