@@ -128,40 +128,21 @@ def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..
     assert d.side.outcome(request) == {**NOTHING, "reason": "absent"}
 
 
-def test_a_producer_stores_segments_and_asks_for_none(desk: Callable[..., Desk]) -> None:
-    d = desk(loads=False)
+@pytest.mark.parametrize(("loads", "wants", "reason"), [(False, {}, "unasked"), (True, {"blend": False}, "unwanted")])
+def test_segments_are_stored_where_none_are_asked_for(
+    desk: Callable[..., Desk], loads: bool, wants: dict[str, Any], reason: str
+) -> None:
+    """Of a producer, and of a request that wants no blend."""
+    d = desk(loads=loads)
     d.put_segments(FIRST, SECOND)
-    request = ask(d)
-    assert d.matched(request) == (0, False) and d.store.calls == []
+    request = ask(d, kv_transfer_params={"cuvee": {"segments": [[10, 39], [44, 65]], **wants}})
+    segmented = d.record().segmented
+    assert d.matched(request) == (0, False) and segmented is not None and segmented.lookup is None
     assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)]
-    assert d.side.outcome(request) == {**NOTHING, "reason": "unasked"}
-
-
-def test_a_request_that_wants_no_blend_is_stored_all_the_same(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST)
-    request = ask(d, kv_transfer_params={"cuvee": {"blend": False, "segments": [[10, 39], [44, 65]]}})
-    assert d.matched(request) == (0, False)
-    assert (44, 21) in segments_of(d.plan((request, 0, 77)).saves)
-    assert d.side.outcome(request) == {**NOTHING, "reason": "unwanted"} and refused(d) == {}
+    assert d.side.outcome(request) == {**NOTHING, "reason": reason} and refused(d) == {}
 
 
 # What is found -------------------------------------------------------------------------------------------------------
-
-
-def test_pieces_that_are_there_are_loaded_up_to_the_end_of_the_last(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST, SECOND)
-    request = ask(d)
-    assert d.matched(request) == (65, True)
-    planned = load(d, request)
-    assert (planned.request, planned.start, planned.end, planned.prefix) == ("r", 0, 65, [])
-    assert planned.blocks == BLOCKS[:9]
-    assert planned.blend is not None
-    assert planned.blend.tokens == request.prompt_token_ids and planned.blend.blocks == BLOCKS[:9]
-    assert (planned.blend.start, planned.blend.cost) == (0, 0.15)
-    assert planned.blend.pieces == [segment(d, FIRST, 10), segment(d, SECOND, 44)]
-    assert d.side.outcome(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
 
 
 @pytest.mark.parametrize("computed", [0, 8])
@@ -199,6 +180,7 @@ ENDING = [*text(10), *FIRST, 7]
     [
         ({}, [FIRST, SECOND], {"chunks": 3}, 40, (40, 65, [44], 4, 21)),  # what the engine has is not blended
         ({}, [FIRST, SECOND], {}, 72, "exact"),
+        ({}, [FIRST, SECOND], {}, 0, (0, 65, [10, 44], 4, 50)),
         ({}, [FIRST], {}, 0, (0, 39, [10], 4, 29)),
         ({}, [FIRST], {"segments": []}, 0, "parts"),
         ({}, [text(29, 90)], {}, 0, "absent"),
@@ -236,6 +218,8 @@ def test_what_is_blended(
     pieces = [piece.start for piece in planned.blend.pieces]
     assert (planned.start, planned.end, pieces, planned.blend.first, told["reused_tokens"]) == expected
     assert planned.blend.reused(planned.end) == told["reused_tokens"] and planned.prefix == []
+    assert (planned.blend.tokens, planned.blend.start) == (request.prompt_token_ids, computed)
+    assert told["blended"] and told["cost"] == planned.blend.cost == 0.15
     assert planned.blend.blocks == BLOCKS[: -(-planned.end // BLOCK)] == BLOCKS[: computed // BLOCK] + planned.blocks
 
 
@@ -392,11 +376,11 @@ def test_without_names_there_is_no_blend(desk: Callable[..., Desk], count: int) 
 # Nothing approximate is stored ---------------------------------------------------------------------------------------
 
 
-def exact_prompt(d: Desk, leading: int = 30, blend: bool = True) -> SimpleNamespace:
+def exact_prompt(d: Desk, leading: int = 30) -> SimpleNamespace:
     """A request whose first `leading` tokens are exact; FIRST comes behind them."""
     d.put_segments(FIRST)
     ids = [*text(leading), *FIRST, *SECOND, *text(12, 70)]
-    wants = {"blend": blend, "segments": [[leading, leading + 29], [leading + 29, leading + 50]]}
+    wants = {"segments": [[leading, leading + 29], [leading + 29, leading + 50]]}
     return ask(d, ids=ids, kv_transfer_params={"cuvee": wants})
 
 
@@ -486,27 +470,21 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("reason", "changes"), REFUSALS)
-def test_requests_that_cannot_be_blended_are_told_so(
+def test_requests_that_cannot_be_blended_are_told_so_if_they_asked(
     desk: Callable[..., Desk], reason: str, changes: dict[str, Any]
 ) -> None:
     d = desk()
     d.put_segments(FIRST, SECOND)
+    silent = ask(d, "silent", segments=None, ids=FIRST * 5, kv_transfer_params=None, **changes)
+    assert d.matched(silent) == (0, False) and refused(d) == {}
+    if reason != "prompt_logprobs":  # its segments are exact, and may be stored
+        assert d.side.outcome(silent) is None and segments_of(d.plan((silent, 0, 145)).saves) == []
     request = ask(d, **changes)
     assert d.matched(request) == (0, False)
     assert d.side.outcome(request) == {"blended": False, "refused": reason}
     assert refused(d) == {reason: 1}
     saves = d.plan((request, 0, 77)).saves
     assert saves and segments_of(saves) == [], "its prefix is stored"
-
-
-@pytest.mark.parametrize(("reason", "changes"), REFUSALS)
-def test_nobody_is_told_who_did_not_ask(desk: Callable[..., Desk], reason: str, changes: dict[str, Any]) -> None:
-    d = desk()
-    d.put_segments(FIRST)
-    request = ask(d, segments=None, ids=FIRST * 5, kv_transfer_params=None, **changes)
-    assert d.matched(request) == (0, False) and refused(d) == {}
-    if reason != "prompt_logprobs":  # whose segments are exact, and may be stored
-        assert d.side.outcome(request) is None and segments_of(d.plan((request, 0, 145)).saves) == []
 
 
 def test_a_request_with_a_deadline_is_not_blended(desk: Callable[..., Desk]) -> None:
@@ -637,9 +615,6 @@ def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -
     assert plan.blends == ["r"] and plan.step not in d.side._pays._timed_steps
     d.side.take(Report(ended=["r"]))
     assert d.plan((other, 32, 32), new=False).step in d.side._pays._timed_steps
-
-
-# All ranks together --------------------------------------------------------------------------------------------------
 
 
 # Resets --------------------------------------------------------------------------------------------------------------
