@@ -135,9 +135,9 @@ def test_segments_are_stored_where_none_are_asked_for(
     """Of a producer, and of a request that wants no blend."""
     d = desk(loads=loads)
     d.put_segments(FIRST, SECOND)
-    intercept(d, FIRST, lambda: pytest.fail("the store is asked"))
     request = ask(d, kv_transfer_params={"cuvee": {"segments": [[10, 39], [44, 65]], **wants}})
-    assert d.matched(request) == (0, False)
+    segmented = d.record().segmented
+    assert d.matched(request) == (0, False) and segmented is not None and segmented.lookup is None
     assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)]
     assert d.side.outcome(request) == {**NOTHING, "reason": reason} and refused(d) == {}
 
