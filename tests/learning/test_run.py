@@ -105,6 +105,36 @@ def test_what_is_damaged_or_of_another_run_is_named_and_not_used(
             assert len(calls) == 5 * (number + 2)
 
 
+@pytest.mark.parametrize(
+    ("keys", "stop", "goes_on"),
+    [
+        ((), None, True),
+        (("a",), None, True),
+        (("other",), None, False),  # what comes later depends on it
+        (("a", "b"), None, True),
+        (("a", "other"), None, True),  # from the first part
+        (("other", "b"), None, False),
+        (("other",), "put", True),  # this run's own
+    ],
+)
+def test_what_an_interrupted_run_says_that_it_goes_on_from(
+    keys: tuple[str, ...], stop: str | None, goes_on: bool, tmp_path: Path
+) -> None:
+    before = Run(shown=False, keep=tmp_path / "kept")
+    assert before.kept() == ""
+    for part, key in (("samples", "a"), ("learning", "b")):
+        before.begin(part, key)
+        before.put("value", 1)
+    run = Run(shown=False, keep=tmp_path / "kept")
+    for part, key in zip(("samples", "learning"), keys, strict=False):
+        run.begin(part, key)
+    if stop:
+        run.put("value", 2)
+    assert bool(run.kept()) == goes_on
+    (tmp_path / "kept").write_bytes(b"damaged")
+    assert Run(shown=False, keep=tmp_path / "kept").kept() == ""
+
+
 def test_a_key_is_of_the_texts_the_options_and_the_model(tiny_model: Callable[..., Any]) -> None:
     tiny, text = tiny_model("llama"), rows(2, 0)
     other = copy.deepcopy(tiny).to(torch.bfloat16)

@@ -14,7 +14,7 @@ from cuvee.cli.files import check_output
 from cuvee.cli.options import MODEL_HELP, Dtype, Force
 from cuvee.cli.output import make_console
 from cuvee.cli.profile_show import print_profile, profile_show
-from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
@@ -67,7 +67,7 @@ def profile_learn(
         bool,
         typer.Option(
             "--quick",
-            help="Learn in about a fifth of the time: from fewer sequences, without samples of the model, and without "
+            help="Learn sooner: from fewer sequences, without samples of the model, and without "
             "prediction from tokens, which takes much text. Blobs are larger; the loss that is promised is measured on "
             "the same kinds of text, at half as many steps.",
         ),
@@ -197,7 +197,7 @@ def profile_fit(
 
 @contextmanager
 def _interruptible(out: Path, run: Run | None = None) -> Iterator[None]:
-    """Say what Ctrl-C leaves of a profile that is being learned; an error leaves nothing."""
+    """Say what Ctrl-C leaves of a profile that is being learned."""
     try:
         yield
     except KeyboardInterrupt:
@@ -205,10 +205,6 @@ def _interruptible(out: Path, run: Run | None = None) -> Iterator[None]:
         rest = f"goes on from {kept}" if kept else "starts from the beginning"
         typer.echo(f"interrupted: {out} was not written; the same command {rest}", err=True)
         raise typer.Exit(130) from None
-    except CuveeError:
-        if run:
-            run.finish()
-        raise
 
 
 def _save(profile: Profile, out: Path) -> None:

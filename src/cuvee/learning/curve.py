@@ -209,5 +209,6 @@ def measure(
             other = score(model, [back[key] for key in cut], rest, filled)
             for name in dict.fromkeys((None, kind)):
                 tallies[name][way].add(coded, exact, other, rest[:, 1:])
+            del other  # before the next, which is as large
     points = (tally.point(*way, kind) for kind, by_way in tallies.items() for way, tally in by_way.items())
     return profile.with_curve(points, [ids.shape[1] for ids, _ in kinds.values()])

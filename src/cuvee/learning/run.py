@@ -64,6 +64,8 @@ class Run:
         self._parts: dict[str, dict[str, Any]] = {}
         if self._keep is not None and self._keep.exists():
             self._parts = _read(self._keep)
+        self._held = set(self._parts)  # parts that the file holds and that this run goes on from, as far as is known
+        self._begun: set[str] = set()
         self._part: dict[str, Any] = _new("")
         self._live: dict[str, Sums] = {}
         self._used: dict[str, int] = {}
@@ -86,6 +88,9 @@ class Run:
         if found is not None and found["key"] != key:
             _log.warning("%s: is of other weights, texts or options: this run begins anew", self._keep)
             found = None
+            self._held &= self._begun  # what comes later depends on this part
+            self._parts = {name: own for name, own in self._parts.items() if name in self._begun}
+        self._begun.add(part)
         self._part = self._parts[part] = found or _new(key)
         self._live, self._used = {}, {}
 
@@ -130,7 +135,7 @@ class Run:
 
     def kept(self) -> str:
         """Return what an interrupted run goes on from, in words; empty if from the beginning."""
-        if self._keep is None or not self._keep.exists():
+        if self._keep is None or not self._held or not self._keep.exists():
             return ""
         done = [f"{stage.rpartition(' ')[0]} {count}" for stage, count in self._part["done"].items()]
         return f"{self._keep} ({self._keep.stat().st_size / 1e6:,.0f} MB; at most: {', '.join(done) or 'samples'})"
@@ -179,6 +184,7 @@ class Run:
                 file.write(digest)
         for name in self._live:
             del self._part["sums"][name]  # they change
+        self._held = set(self._parts)
         self._written = time.monotonic()
         self._pause = max(LEAST_PAUSE, WRITING * (self._written - began))
 

@@ -63,9 +63,14 @@ def test_ctrl_c_keeps_what_the_same_command_goes_on_from(
         seen.append(given[1])
         raise KeyboardInterrupt
 
+    calibrate = cuvee.calibrate
     monkeypatch.setattr(cuvee, "calibrate", interrupted)
     done = run(*learn, code=130)
     assert "p.safetensors was not written; the same command goes on from" in done.stderr and "sampling: " in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["p.safetensors.partial"]
+    with monkeypatch.context() as real:
+        real.setattr(cuvee, "calibrate", calibrate)
+        fails(*learn, "--group", "all", match="group: 'all' spans")  # an error, too, keeps it
     assert [path.name for path in tmp_path.iterdir()] == ["p.safetensors.partial"]
     monkeypatch.setattr(kinds, "sample_text", lambda *_: 1 / 0)
     monkeypatch.setattr(cuvee, "calibrate", lambda *given, **_: seen.append(given[1]) or books.profile)
