@@ -43,7 +43,7 @@ OPTIONS: dict[str, type] = {
     "SGLang": HiCacheOptions,
     "LMCache": LMCacheOptions,
 }
-_TABLE = re.compile(r"(?<=<!-- names: python -m tests\.package\.stability -->\n).*?(?=<!-- end of names -->)", re.DOTALL)
+_TABLE = re.compile(r"(?<=<!-- names: python -m tests\.package\.stability -->\n).*?(?=<!-- end of names)", re.DOTALL)
 
 
 def public() -> dict[str, list[str]]:
@@ -80,7 +80,7 @@ def renewed(text: str) -> str:
     for row, names in public().items():
         stable = [name for name in names if name in before.get(row, ([], []))[0]]
         columns = (stable, [name for name in names if name not in stable])
-        shown = (", ".join(f"`{name}`" for name in column) or "–" for column in columns)
+        shown = (", ".join(f"`{name}`" for name in column) or "none" for column in columns)
         lines.append(f"| {row} | {' | '.join(shown)} |")
     return _TABLE.sub(lambda _: "\n".join([*lines, ""]), text)
 
