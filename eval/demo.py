@@ -340,6 +340,6 @@ def _commands(model: str) -> str:
         f"\nGo on with a model of yours, or with {REAL_MODEL}, which is downloaded once (93 MB):\n\n"
         f"# once per model\n{program} profile learn {name} -o profile.safetensors\n"
         f"# every baseline, tasks, plots\n{program} report --model {name} --profile profile.safetensors --quick\n"
-        f"# in vLLM's environment: integrations/vllm/README.md\n"
+        f"# on a CPU: docs/guides/vllm-cpu.md\n"
         f"vllm serve MODEL --kv-transfer-config '{serve}\n  {with_profile}'"
     )

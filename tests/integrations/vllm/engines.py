@@ -525,19 +525,21 @@ def spread(runs: Sequence[Sequence[Answer]]) -> float:
 # A server --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _serving(log: Path, model: Path, arguments: Sequence[str]) -> Iterator[str]:
-    """Run vLLM's OpenAI server on a free port of this machine, yield its URL, and stop it as an operator would."""
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
-        "--port", port, "--shutdown-timeout", "60", *arguments,
-    ]  # fmt: skip
-    apart = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(log: Path, command: Sequence[str], port: int, **variables: str) -> Iterator[str]:
+    """Run vLLM's OpenAI server by a command, beside its log; yield its URL, and stop it as an operator would."""
+    apart = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables)
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=apart, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=apart, cwd=log.parent, start_new_session=True
+        )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
     try:
         while True:
@@ -585,12 +587,15 @@ class Server:
     def started(cls, folder: Path, model: Path, transfer: dict[str, Any], *arguments: str) -> Iterator[Self]:
         """Start one in a folder, with our connector and more arguments; stop it as an operator would."""
         folder.mkdir(parents=True)
-        given = (
-            "--served-model-name", "model", "--dtype", "float32", "--enforce-eager", "--block-size", "32",
+        port = free_port()
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
+            "--port", str(port), "--shutdown-timeout", "60", "--served-model-name", "model", "--dtype", "float32",
+            "--enforce-eager", "--block-size", "32",
             "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(_KV_BYTES),
             "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer), *arguments,
-        )  # fmt: skip
-        with _serving(folder / "log.txt", model, given) as url:
+        ]  # fmt: skip
+        with serving(folder / "log.txt", command, port) as url:
             server = cls(url, folder / "log.txt")
             yield server
             begun = time.monotonic()

@@ -1,0 +1,101 @@
+"""The page about vLLM on a CPU: every line of it runs, and what it says about the outcome is so."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from tests.integrations.vllm.engines import environment, free_port, need_vllm, run_script, serving
+from tests.waiting import PATIENCE
+
+from cuvee.calibration.bundled import bundled_model_path
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "guides" / "vllm-cpu.md").read_text(encoding="utf-8")
+CHUNK = 256
+
+
+def test_it_installs_what_make_test_does() -> None:
+    """Not run here, where everything is installed: `make test` takes the same steps with pip."""
+    install = PAGE.split("```\n")[1]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (engine,) = re.findall(r"^ENGINE \?= (\S+)$", makefile, re.MULTILINE)
+    (removed,) = re.findall(r"uv pip uninstall ([a-z ]+?) +#", install)
+    assert f'"{engine}"' in install and f"pip uninstall --yes {removed}\n" in makefile
+
+
+def test_every_line_runs(tmp_path: Path) -> None:
+    need_vllm()
+    port = free_port()
+    text = PAGE.replace("localhost:8000", f"127.0.0.1:{port}").replace("--port 8000", f"--port {port}")
+    text = text.replace("/tmp/cuvee-kv", f"{tmp_path}/kv")
+    template, serve, ask, chat, metrics = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    exec_last = serve.replace("\npython -m", "\nexec python -m")  # so that a stop reaches the server, as Ctrl-C does
+
+    def sh(lines: str) -> str:
+        done = subprocess.run(
+            ["bash", "-euc", lines],
+            cwd=tmp_path,
+            env=environment(PATH=path),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr + (tmp_path / "log.txt").read_text(errors="replace")[-4000:]
+        return done.stdout
+
+    def server() -> AbstractContextManager[str]:
+        return serving(tmp_path / "log.txt", ["bash", "-euc", exec_last], port, PATH=path)
+
+    sh(template)
+    with server():
+        answer = json.loads(sh(ask))["choices"][0]["text"]
+        assert answer and json.loads(sh(chat))["choices"][0]["message"]["content"]
+        assert set(counted(sh(metrics)).values()) <= {0.0}
+    assert any(file.is_file() for file in (tmp_path / "kv").rglob("*")), "the stop stores what waits"
+    with server():
+        assert json.loads(sh(ask))["choices"][0]["text"] == answer
+        deadline = time.monotonic() + PATIENCE
+        while (found := counted(sh(metrics)))["vllm:cuvee_loaded_tokens_total"] == 0 and time.monotonic() < deadline:
+            sh(chat)  # counters travel with the engine's steps
+    assert found == {"vllm:cuvee_loaded_tokens_total": CHUNK, "vllm:external_prefix_cache_hits_total": CHUNK}
+    (info,) = re.findall(r"`(cuvee store info .+?)`", text)
+    assert re.search(r"disk +yes +1 ", sh(info).replace("│", " "))
+
+
+def counted(metrics: str) -> dict[str, float]:
+    """Return the counters that a server printed, without their labels."""
+    lines = (line.rpartition(" ") for line in metrics.splitlines())
+    return {name.partition("{")[0]: float(value) for name, _, value in lines}
+
+
+def test_the_command_vllm_fails_as_the_page_says(tmp_path: Path) -> None:
+    need_vllm()
+    script = tmp_path / "vllm_command.py"
+    script.write_text("from importlib.metadata import version\nversion('vllm')\n")
+    status, said = run_script(tmp_path, str(script))
+    assert status != 0 and "PackageNotFoundError: No package metadata was found for vllm" in said
+
+
+def test_a_profile_that_is_not_there_is_refused_while_vllm_reads_its_options(tmp_path: Path) -> None:
+    """Before there is an engine that could load a model."""
+    need_vllm()
+    script = tmp_path / "configure.py"
+    script.write_text(
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "from vllm.config import KVTransferConfig\n"
+        "transfer = KVTransferConfig(kv_connector='CuveeConnector', kv_role='kv_both',\n"
+        "    kv_connector_extra_config={'profile': 'nowhere.safetensors'})\n"
+        f"EngineArgs(model={str(bundled_model_path())!r}, kv_transfer_config=transfer).create_engine_config()\n"
+    )
+    status, said = run_script(tmp_path, str(script))
+    assert status != 0 and "no such file: 'nowhere.safetensors'" in said.splitlines()[-1]
