@@ -154,7 +154,8 @@ class IdentityRecord:
             raise CorruptError(f"record {name}: must be JSON, got what is not: {str(error)[:80]!r}") from None
         if not isinstance(given, dict) or given.get("version") != _VERSION:
             raise CorruptError(f"record {name}: must be of version {_VERSION}: upgrade cuvee, or delete the record")
-        written, bound, keys = (given.get(each) for each in ("written", "bound", "sample"))
+        values: tuple[Any, Any, Any] = (given.get("written"), given.get("bound"), given.get("sample"))
+        written, bound, keys = values
         sound = (
             all(_is_table(given.get(each)) for each in ("fields", "about"))
             and type(written) is int

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from cuvee.integrations.core.entry_keys import EntryKeys
 from cuvee.integrations.core.guard import Once
@@ -97,7 +98,11 @@ class IdentityRecords:
             if closed:
                 return
             with self._changed:
-                self._changed.wait_for(lambda last=identity: self._closed or self._identity is not last, _SECONDS)
+                self._changed.wait_for(partial(self._news_since, identity), _SECONDS)
+
+    def _news_since(self, last: Identity | None) -> bool:
+        """Whether there is another identity than this one, or an end. Called with the lock held."""
+        return self._closed or self._identity is not last
 
     def _refresh(self, identity: Identity, noted: Sequence[tuple[str, bytes]], first: bool) -> None:
         """Count the entries of all identities, and write this one's record if it says something new."""

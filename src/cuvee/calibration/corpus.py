@@ -165,7 +165,7 @@ def learning_dtype(name: str, device: str = "cpu") -> tuple[str, str]:
 
 def _multiplies_bfloat16() -> bool:
     """Return whether the CPU has instructions for bfloat16, as far as torch tells (from 2.10 on)."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()
+    found: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 

@@ -177,9 +177,9 @@ def calibrate(
     if (kept := run.value("profile")) is not None:
         profile = _unpacked(kept)
     else:
-        tokens = _learn_tokens(model, layout, group, text, run)
-        profile = _learn(model, layout, group, fingerprint, (learning, reading), tokens, seed, run)
-        del tokens
+        token_model = _learn_tokens(model, layout, group, text, run)
+        profile = _learn(model, layout, group, fingerprint, (learning, reading), token_model, seed, run)
+        del token_model
         run.put("profile", _packed(profile) if run.keeps else None)
     served = default_step_indices(profile)
     wanted = [step for step in step_indices or served if step >= served[0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def test_a_chunk_that_is_coded_again_and_again_in_its_place_loses_little_more(bo
 
     def error(other: cuvee.KVChunk) -> float:
         pairs = zip((*other.keys, *other.values), (*chunk.keys, *chunk.values), strict=True)
-        return sum(float((a.float() - b.float()).square().sum()) for a, b in pairs) ** 0.5
+        return math.sqrt(sum(float((a.float() - b.float()).square().sum()) for a, b in pairs))
 
     first = coded = codec.decode(codec.encode(chunk))
     for _ in range(5):

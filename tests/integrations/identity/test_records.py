@@ -31,7 +31,7 @@ OPTIONS = {"hf_overrides": {"rope_scaling": {"factor": 2.0}}, "quantization": "f
 
 
 def named(layout: KVLayout = LAYOUT, **changes: Any) -> Identity:
-    weights = {"weights": "aa", "dtype": torch.bfloat16, "options": OPTIONS}
+    weights: dict[str, Any] = {"weights": "aa", "dtype": torch.bfloat16, "options": OPTIONS}
     weights |= {name: changes.pop(name) for name in [*changes] if name in weights}
     identity = Identity(name_of_weights(**weights), "tt", layout.fingerprint, b"", "lossless")
     return replace(identity, **changes)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.integrations.vllm.engines import Engine, Step, ids, run_engines, save_tiny_model, transfer
+from tests.integrations.vllm.engines import Answer, Engine, Step, ids, run_engines, save_tiny_model, transfer
 
 pytestmark = pytest.mark.slow
 
 ASKS = {"cuvee": {"explain": True}}
+
+
+def found(answer: Answer) -> Any:
+    assert answer.told is not None
+    return answer.told["cuvee"]["found"]
 
 
 def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
@@ -30,13 +36,13 @@ def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
             Engine("third", model, steps[:1], third),
         ],
     )
-    told = [[answer.told["cuvee"]["found"] for answer in step] for step in ran["first"].steps]
+    told = [[found(answer) for answer in step] for step in ran["first"].steps]
     cold, warm, partly = (each[0] for each in told)
     assert (cold["reason"], cold["found_tokens"], cold["missing_from"]) == ("absent", 0, 0)
     assert (warm["reason"], warm["found_tokens"], warm["loaded_tokens"]) == ("hit", 192, 192)
     assert (partly["reason"], partly["found_tokens"], partly["missing_from"]) == ("partial", 64, 64)
     for name in ("second", "third"):
-        assert ran[name].steps[0][0].told["cuvee"]["found"]["reason"] == "absent"
+        assert found(ran[name].steps[0][0])["reason"] == "absent"
         ran[name].assert_sound()
     assert ran["first"].metric("vllm:cuvee_ttft_loaded_seconds_count") == 2
     assert "watchdog: []" in ran["first"].log

@@ -174,7 +174,7 @@ def test_delete_tenant_needs_a_tenant(folder: Path) -> None:
 def records_in(folder: Path, *dtypes: str) -> list[IdentityRecord]:
     """A folder with a record for each dtype, the second one with an entry of "alice" and two of nobody."""
     store = DiskStore(folder)
-    made = []
+    made: list[IdentityRecord] = []
     for dtype in dtypes:
         record = IdentityRecord({"weights": "aa", "dtype": dtype}, {"model": "books-3m"})
         if made:
