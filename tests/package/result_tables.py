@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-SIZES = ROOT / "eval" / "results" / "2026-11-28-smollm2-five-layers"
+SIZES = ROOT / "eval" / "results" / "2026-11-29-smollm2-five-layers"
 DOCUMENTS = (ROOT / "README.md", SIZES / "README.md")
 OURS, PCA = "cuvee/smollm2", "pca/layers:5"
 BASELINES = {

@@ -67,9 +67,9 @@ def test_every_line_runs(tmp_path: Path) -> None:
         deadline = time.monotonic() + PATIENCE
         while (found := counted(sh(metrics)))["vllm:cuvee_loaded_tokens_total"] == 0 and time.monotonic() < deadline:
             sh(chat)  # counters travel with the engine's steps
-    assert found == {"vllm:cuvee_loaded_tokens_total": CHUNK, "vllm:external_prefix_cache_hits_total": CHUNK}
+    assert len(found) == 2 and min(found.values()) >= CHUNK, "the prompt, and what the chats share with the first one"
     (info,) = re.findall(r"`(cuvee store info .+?)`", text)
-    assert re.search(r"disk +yes +1 ", sh(info).replace("│", " "))
+    assert re.search(r"disk +yes +[1-9]", sh(info).replace("│", " "))
 
 
 def counted(metrics: str) -> dict[str, float]:
