@@ -140,6 +140,6 @@ class IdentityRecords:
             )
             return
         logger.info(
-            "cuvee: the store has %d entries of this identity (%s), and %d of %d others, which differ in: %s; "
+            "cuvee: the store has %d entries of this identity (%s), and %d of others (%d), which differ in: %s; "
             "`cuvee store explain` shows the values", own, record.id[:8], sum(counts.values()), len(others), named,
         )  # fmt: skip

@@ -57,6 +57,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores import open_store
+from cuvee.integrations.stores.base import is_record
 from cuvee.learning.calibrate import fit
 
 pytestmark = pytest.mark.slow
@@ -464,7 +465,8 @@ def test_an_engine_stores_the_ids_of_prompt_and_answer(loaded: Mapping[str, Ran]
     """
     (answer,) = loaded["ids"].steps[0]
     store = open_store(f"file://{folder / 'stores' / 'ids'}", guarded=False)
-    blobs = store.get_many([f"{path.parents[1].name}/{path.name}" for path in folder.glob("stores/ids/*/*/*")])
+    keys = [f"{path.parents[1].name}/{path.name}" for path in folder.glob("stores/ids/*/*/*")]
+    blobs = store.get_many([key for key in keys if not is_record(key)])
     text, found = [*TOLD, *answer.tokens], set()
     for blob in blobs:
         chunk = Codec(Profile.load(folder / "predicting.profile"), step=0.05).decode(blob or b"")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.integrations.vllm.engines import Answer, Engine, Step, ids, run_engines, save_tiny_model, transfer
+from typer.testing import CliRunner
+
+from cuvee.cli import app
 
 pytestmark = pytest.mark.slow
 
@@ -44,5 +48,11 @@ def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
     for name in ("second", "third"):
         assert found(ran[name].steps[0][0])["reason"] == "absent"
         ran[name].assert_sound()
+    shown = CliRunner().invoke(app, ["store", "explain", f"file://{folder / 'stores' / 'kv'}", "--json"]).stdout
+    third, *others = json.loads(shown)["identities"]
+    assert third["differs"] is None and [each["entries"] > 0 for each in others] == [True, True]
+    fields = {name for each in others for name in each["differs"]}
+    assert {"dtype", "cache_dtype", "layout"} < fields and any(name.endswith("rope_theta") for name in fields)
+    assert "which differ in: dtype (1)" in ran["second"].log
     assert ran["first"].metric("vllm:cuvee_ttft_loaded_seconds_count") == 2
     assert "watchdog: []" in ran["first"].log

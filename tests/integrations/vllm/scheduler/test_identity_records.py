@@ -60,7 +60,7 @@ def test_an_engine_counts_its_entries_and_those_of_others(tmp_path: Path, caplog
     caplog.clear()
     assert serve(store, IDENTITY, 5) == {"same": 2, "other": 1}, "what is new counts the next time"
     (line,) = [each for each in caplog.messages if "of this identity" in each]
-    assert "has 2 entries of this identity" in line and "and 1 of 1 others, which differ in: tokenizer (1)" in line
+    assert "has 2 entries of this identity" in line and "and 1 of others (1), which differ in: tokenizer (1)" in line
     counts = {each.fields["tokenizer"]: RecordStore(store).count(each) for each in RecordStore(store).read()[0]}
     assert counts == {"tokenizer": 3, "another": 1}
     store.close()
