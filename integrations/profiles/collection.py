@@ -32,7 +32,7 @@ from cuvee.integrations.stores.base import StoreError
 
 logger = logging.getLogger(__name__)
 
-# What object storage may send. SmolLM2-135M's profile takes 39 MB; a profile grows more slowly than its model.
+# What object storage may send. SmolLM2-135M's profile takes 41 MB; a profile grows more slowly than its model.
 MAX_PROFILE_BYTES = 8 << 30
 _FOLDER = "cuvee-profiles"
 _NAME = re.compile(rf"{_FOLDER}/([0-9a-f]{{32}})/([0-9a-f]{{32}})\.safetensors")

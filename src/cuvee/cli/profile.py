@@ -52,7 +52,7 @@ def profile_learn(
         typer.Option(
             help="What one basis spans: head, unit, layer, layers:n, heads:n, all, or auto: as many layers as the "
             "device decodes quickly. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 28 MB "
-            "with layer, 39 MB with auto."
+            "with layer, 41 MB with auto."
         ),
     ] = "auto",
     tensor_parallel: Annotated[
