@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_quality", "save_figure", "size_kl_figure"]
+__all__ = ["save_figure", "size_kl_figure"]
 
 INK, SOFT, LINE, POINT = "#222222", "#666666", "#dddddd", "#333333"
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#b0568c", "#56b4e9", "#e69f00")  # of curves, cuvee's first
@@ -53,24 +53,6 @@ _STYLE: Any = {
 _WIDTH, _HEIGHT = 8.0, 5.4  # inches
 _DPI = 150  # 1200 pixels wide: sharp where a page shows it at 800
 _SMALLEST_BAR = 0.95  # of a value: where a bar of a logarithmic axis is cut
-
-
-def plot_quality(
-    path: Path, curves: Mapping[str, Sequence[Quality]], points: Sequence[Quality], title: str = ""
-) -> None:
-    """Write size against KL of measured methods as a PNG or an SVG; see `size_kl_figure`.
-
-    Args:
-        path: file to write, `.png` or `.svg`; its folder is made.
-        curves: methods with a dial by label, one series each; those named like a preset are marked.
-        points: methods with one setting.
-        title: over the plot.
-
-    Raises:
-        ImportError: matplotlib is not installed (`pip install 'cuvee[eval]'`).
-    """
-    single = {quality.name: [quality] for quality in points}
-    save_figure(size_kl_figure(curves, single, title, "lower and further left is better", [], None), path)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from tests.eval.report.world import draw, entry, filled, quality, write_plot
 
-from cuvee.eval.plots import plot_quality
+from cuvee.eval.plots import save_figure, size_kl_figure
 from cuvee.eval.report.families import family_rank
 
 pytest.importorskip("matplotlib")
@@ -154,7 +154,8 @@ def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> No
 def test_measured_methods_are_plotted_without_a_report(tmp_path: Path, suffix: str) -> None:
     series = [quality("high", 2.0, 1e-3), quality("2^0", 1.0, 1e-2, kl_stderr=None), quality("exact", 3.0, 0.0)]
     path = tmp_path / "deep" / f"plot.{suffix}"
-    plot_quality(path, {"curve": series, "nothing": []}, [quality("point", 8.0, 5e-3), quality("none", 0, 1)], "title")
+    points = {each.name: [each] for each in (quality("point", 8.0, 5e-3), quality("none", 0, 1))}
+    save_figure(size_kl_figure({"curve": series, "nothing": []}, points, "title", "", [], None), path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     if suffix == "svg":
@@ -165,5 +166,5 @@ def test_measured_methods_are_plotted_without_a_report(tmp_path: Path, suffix: s
 def test_without_matplotlib_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'cuvee\[eval\]'"):
-        plot_quality(tmp_path / "x.png", {}, [quality("a", 1.0, 0.1)])
+        size_kl_figure({}, {"a": [quality("a", 1.0, 0.1)]}, "title", "", [], None)
     assert not list(tmp_path.iterdir())
