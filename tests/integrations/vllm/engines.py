@@ -234,7 +234,7 @@ class Step:
             "reloaded" from the checkpoint's files. "named": have the checkpoint read, and wait for its name.
         heard: wait a second first, so that whoever listens to the engine's events has joined.
         until: repeat a request of one token until a counter has reached a value: (name, value).
-        settles: repeat one until nothing waits to be stored; "each": after each submission, not after the last alone.
+        settles: repeat one until nothing waits to be stored; "each": after each submission.
     """
 
     prompts: Sequence[Any] = ()

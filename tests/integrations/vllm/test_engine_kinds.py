@@ -226,7 +226,9 @@ def loaded(models: Path, first: Mapping[str, Ran]) -> Mapping[str, Ran]:
     """Engines that find what the first ones have stored: whole, damaged, or of another kind."""
     engines = []
     for kind in KINDS:
-        alone, both = ask(kind, forget=True), [ask(kind, settles=True, forget=True), ask(kind, forget=True)]
+        alone = ask(kind, forget=True)
+        # A prompt whose first chunks wait to be stored anew is a miss, and what is damaged behind them is not seen.
+        both = [replace(alone, settles="each"), alone]
         together = (
             Step(BRANCHES, forget=True, settles="each") if kind in RECURRENT else ask(kind, together=True, forget=True)
         )
