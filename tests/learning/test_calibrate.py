@@ -340,6 +340,9 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
     # A kind that was measured at few steps counts at all between them.
     few = profile.with_curve([*easy, *hard[::4], *both])
     assert few.resolve(kl=KL_MARGIN * 4e-3, worst=True) == 0 and few.resolve("balanced") == profile.resolve("balanced")
+    # The worst kind is taken with its standard error, the mean is not.
+    unsure = profile.with_curve([*[replace(point, kl_stderr=4 * (point.kl or 0)) for point in easy], *hard, *both])
+    assert unsure.resolve(kl=KL_MARGIN * 5e-3, worst=True) == 0 == unsure.resolve(kl=KL_MARGIN * 2.5e-3)
     # A kind whose step nobody measured elsewhere still counts there.
     lone = profile.with_curve([*easy, *both, CurvePoint(32, 3.5, 1e-2, 1.0, kind="code")])
     assert lone.resolve(kl=KL_MARGIN * 2e-3) < 32
@@ -564,7 +567,8 @@ def test_a_kl_below_the_curve_is_lossless(worst: bool, books: Books, caplog: pyt
     if worst:
         profile = profile.with_curve([*profile.curve, *(replace(p, kind="prose") for p in profile.curve)])
     least = min(kl for _, kl in Curve(profile.points).expected_kl(worst) if kl)
-    assert least == min(KL_MARGIN * p.kl for p in profile.curve if p.kl is not None)
+    beside = [(p.kl_stderr or 0.0) if worst else 0.0 for p in profile.curve]
+    assert least == min(KL_MARGIN * (p.kl + more) for p, more in zip(profile.curve, beside, strict=True) if p.kl)
     (chunk,) = caches(books, books.orchard[:1])
     at = Codec(profile, kl=least * 1.0001, worst=worst)
     assert not at.lossless and inspect(at.encode(chunk)).scheme == "transform"
