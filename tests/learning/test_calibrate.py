@@ -287,6 +287,23 @@ def test_the_model_is_left_as_it_was(
 # Kinds of text -------------------------------------------------------------------------------------------------------
 
 
+def test_large_vocabularies_are_measured_by_fewer_sequences_at_a_time(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, rows = tiny_model("llama"), tokens_of(12, 40)
+    profile = calibrated(tiny, rows).with_curve([])
+    together = measure(profile, tiny, rows[:4], step_indices=(-64,), progress=False).curve
+    scored = 10 * tiny.config.vocab_size
+    monkeypatch.setattr("cuvee.learning.curve._MOST_LOGITS", 2 * scored)
+    seen: list[int] = []
+    hook = tiny.get_output_embeddings().register_forward_hook(lambda _, given, out: seen.append(len(out)))
+    apart = measure(profile, tiny, rows[:4], step_indices=(-64,), progress=False).curve
+    hook.remove()
+    assert max(seen) == 2
+    assert apart[0].kl == pytest.approx(together[0].kl, rel=1e-3)
+    assert apart[0].bits_per_value == pytest.approx(together[0].bits_per_value)
+
+
 def test_kinds_are_measured_one_by_one_and_together(books: Books) -> None:
     kinds = {"sea": books.harbour[:4], "trees": books.orchard[:2], "few": books.orchard[2:4, :200]}
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 CURVE_STEP_INDICES = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE // 2))
 CURVE_CHUNK = 256  # tokens per blob on the curve
-MEASURE_BATCH = 8  # sequences per forward pass
+MEASURE_BATCH = 8  # sequences per forward pass, at most
+_MOST_LOGITS = 1 << 26  # of a forward pass: two float32 tensors of them are held at a time
 _Way = tuple[int, bool]  # step index, and whether the chunks are coded without token ids
 
 
@@ -189,7 +190,11 @@ def measure(
     codecs = {way: Codec(coded_by[way[1]], step=step_value(way[0])) for way in ways}
     names = (None, *kinds)
     tallies: dict[str | None, dict[_Way, _Tally]] = {name: {way: _Tally() for way in ways} for name in names}
-    work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
+    vocabulary = model.config.get_text_config().vocab_size
+    work = []
+    for kind, (ids, cached) in kinds.items():
+        rows = max(1, min(batch_size, _MOST_LOGITS // ((ids.shape[1] - cached) * vocabulary)))
+        work += [(kind, batch, cached) for batch in ids.split(rows)]
     run = progress if isinstance(progress, Run) else Run(progress)
     filled_of = None
     # A unit of progress is one step on one batch: there may be only a few batches, of more than a minute each.
