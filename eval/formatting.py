@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cuvee.eval.report.schema import Ratio
 
-__all__ = ["format_bits", "format_interval", "format_number", "format_percent", "format_ratio", "with_error"]
+__all__ = ["format_bits", "format_interval", "format_number", "format_ratio", "with_error"]
 
 _MOST_DECIMALS = 7  # beyond these a number is written with an exponent
 
@@ -80,8 +80,3 @@ def format_interval(ratio: Ratio | None) -> str:
     if low or high:
         return f"{size} (above {low})" if low else f"{size} (below {high})"
     return size
-
-
-def format_percent(share: float) -> str:
-    """Write a requested share, such as 0.15, in percent: 15%."""
-    return f"{100 * share:g}%"

@@ -1,4 +1,4 @@
-"""The sections that list what was measured: methods, tasks, blends."""
+"""The sections that list what was measured: methods and tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import fmean
 
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.documents import Block, ReportTable
-from cuvee.eval.formatting import format_bits, format_number, format_percent, format_ratio, with_error
+from cuvee.eval.formatting import format_bits, format_number, format_ratio, with_error
 from cuvee.eval.methods import UNCOMPRESSED
 from cuvee.eval.report.families import (
     beyond_error,
@@ -17,10 +17,10 @@ from cuvee.eval.report.families import (
     name_of,
     rows_of,
 )
-from cuvee.eval.report.schema import BlendEntry, MethodEntry, Report, Score
+from cuvee.eval.report.schema import MethodEntry, Report, Score
 from cuvee.eval.report.scoring import shows_something
 
-__all__ = ["blends", "methods", "tasks"]
+__all__ = ["methods", "tasks"]
 
 
 def methods(report: Report) -> list[Block]:
@@ -149,33 +149,3 @@ def _score_rank(report: Report, quality: Mapping[str, MethodEntry], score: Score
 def _family(quality: Mapping[str, MethodEntry], score: Score) -> str:
     key = str(score.key)
     return str(quality[key].family) if key in quality else key.partition("@")[0]
-
-
-def blends(report: Report) -> list[Block]:
-    """Say what blending recovers in prompts of cached chunks."""
-    if report.blends is None:
-        return []
-    found = {(e.kv, e.selector, e.cost): e for e in report.blends.entries}
-    costs = sorted({cost for _, _, cost in found if cost is not None})
-    rows: list[list[str]] = []
-    strong: set[int] = set()
-    for kv in dict.fromkeys(kv for kv, _, _ in found):
-        floor = found[kv, "nothing", None]
-        kl = "" if floor.kl is None else with_error(floor.kl, floor.kl_stderr)
-        rows.append([floor.label, kv, format_bits(floor.bits_per_value), kl, _recovered(floor), *[""] * len(costs)])
-        for selector in dict.fromkeys(selector for _, selector, _ in found if selector != "nothing"):
-            entries = [found[kv, selector, cost] for cost in costs]
-            if selector == "default":
-                strong.add(len(rows))
-            rows.append([entries[0].label, kv, "", "", "", *map(_recovered, entries)])
-    columns = ["selector ", "chunks ", "bits per value", "KL", "0%", *map(format_percent, costs)]
-    text = (
-        f"{report.blends.prompts} prompts are composed of chunks that were cached alone, and some of their tokens are "
-        "recomputed, at a cost in token-layers. Recovered: one minus KL over that of exact chunks with nothing "
-        "recomputed."
-    )
-    return [text, ReportTable(columns, rows, strong=frozenset(strong))]
-
-
-def _recovered(entry: BlendEntry) -> str:
-    return "" if entry.share is None else with_error(entry.share, entry.share_stderr, percent=True)

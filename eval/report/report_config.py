@@ -49,8 +49,6 @@ class ReportConfig:
         controls: also score each task with the question alone, and say whether the task distinguishes the exact cache
             from none.
         metadata: "name=value" for tasks that need it, such as "lines=10".
-        blend: also blend cached chunks, exact ones and those that the first profile decodes at `high` and `balanced`.
-        blend_prompts: how many prompts of them, at most.
         dtype: of the model; "auto" is float32 on a CPU, and what the files say elsewhere.
         cache_dtype: of the caches that are coded.
         device: where the model runs and the caches are coded.
@@ -76,8 +74,6 @@ class ReportConfig:
     limit: int | None = None
     controls: bool = False
     metadata: tuple[str, ...] = ()
-    blend: bool = False
-    blend_prompts: int = 48
     dtype: str = "auto"
     cache_dtype: str = "bfloat16"
     device: str = "cpu"
@@ -86,7 +82,7 @@ class ReportConfig:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        counts = "learned_sequences", "sequences", "chunk_tokens", "batch_size", "blend_prompts"
+        counts = "learned_sequences", "sequences", "chunk_tokens", "batch_size"
         for name in counts:
             if getattr(self, name) < 1:
                 field = name.replace("learned", "calibration")
@@ -118,7 +114,7 @@ def quick_config(config: ReportConfig) -> ReportConfig:
         InputError: a number is larger than both that of a quick report and the default.
     """
     default = ReportConfig()
-    most = {"calibration_sequences": 64, "sequences": 12, "limit": QUICK_LIMIT, "blend_prompts": 8}
+    most = {"calibration_sequences": 64, "sequences": 12, "limit": QUICK_LIMIT}
     for name, value in most.items():
         given = getattr(config, name)
         if given != getattr(default, name) and given > value:

@@ -1,4 +1,4 @@
-"""What a report measures: the model, the texts, and the methods, tasks and blends of its configuration."""
+"""What a report measures: the model, the texts, and the methods and tasks of its configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cuvee.calibration.corpus import Corpus, load_tokenizer, read_corpus, sequences_by_text
+from cuvee.calibration.corpus import Corpus, read_corpus, sequences_by_text
 from cuvee.calibration.sequences import reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
@@ -19,7 +19,6 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import check_tokens
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.machine import hardware
-from cuvee.eval.report.blending import blend_prompts
 from cuvee.eval.report.candidates import Candidate, codec_candidates, fixed_baselines, pca_candidates, peers, select
 from cuvee.eval.report.learning import cached_tokens, learning_corpora
 from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
@@ -77,7 +76,6 @@ class ReportPlan:
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = self._scorer() if config.tasks else None
         self.without_context = self._scorer(context="absent") if config.controls else None
-        self.blended = blend_prompts(load_tokenizer(config.model), config.blend_prompts) if config.blend else []
 
     def _given(self) -> dict[str, Profile]:
         """The profiles given as files, by the names of the files."""
@@ -177,7 +175,6 @@ class ReportPlan:
             "methods": list(config.methods),
             "tasks": list(config.tasks),
             "limit": self.limit if config.tasks else None,
-            "blended": tokens_sha256(*(row for made in self.blended for row in (made.tokens, made.continuation))),
             "gpu": environment["gpu"],
             "software": software(machine),
         }

@@ -1,10 +1,10 @@
 """`cuvee report`: measure what compression costs a model, next to the baselines, in one folder.
 
-    model, texts --> profiles --> quality of each method --> scores of tasks --> blends
-                        |                  |                       |               |
-                     profiles/             +-----------------------+---------------+--> report.json
-                                                                                             |
-                                                                             equal-KL ratios, report.md, a plot
+    model, texts --> profiles --> quality of each method --> scores of tasks
+                        |                  |                       |
+                     profiles/             +-----------------------+--> report.json
+                                                                             |
+                                                             equal-KL ratios, report.md, a plot
 
 `report.json` holds everything. It is written after every measurement and is also the state of an unfinished run: with
 the same configuration, a second run continues where the first one stopped. A folder with the results of another
@@ -25,7 +25,6 @@ from rich.console import Console
 import cuvee
 from cuvee.calibration.corpus import BUNDLED_MODEL
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
 from cuvee.codec.errors import FormatError, InputError, ProfileError, VersionError
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
@@ -34,7 +33,6 @@ from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import Method, QualityBench
 from cuvee.eval.report.against import Figures, changes_since
-from cuvee.eval.report.blending import measure_blends
 from cuvee.eval.report.candidates import Candidate
 from cuvee.eval.report.comparing import compare
 from cuvee.eval.report.learning import (
@@ -46,7 +44,6 @@ from cuvee.eval.report.rendering import write_report
 from cuvee.eval.report.report_config import ReportConfig
 from cuvee.eval.report.report_plan import ReportPlan
 from cuvee.eval.report.schema import (
-    Blends,
     Exact,
     MethodEntry,
     ProfileEntry,
@@ -68,7 +65,6 @@ WORST_KL = 0.3  # nats per token: once a step costs more, coarser ones are not m
 SCORED = (UNCOMPRESSED, "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed")  # baselines whose tasks are run
 LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
 REPORT_FILE = "report.json"
-BLENDED = ("high", "balanced")  # qualities of blended chunks
 _PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
 
 
@@ -145,7 +141,7 @@ class _Run:
                 return None
             raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
         if found.digest == fresh.digest:
-            made = len(found.quality) + len(found.scores) + (found.blends is not None)
+            made = len(found.quality) + len(found.scores)
             state = "complete" if found.complete else f"{made} measurements done"
             line = f"{self.out} holds this run, {state}: continuing"
             self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -180,7 +176,7 @@ class _Run:
     # Measuring ---------------------------------------------------------------------------------------------------
 
     def _measure(self, log: StepLog) -> None:
-        """Learn the profiles, then measure methods, tasks and blends, and compare the results."""
+        """Learn the profiles, then measure methods and tasks, and compare the results."""
         scored = [c for c in self.plan.candidates if self._is_scored(c)] if self.plan.scorer else []
         names = self.plan.scorer.names if self.plan.scorer else []
         log.expect(len(self._missing_profiles()) + len(self.plan.candidates) + len(scored) * len(names))
@@ -201,28 +197,7 @@ class _Run:
                     self._score(self.plan.scorer, candidate, name)
                     self.save()
         self._score_without_context(log)
-        self._measure_blends(log)
         compare(self.report, self.plan.config.seed)
-
-    def _measure_blends(self, log: StepLog) -> None:
-        prompts = self.plan.blended
-        if not prompts or self.report.blends is not None:
-            return
-        log.expect(1)
-        with log.step("blending cached chunks"):
-            entries = measure_blends(self.plan.model, self.plan.layout, prompts, self._blend_codecs())
-            self.report.blends = Blends(len(prompts), entries)
-            self.save()
-
-    def _blend_codecs(self) -> dict[str, Codec]:
-        """The codecs of the first profile that reach their quality; exact chunks need none."""
-        codecs: dict[str, Codec] = {}
-        for profile in list(self._profiles.values())[:1]:
-            for quality in BLENDED:
-                codec = Codec(profile, quality)
-                if not codec.lossless:
-                    codecs[quality] = codec
-        return codecs
 
     def _is_too_coarse(self, candidate: Candidate) -> bool:
         """Return whether a finer step of the same family already costs too much."""

@@ -17,12 +17,12 @@ from cuvee.codec.support.plain_json import parse_json
 from cuvee.eval.quality import Quality
 
 __all__ = [
-    "REPORT_FORMAT", "REPORT_VERSION", "Anchor", "BlendEntry", "Blends", "ChangeEntry", "Changes",
+    "REPORT_FORMAT", "REPORT_VERSION", "Anchor", "ChangeEntry", "Changes",
     "Exact", "FamilySize", "Kind", "KindComparison", "MethodEntry", "ModelInfo", "ProfileEntry", "Ratio",
     "Report", "Score", "SizeAtKl", "Skipped", "Source", "Task", "TextInfo", "read_entry",
 ]  # fmt: skip
 
-REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 4
+REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 5
 T = TypeVar("T")
 
 
@@ -124,32 +124,6 @@ class SizeAtKl:
     family: str
     kl: float
     bits_per_value: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class BlendEntry:
-    """Blends of one kind of chunks (`kv`) with one selector at one cost."""
-
-    kv: str
-    selector: str
-    label: str
-    cost: float | None
-    bits_per_value: float | None = None
-    spent: float | None = None
-    kl: float | None = None
-    kl_stderr: float | None = None
-    top1: float | None = None
-    top1_stderr: float | None = None
-    share: float | None = None
-    share_stderr: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Blends:
-    """The blends of a number of prompts."""
-
-    prompts: int
-    entries: list[BlendEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +234,6 @@ class Report:
         quality: of methods.
         tasks, scores: of lm-eval.
         skipped: what was left out.
-        blends: of cached chunks.
         comparison, by_kind, sizes: read off the curves.
         against: what changed since another report.
         seconds: of all runs together.
@@ -281,7 +254,6 @@ class Report:
     tasks: list[Task] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    blends: Blends | None = None
     comparison: list[Anchor] = field(default_factory=list)
     by_kind: list[KindComparison] = field(default_factory=list)
     sizes: list[SizeAtKl] = field(default_factory=list)

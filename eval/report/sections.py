@@ -14,7 +14,7 @@ from cuvee.eval.documents import SMALL_MODEL, Block, Bullets, Code, ReportSectio
 from cuvee.eval.formatting import format_number, with_error
 from cuvee.eval.report.curve_sections import by_kind, equal_kl, headline, sizes
 from cuvee.eval.report.families import name_of, rows_of
-from cuvee.eval.report.method_sections import blends, methods, tasks
+from cuvee.eval.report.method_sections import methods, tasks
 from cuvee.eval.report.schema import Report
 
 __all__ = ["report_preface", "report_sections", "report_title", "summary_sections"]
@@ -165,7 +165,6 @@ _SECTIONS: tuple[tuple[str, Callable[[Report], Sequence[Block]]], ...] = (
     ("Size by KL", sizes),
     ("Every method", methods),
     ("Scores of tasks", tasks),
-    ("Prompts of cached chunks", blends),
     ("Profiles", _profiles),
     ("How it was measured", _provenance),
     ("Limits", _limits),

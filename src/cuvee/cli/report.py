@@ -11,7 +11,7 @@ from cuvee.cli.options import Dtype, Json, Model, fields_from, typed_command
 from cuvee.cli.output import make_console, print_json
 from cuvee.codec.errors import InputError
 
-_LEARNING, _MEASURING, _TASKS = "Learning", "Measuring", "Tasks and blends"
+_LEARNING, _MEASURING, _TASKS = "Learning", "Measuring", "Tasks"
 
 
 def report(
@@ -110,14 +110,8 @@ def report(
             help="For tasks that ask for it. Repeatable.",
         ),
     ] = None,
-    blend: Annotated[
-        bool,
-        typer.Option(
-            "--blend", rich_help_panel=_TASKS, help="Also measure what blending recovers if chunks were cached alone."
-        ),
-    ] = False,
 ) -> None:  # fmt: skip
-    """Measure what compression costs a model, next to the baselines: sizes, KL, task scores, blends, plots.
+    """Measure what compression costs a model, next to the baselines: sizes, KL, task scores, a plot.
 
     A TEXT is a file (.jsonl: one document per line), or the name of a bundled text.
 

@@ -68,7 +68,7 @@ def report() -> dict[str, Any]:
     change = {"key": "kivi4", "metric": "kl", "before": 0.2, "after": 0.3, "stderr": 0.01, "more_is_better": False}
     return {
         "format": "cuvee-report",
-        "version": 4,
+        "version": 5,
         "complete": True,
         "digest": "d1" * 16,
         "command": "cuvee report --out a_folder",
@@ -103,14 +103,6 @@ def report() -> dict[str, Any]:
             "name": "old.json", "unchanged": 7, "missing": ["kivi4 recall"], "worse": 2,
             "changes": [
                 {**change, "metric": "top1", "more_is_better": True, "worse": False}, {**change, "worse": True},
-            ],
-        },
-        "blends": {
-            "prompts": 8,
-            "entries": [
-                {"kv": "exact", "selector": "nothing", "label": "floor", "cost": None, "kl": 0.2},
-                {"kv": "exact", "selector": "default", "label": "ours", "cost": 0.15, "share": 0.625,
-                 "share_stderr": 0.041},
             ],
         },
         "skipped": [{"key": "turboquant@2", "reason": "too few sequences"}],
@@ -201,7 +193,7 @@ def unpaired(report: dict[str, Any]) -> None:
 
 def nothing_measured(report: dict[str, Any]) -> None:
     report |= {"quality": [], "tasks": [], "scores": [], "comparison": [], "profiles": {}, "exact": None, "skipped": []}
-    report |= {"complete": False, "command": "", "by_kind": [], "sizes": [], "against": None, "blends": None}
+    report |= {"complete": False, "command": "", "by_kind": [], "sizes": [], "against": None}
     report["text"]["calibration_sequences"] = None
 
 
@@ -228,7 +220,7 @@ def a_given_profile(report: dict[str, Any]) -> None:
             nothing_measured,
             {
                 "What changed", "Quality by size", "Ratios at equal KL", "Ratios at equal KL, by kind of text",
-                "Size by KL", "Every method", "Scores of tasks", "Prompts of cached chunks", "Profiles",
+                "Size by KL", "Every method", "Scores of tasks", "Profiles",
             },
         ),
         (

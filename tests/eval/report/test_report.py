@@ -670,21 +670,6 @@ def test_controls_say_which_tasks_show_nothing(tmp_path: Path, console: Console)
     assert "the question alone" in text and "It shows nothing about a codec" in text  # to a model as small as this
 
 
-def test_cached_chunks_are_blended(tmp_path: Path, console: Console, books: Any) -> None:
-    books.profile.save(tmp_path / "mine.safetensors")
-    config = replace(
-        CONFIG, groups=(), profiles=(str(tmp_path / "mine.safetensors"),), tasks=(), methods=("kivi2",), sequences=2,
-        blend=True, blend_prompts=2,
-    )  # fmt: skip
-    data = run_report(config, tmp_path / "run", console)
-    assert data["blends"]["prompts"] == 2
-    assert {entry["kv"] for entry in data["blends"]["entries"]} == {"exact", "high", "balanced"}
-    text = (tmp_path / "run" / "report.md").read_text()
-    assert "## Prompts of cached chunks" in text and "query x boundary (default)" in text
-    again = run_report(config, tmp_path / "run", console)
-    assert again["blends"] == data["blends"]
-
-
 def test_a_quick_report_is_smaller_but_keeps_what_was_asked_for() -> None:
     quick = quick_config(ReportConfig(sequences=3, tasks=("mine",), limit=7))
     assert quick.quick and (quick.sequences, quick.tasks, quick.limit) == (3, ("mine",), 7)

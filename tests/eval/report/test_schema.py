@@ -16,13 +16,13 @@ MADE: dict[str, Any] = {
     "environment": {"cpu": "A CPU", "gpu": None},
     "profiles": {"layer": {"id": "1d", "bytes": 3}},
     "quality": [{"key": "kivi4", "kl": 0.5, "per_sequence": {"kl": [0.25, 0.75]}}],
-    "blends": {"entries": [{"kv": "exact", "cost": 0.5}]},
+    "exact": {"per_sequence": [1.5]},
 }
 
 
 def test_a_report_comes_back_from_its_json() -> None:
     report = filled(MADE)
-    assert report.quality[0].per_sequence.kl == [0.25, 0.75] and report.blends and report.blends.entries[0].kl is None
+    assert report.quality[0].per_sequence.kl == [0.25, 0.75] and report.exact and report.exact.per_sequence == [1.5]
     assert Report.from_dict(json.loads(json.dumps(report.to_dict(), allow_nan=False))) == report
 
 
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_named(path: tuple[Any, ...], value: Any, message: 
         Report.load(tmp_path / "report.json")
 
 
-@pytest.mark.parametrize("path", [("digest",), ("model", "name"), ("quality", 0, "family"), ("blends", "prompts")])
+@pytest.mark.parametrize("path", [("digest",), ("model", "name"), ("quality", 0, "family"), ("exact", "per_sequence")])
 def test_what_is_missing_is_named(path: tuple[Any, ...]) -> None:
     data: Any = filled(MADE).to_dict()
     inside = data
