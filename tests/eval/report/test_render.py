@@ -65,7 +65,6 @@ def report() -> dict[str, Any]:
                  "difference": None if first else -0.005 * rank, "difference_stderr": None if first else 0.012,
                  "per_doc": by_doc, "bits_per_value": e["bits_per_value"], "docs": 200}
             )  # fmt: skip
-    change = {"key": "kivi4", "metric": "kl", "before": 0.2, "after": 0.3, "stderr": 0.01, "more_is_better": False}
     return {
         "format": "cuvee-report",
         "version": 5,
@@ -99,12 +98,6 @@ def report() -> dict[str, Any]:
         "quality": quality,
         "tasks": tasks,
         "scores": scores,
-        "against": {
-            "name": "old.json", "unchanged": 7, "missing": ["kivi4 recall"], "worse": 2,
-            "changes": [
-                {**change, "metric": "top1", "more_is_better": True, "worse": False}, {**change, "worse": True},
-            ],
-        },
         "skipped": [{"key": "turboquant@2", "reason": "too few sequences"}],
         "comparison": [
             {
@@ -193,7 +186,7 @@ def unpaired(report: dict[str, Any]) -> None:
 
 def nothing_measured(report: dict[str, Any]) -> None:
     report |= {"quality": [], "tasks": [], "scores": [], "comparison": [], "profiles": {}, "exact": None, "skipped": []}
-    report |= {"complete": False, "command": "", "by_kind": [], "sizes": [], "against": None}
+    report |= {"complete": False, "command": "", "by_kind": [], "sizes": []}
     report["text"]["calibration_sequences"] = None
 
 
@@ -219,7 +212,7 @@ def a_given_profile(report: dict[str, Any]) -> None:
         (
             nothing_measured,
             {
-                "What changed", "Quality by size", "Ratios at equal KL", "Ratios at equal KL, by kind of text",
+                "Quality by size", "Ratios at equal KL", "Ratios at equal KL, by kind of text",
                 "Size by KL", "Every method", "Scores of tasks", "Profiles",
             },
         ),
@@ -319,4 +312,3 @@ def test_a_summary_on_the_terminal(report: dict[str, Any]) -> None:
     print_summary(report, console)
     shown = console.export_text()
     assert "[red]model" in shown and "[b]2" in shown and "6.34x (6.01x to 6.72x)" in shown and "not reached" in shown
-    assert "2 figures worse or missing" in shown
