@@ -177,7 +177,7 @@ report: setup  ## size, quality and task scores beside every baseline, with plot
 results: setup  ## the tables of README and eval/results that are made of committed data
 	$(BIN)/python -m tests.package.result_tables
 
-bench: setup  ## a benchmark: BENCH=cpu (default), engine, blend, conversation, serving; options in BENCH_ARGS
+bench: setup  ## a benchmark: BENCH=cpu (default), serving, blend, conversation; options in BENCH_ARGS
 	PYTHONPATH=src:. $(BIN)/python -m cuvee.eval.bench.$(BENCH) $(BENCH_ARGS)
 
 fuzz: setup  ## try to break what reads blobs, profiles, stores and files, for SECONDS (600) from SEED (0) on

@@ -41,7 +41,7 @@ BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 LONGEST = (
     "integrations/vllm/test_engine_kinds", "kernels/test_static_costs", "package/test_notebooks",
     "integrations/vllm/test_engine", "eval/report/test_report", "integrations/vllm/blending/test_engine_blend",
-    "eval/bench/test_engine", "kernels/test_transform", "package/cli/test_warmup", "codec/test_sections",
+    "kernels/test_transform", "package/cli/test_warmup", "codec/test_sections",
     "codec/test_hostile", "integrations/vllm/test_serve", "learning/test_calibrate", "eval/test_tasks",
     "integrations/vllm/test_guard", "integrations/vllm/test_docs", "integrations/vllm/test_faults",
     "kernels/test_backend", "kernels/test_hostile", "fuzz/test_soak",

@@ -106,7 +106,7 @@ def _answers(scope: BlendScope, model: Path, texts: _Texts, dtype: str) -> Itera
         "dtype": dtype,
         "max_logprobs": -1,
     }
-    variant = EngineVariant("blend", LOSSLESS, "memory://?max_gb=8")
+    variant = EngineVariant(LOSSLESS, "memory://?max_gb=8")
     with tempfile.TemporaryDirectory() as folder, Engine(Path(folder) / "engine.log") as engine:
         say(f"starting an engine: {dtype}")
         engine.start(model, options, variant, more={"blend": {}})

@@ -31,12 +31,10 @@ class EngineVariant:
     """An engine with the connector.
 
     Attributes:
-        name: in the tables.
         quality: a preset.
-        store: a URL, in which `{folder}` stands for a temporary folder.
+        store: a URL.
     """
 
-    name: str
     quality: str
     store: str
 

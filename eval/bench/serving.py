@@ -1,4 +1,4 @@
-"""A model that vLLM serves with `CuveeConnector`: first tokens of restored prompts, and the traffic of conversations.
+"""A model that vLLM serves with `CuveeConnector`: first tokens of restored prompts, traffic, and what storing costs.
 
     first-token   seconds to the first token of a prompt whose cache is restored from RAM, files or Redis, over those of
                   computing it. The first engine computes every prompt, stores it in all three and restores it from RAM;
@@ -6,9 +6,12 @@
     traffic       conversations over a context that all of them share and one of their own, of which more are live than
                   the engine's own cache holds. Turns arrive by a Poisson process, and each repeats the conversation so
                   far with the engine's own answers. One that has had its turns makes room for a new one.
+    storing       throughput of a batch of new prompts whose caches are stored, over that of one whose caches are not,
+                  in the same engine: two processes of one engine differ by up to a tenth.
 
 One engine runs at a time, because a model may fill the memory, on the cores that this process may use: `taskset -c 0`
-gives it one for the model and the codec together. Prompts are text. All arms of the traffic get the same arrivals.
+gives it one for the model and the codec together. Prompts are text, those of `storing` its tokens in any order. All
+arms of the traffic get the same arrivals.
 """
 
 from __future__ import annotations
@@ -31,13 +34,14 @@ from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.eval.bench.engine_process import CHUNK, QUESTION, Arrival, Engine, EngineVariant, Traffic, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
-from cuvee.eval.bench.timing import paired, spread
+from cuvee.eval.bench.timing import paired, rates, spread
 from cuvee.eval.documents import ReportTable
 
 __all__ = ["NO_CACHE", "OWN_CACHE", "ServingScope", "Words", "arrivals", "run_serving_bench", "show_serving", "summary"]
 
 NO_CACHE, OWN_CACHE = "no cache", "own cache"
 BLOCK = 128  # vLLM's on a CPU
+_UNSTORED = {"cuvee": {"store": False}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class ServingScope:
 
     Attributes:
         lengths: tokens of the prompts whose first token is timed, before a question; multiples of the chunk.
-        rounds: prompts of each length.
+        rounds: prompts of each length, and batches that are stored.
         restores: how often each is restored.
         shared: tokens with which all conversations begin.
         own: tokens of a conversation's own context: one of these, drawn.
@@ -57,6 +61,7 @@ class ServingScope:
         seconds: of each arm.
         cached: tokens that the engine's own cache holds.
         step: most tokens that a step of the engine computes.
+        batch: prompts that are stored together, tokens of each, and tokens to generate.
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
@@ -72,6 +77,7 @@ class ServingScope:
     seconds: float = 300.0
     cached: int = 4096
     step: int = 512
+    batch: tuple[int, int, int] = (8, 512, 16)
 
     @property
     def longest(self) -> int:
@@ -109,6 +115,10 @@ class Words:
             )
         return list(self._tokens[self._taken - count : self._taken])
 
+    def mixed(self, count: int, draw: random.Random) -> list[int]:
+        """Return tokens drawn from all of the text, which it keeps."""
+        return draw.choices(self._tokens, k=count)
+
 
 @dataclass(frozen=True, slots=True)
 class _Given:
@@ -122,7 +132,7 @@ class _Given:
     def start(self, engine: Engine, quality: str, store: str, options: Mapping[str, Any]) -> None:
         """Start an engine with the connector."""
         profile = None if quality == LOSSLESS else self.profile
-        engine.start(self.model, options, EngineVariant(quality, quality, store), profile)
+        engine.start(self.model, options, EngineVariant(quality, store), profile)
 
 
 def run_serving_bench(
@@ -132,7 +142,7 @@ def run_serving_bench(
     """Run one of the benchmarks.
 
     Args:
-        what: "first-token" or "traffic".
+        what: "first-token", "traffic" or "storing".
         scope: what to measure.
         model: folder of a checkpoint, with its tokenizer.
         arms: qualities; for traffic also `NO_CACHE` and `OWN_CACHE`.
@@ -161,7 +171,10 @@ def run_serving_bench(
     found: dict[str, Any] = {}
     for arm in arms:
         before = os.getloadavg()[0]
-        measured = _traffic(scope, given, arm, plan) if plan else _first_tokens(scope, given, arm, prompts)
+        if what == "traffic":
+            measured = _traffic(scope, given, arm, plan)
+        else:
+            measured = _first_tokens(scope, given, arm, prompts) if prompts else _storing(scope, given, arm)
         found[arm] = {**measured, "load_before_and_after": [before, os.getloadavg()[0]]}
     return {**conditions(model, ", ".join(arms), profile), "scope": asdict(scope), "what": what, "arms": found}
 
@@ -191,8 +204,7 @@ def _first_tokens(
                 for at in range(scope.rounds):
                     say(f"{quality}, {name}: round {at + 1}")
                     for length, drawn in prompts.items() if first else ():
-                        unstored = {"cuvee": {"store": False}}
-                        exact = engine.ask([drawn[at]], expect_cached=[0], forget=True, params=unstored)
+                        exact = engine.ask([drawn[at]], expect_cached=[0], forget=True, params=_UNSTORED)
                         again = engine.ask([drawn[at]], expect_cached=[length])  # stored out of the engine's own cache
                         computed[length].append(exact.seconds)
                         own[length].append([again.seconds])
@@ -255,7 +267,7 @@ def _traffic(scope: ServingScope, given: _Given, arm: str, plan: Sequence[Arriva
         else:
             given.start(engine, arm, "memory://?max_gb=4", options)
         # What runs for the first time is compiled, or touches memory for the first time.
-        engine.ask([[1] * scope.step], expect_cached=None, params={"cuvee": {"store": False}})
+        engine.ask([[1] * scope.step], expect_cached=None, params=_UNSTORED)
         say(f"{arm}: {len(plan)} turns in {scope.seconds:.0f} s")
         return summary(scope, engine.converse(plan, scope.answer, scope.seconds))
 
@@ -285,12 +297,43 @@ def _percentiles(values: Sequence[float] | np.ndarray[Any, Any]) -> dict[str, fl
     return {"p50": p50, "p99": p99, "count": len(values)}
 
 
+# Storing --------------------------------------------------------------------------------------------------------------
+
+
+def _storing(scope: ServingScope, given: _Given, quality: str) -> dict[str, Any]:
+    """Measure the throughput of batches of new prompts, half of which are stored, after two that warm up."""
+    count, length, generated = scope.batch
+    draw = random.Random(0)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory(prefix="cuvee-bench-") as folder, Engine(Path(folder) / "engine.log") as engine:
+        say(f"starting an engine: {quality}")
+        options = {"max_model_len": length + generated, "block_size": BLOCK}
+        given.start(engine, quality, f"file://{folder}/store", options)
+        for turn in range(scope.rounds + 1):
+            say(f"{quality}: round {turn}" if turn else f"{quality}: warming up")
+            for stores in draw.sample((True, False), 2):
+                asked = engine.ask(
+                    [given.words.mixed(length, draw) for _ in range(count)], max_tokens=generated, forget=True,
+                    expect_cached=[0] * count, params=None if stores else _UNSTORED,
+                )  # fmt: skip
+                if stores:
+                    engine.idle(count * ((length + generated - 1) // CHUNK))
+                if turn:
+                    seconds[stores].append(asked.finished)
+    return {
+        "tokens_per_second": rates(seconds[False], count * (length + generated)),
+        "throughput_over_not_storing": paired(
+            [[1 / one] for one in seconds[True]], [1 / one for one in seconds[False]]
+        ),
+    }
+
+
 # The report -----------------------------------------------------------------------------------------------------------
 
 
 def show_serving(report: Mapping[str, Any]) -> Shown:
     """Make the tables of a report."""
-    show = _show_traffic if report["what"] == "traffic" else _show_first_tokens
+    show = {"first-token": _show_first_tokens, "traffic": _show_traffic, "storing": _show_storing}[report["what"]]
     return Shown(f"{report['model']} in vLLM", machine_and_vllm(report), show(report))
 
 
@@ -332,8 +375,20 @@ def _show_traffic(report: Mapping[str, Any]) -> list[ReportTable]:
     return [ReportTable(columns, rows, title)]
 
 
+def _show_storing(report: Mapping[str, Any]) -> list[ReportTable]:
+    rows = []
+    for arm, found in report["arms"].items():
+        ratio = found["throughput_over_not_storing"]
+        spread_of = f"{ratio['median']:.2f} ({ratio['p20']:.2f} to {ratio['p80']:.2f})"
+        load = " to ".join(f"{load:.1f}" for load in found["load_before_and_after"])
+        rows.append([arm, f"{found['tokens_per_second']['median']:.0f}", spread_of, load])
+    count, length, generated = report["scope"]["batch"]
+    title = f"Batches of {count} prompts of {length} tokens and {generated} more, {report['threads']} threads"
+    return [ReportTable([" ", "tokens a second, not stored", "stored, ratio", "load"], rows, title)]
+
+
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("first-token", "traffic"))
+    parser.add_argument("what", choices=("first-token", "traffic", "storing"))
     parser.add_argument("--model", "-m", required=True, help="folder of a checkpoint, or smollm2")
     parser.add_argument("--profile", type=Path, help="of the model, for qualities that are not lossless")
     parser.add_argument("--text", action="append", default=[], help="file or bundled text of the prompts; repeatable")
@@ -352,11 +407,13 @@ def _measure(given: argparse.Namespace) -> dict[str, Any]:
     scope = replace(ServingScope(), seconds=given.seconds)
     if given.length:
         scope = replace(scope, lengths=tuple(sorted(set(given.length))))
-    arms = given.arm or ([LOSSLESS] if given.what == "first-token" else [NO_CACHE, OWN_CACHE, LOSSLESS])
+    arms = given.arm or ([NO_CACHE, OWN_CACHE, LOSSLESS] if given.what == "traffic" else [LOSSLESS])
     return run_serving_bench(given.what, scope, checkpoint(given.model), arms, given.text, given.profile, given.redis)
 
 
 if __name__ == "__main__":
     sys.exit(
-        run_bench("serving", "A model that vLLM serves: first tokens and traffic.", _options, _measure, show_serving)
+        run_bench(
+            "serving", "A model that vLLM serves: first tokens, traffic, storing.", _options, _measure, show_serving
+        )
     )
