@@ -312,9 +312,7 @@ class _Run:
                     raise InputError(
                         f"segments[{index}]: must be text or a KVChunk for a Blender without codec=, got a blob"
                     )
-                blob = self.codec.open(
-                    segment.chunk, refinements=segment.refinements, associated_data=segment.associated_data
-                )
+                blob = self.codec.open(segment.chunk, associated_data=segment.associated_data)
                 if blob.tokens != end - start:
                     raise InputError(
                         f"segments[{index}]: must have the {blob.tokens} tokens of its blob, got {end - start}"

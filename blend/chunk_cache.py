@@ -3,9 +3,6 @@
     tokens ──> content key ──> store ── hit ──> blob
                                  └───── miss ─> model, codec ─> blob, which is stored
 
-A codec with refinements makes a base and a refinement of a chunk. Each is an entry of its own, and a full store
-may drop either. A chunk without its refinement is used without, one without its base is computed.
-
 A chunk that is computed alone lacks the context that a prompt puts before it. If it is computed behind several typical
 contexts instead, all at the same positions, its keys and values can be averaged. The mean over contexts minimizes the
 expected squared error to the keys and values behind the next context.
@@ -47,27 +44,23 @@ if TYPE_CHECKING:
 # Tokens that are taken to follow a chunk in a prompt: other chunks, or a question. Coded so at `balanced`, XQuAD's
 # paragraphs add a KL of 0.003 to a blend of SmolLM2-135M, at 0.8 bits per value and whatever is recomputed.
 _FOLLOWING = 384
-_NONE: tuple[bytes, ...] = ()
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class ChunkStore(Protocol):
-    """A store for `ChunkCache`, used from several threads; all of `cuvee.integrations.stores` fit.
+    """A store for `ChunkCache`, used from several threads; all of `cuvee.integrations.stores` fit."""
 
-    A chunk consists of parts: a base, and a refinement if the codec makes one.
-    """
-
-    def get_parts(self, keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
-        """Return at most `most` parts of each chunk, up to the first that is missing; none without a base."""
+    def get(self, key: str) -> bytes | None:
+        """Return the blob under a key; None: there is none."""
         ...
 
-    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
-        """Keep the parts of a chunk, base first, in place of older ones; return how many were kept."""
+    def put(self, key: str, blob: bytes) -> bool:
+        """Keep a blob in place of an older one; return whether it was kept."""
         ...
 
-    def delete_parts(self, key: str, first: int) -> bool:
-        """Delete the parts of a chunk from number `first` on; return whether any existed."""
+    def delete(self, key: str) -> bool:
+        """Delete a blob; return whether it was there."""
         ...
 
 
@@ -79,8 +72,7 @@ class ChunkCounters:
         hits: chunks from the store, or from another thread that was computing them.
         misses: chunks that were computed.
         stored: computed chunks that the store kept.
-        rejected: entries that were damaged or did not match their key, and refinements that did not match their base.
-            They were deleted, and chunks without a base recomputed.
+        rejected: entries that were damaged or did not match their key. They were deleted, and their chunks recomputed.
         errors: failed operations of the store.
     """
 
@@ -130,7 +122,8 @@ class ChunkCache:
 
     Raises:
         InputError: the contexts have the wrong shape or dtype, tokens outside the vocabulary, or leave no position for
-            a chunk; the codec's backend does not serve the model's device; the model is in training mode.
+            a chunk; the codec's backend does not serve the model's device, or it has refinements; the model is in
+            training mode.
         ProfileMismatchError: the codec's profile belongs to another model.
         UnsupportedModelError: the model cannot be blended.
     """
@@ -153,6 +146,11 @@ class ChunkCache:
                 "codec: must have a profile calibrated on the model's weights, got one of other weights; calibrate one "
                 "for this model"
             )
+        if codec.refinements:
+            raise InputError(
+                "codec: must have no refinements, which only loads with a deadline leave out, got one: make it without "
+                "refinements="
+            )
         self._model: Any = model
         self._weights = weights_state(model)
         self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
@@ -174,7 +172,7 @@ class ChunkCache:
         self._warned = False
         self._computing = threading.Lock()  # held while the model runs; guards `_before`
         self._lock = threading.Lock()  # guards `_running`, `_counts` and `_warned`
-        self._running: dict[str, Future[tuple[bytes, ...]]] = {}
+        self._running: dict[str, Future[bytes]] = {}
 
     @property
     def counters(self) -> ChunkCounters:
@@ -193,8 +191,7 @@ class ChunkCache:
 
         Returns:
             The tokens with a blob that starts at position 0 if it was computed alone, else at C, behind the contexts;
-            with the refinements that the store kept, if the codec has any, and with the `associated_data` that the blob
-            only decodes with, if the codec has a key.
+            and with the `associated_data` that it only decodes with, if the codec has a key.
 
         Raises:
             InputError: there are no tokens, they are not a row of integers, they are outside the vocabulary, or (with
@@ -222,53 +219,51 @@ class ChunkCache:
         with self._lock:
             other = self._running.get(key)
             if other is None:
-                mine = self._running[key] = Future[tuple[bytes, ...]]()
+                mine = self._running[key] = Future[bytes]()
         if other is not None:
-            parts = other.result()
+            blob = other.result()
             self._count("hits")
         else:
             try:
-                parts = self._find_or_make(digest, ids, contexts, leading, bound_to)
-                mine.set_result(parts)
+                blob = self._find_or_make(digest, ids, contexts, leading, bound_to)
+                mine.set_result(blob)
             except BaseException as error:
                 mine.set_exception(error)
                 raise
             finally:
                 with self._lock:
                     del self._running[key]
-        return Segment(tokens, parts[0], refinements=parts[1:], associated_data=bound_to)
+        return Segment(tokens, blob, associated_data=bound_to)
 
     def _find_or_make(
         self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, leading: bool, associated_data: bytes
-    ) -> tuple[bytes, ...]:
+    ) -> bytes:
         keys = [store_key(self._scope.tenant, digest, key_id=key_id) for key_id in self._codec.key_ids or (b"",)]
         for key in keys:
-            stored = self._ask(partial(self._load, key), _NONE)
-            usable, start = self._check(stored, len(ids), None if self._shared else _start(contexts), associated_data)
-            if len(usable) < len(stored):
-                self._count("rejected", len(stored) - len(usable))
-                self._ask(partial(self._store.delete_parts, key, len(usable)), False)
-            if not usable:
+            stored = self._ask(partial(self._store.get, key), None)
+            if stored is None:
                 continue
-            if start and leading:  # an engine computed it behind other text, so it is not exact here
+            expected = Expected(len(ids), None if self._shared else _start(contexts), self._layout.dtype)
+            try:
+                opened = self._codec.open(stored, associated_data=associated_data, expected=expected)
+                self._codec.verify(opened)
+            except CuveeError as error:
+                _log.info("cuvee: the entry of a chunk is deleted: %s", error)
+                self._count("rejected")
+                self._ask(partial(self._store.delete, key), False)
+                continue
+            if opened.start and leading:  # an engine computed it behind other text, so it is not exact here
                 break
             self._count("hits")
-            return usable
+            return stored
         with self._computing, torch.no_grad():
             chunk = self._compute(ids, contexts)
-        parts = (
-            self._codec.encode_parts(chunk, associated_data=associated_data)
-            if self._codec.refinements
-            else (self._codec.encode(chunk, associated_data=associated_data),)
-        )
+        blob = self._codec.encode(chunk, associated_data=associated_data)
         self._count("misses")
         # An engine's chunk, computed behind other text, serves better elsewhere, so it is not replaced.
-        if not (leading and self._shared) and self._ask(lambda: self._store.put_parts(keys[0], parts), 0):
+        if not (leading and self._shared) and self._ask(partial(self._store.put, keys[0], blob), False):
             self._count("stored")
-        return parts
-
-    def _load(self, key: str) -> tuple[bytes, ...]:
-        return self._store.get_parts([key], self._codec.refinements + 1)[0]
+        return blob
 
     def _compute(self, ids: torch.Tensor, contexts: torch.Tensor | None) -> KVChunk:
         """Compute the chunk of tokens `[T]`, alone at position 0 or averaged behind the contexts."""
@@ -298,28 +293,6 @@ class ChunkCache:
         ]
         return KVChunk(means[::2], means[1::2], self._layout, start, ids, _FOLLOWING)
 
-    def _check(
-        self, parts: tuple[bytes, ...], tokens: int, start: int | None, associated_data: bytes
-    ) -> tuple[tuple[bytes, ...], int]:
-        """Return the parts up to the first that is damaged or does not match its key or its base, and their start."""
-        problem: CuveeError | None = None
-        usable, found_at = _NONE, 0
-        expected = Expected(tokens, start, self._layout.dtype)
-        for count in range(len(parts), 0, -1):
-            try:
-                opened = self._codec.open(
-                    parts[0], refinements=parts[1:count], associated_data=associated_data, expected=expected
-                )
-                self._codec.verify(opened)
-            except CuveeError as error:
-                problem = error
-            else:
-                usable, found_at = parts[:count], opened.start
-                break
-        if problem is not None:
-            _log.info("cuvee: %d entries of a chunk are deleted: %s", len(parts) - len(usable), problem)
-        return usable, found_at
-
     def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:
         """Return the store's answer, or `otherwise` if it fails in any way: the chunk can still be computed."""
         try:
@@ -332,9 +305,9 @@ class ChunkCache:
                 _log.warning("cuvee: the store of chunks failed; chunks are computed anew (logged once): %s", error)
             return otherwise
 
-    def _count(self, name: str, amount: int = 1) -> None:
+    def _count(self, name: str) -> None:
         with self._lock:
-            self._counts[name] += amount
+            self._counts[name] += 1
 
     def _check_contexts(self, contexts: object) -> torch.Tensor:
         if not isinstance(contexts, torch.Tensor) or contexts.dtype not in (torch.int32, torch.int64):

@@ -27,17 +27,15 @@ class Segment:
         chunk: the tokens' cache: a blob, a `KVChunk`, or None for text. It may have been computed at any position. A
             chunk computed without a prefix starts at position 0, and only such a chunk is exact at the beginning of a
             prompt.
-        refinements: of the blob, if it is a base (`Codec.encode_parts`): none, or the one.
         associated_data: the bytes that a blob is bound to (`Codec.encode`); `ChunkCache.segment` fills it in.
 
     Raises:
-        InputError: there are no tokens, they are not a row of integers, a `KVChunk` has a different number of tokens,
-            or there are refinements without a blob. `Blender.blend` checks blobs.
+        InputError: there are no tokens, they are not a row of integers, or a `KVChunk` has a different number of
+            tokens. `Blender.blend` checks blobs.
     """
 
     tokens: torch.Tensor
     chunk: bytes | KVChunk | None = field(repr=False)
-    refinements: tuple[bytes, ...] = field(repr=False)
     associated_data: bytes = field(repr=False)
 
     def __init__(
@@ -45,7 +43,6 @@ class Segment:
         tokens: Sequence[int] | torch.Tensor,
         chunk: bytes | KVChunk | None = None,
         *,
-        refinements: Sequence[bytes] = (),
         associated_data: bytes = b"",
     ) -> None:
         if isinstance(tokens, torch.Tensor):
@@ -65,10 +62,7 @@ class Segment:
         if isinstance(chunk, KVChunk) and chunk.tokens != len(ids):
             raise InputError(f"chunk: must hold {len(ids)} tokens like the segment, got {chunk.tokens}")
         object.__setattr__(self, "tokens", ids.long())
-        if refinements and not isinstance(chunk, bytes):
-            raise InputError(f"refinements: must come with a blob, their base, got {len(refinements)} without one")
         object.__setattr__(self, "chunk", chunk)
-        object.__setattr__(self, "refinements", tuple(refinements))
         object.__setattr__(self, "associated_data", associated_data)
 
 

@@ -7,7 +7,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -36,7 +36,6 @@ from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.learning.calibrate import fit
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key
-from cuvee.naming.part_keys import part_key, part_number
 
 TOKENS = [7, 3, 60, 0, 22, 3, 41, 18, 9, 5, 33]
 OTHER = [8, *TOKENS[1:]]
@@ -60,18 +59,17 @@ class Shelf(dict[str, bytes]):
         if name in self.faults:
             raise self.faults[name]
 
-    def get_parts(self, keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
-        assert most == 1
+    def get(self, key: str) -> bytes | None:  # type: ignore[override]
         self._call("get")
-        return [(self[key],) if key in self else () for key in keys]
+        return super().get(key)
 
-    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
+    def put(self, key: str, blob: bytes) -> bool:
         self._call("put")
         if self.keeps:
-            (self[key],) = parts
-        return int(self.keeps)
+            self[key] = blob
+        return self.keeps
 
-    def delete_parts(self, key: str, first: int) -> bool:
+    def delete(self, key: str) -> bool:
         self._call("delete")
         return self.pop(key, None) is not None
 
@@ -107,7 +105,7 @@ def make(model: Any, store: ChunkStore | None = None, **arguments: Any) -> Chunk
 
 
 def blob_of(library: ChunkCache, tokens: Any, leading: bool = False) -> bytes:
-    """The blob of a chunk, without its refinement."""
+    """The blob of a chunk."""
     blob = library.segment(tokens, leading=leading).chunk
     assert isinstance(blob, bytes)
     return blob
@@ -223,104 +221,9 @@ def test_a_store_that_gives_up_is_no_failure(model: Any, caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-# Parts ---------------------------------------------------------------------------------------------------------------
-
-
-def refined(model: Any, key: Any = None) -> Codec:
-    return Codec(fitted_codec(model).profile, step=0.1, refinements=1, key=key)
-
-
-def parts_in(store: MemoryStore) -> dict[str, tuple[bytes, ...]]:
-    """Return the parts of each chunk in the store."""
-    keys = [key for key in store._entries if not part_number(key)]
-    return dict(zip(keys, store.get_parts(keys), strict=True))
-
-
-def test_a_chunk_comes_with_the_parts_that_are_left(model: Any) -> None:
-    codec, store = refined(model), MemoryStore(10**6)
-    library = make(model, store, codec=codec)
-    made = library.segment(TOKENS)
-    assert isinstance(made.chunk, bytes) and len(made.refinements) == 1
-    ((key, stored),) = parts_in(store).items()
-    assert stored == (made.chunk, *made.refinements) and blob_of(library, TOKENS) == made.chunk
-    assert store.delete(part_key(key, 1))
-    found = library.segment(TOKENS)
-    assert (found.chunk, found.refinements) == (made.chunk, ())
-    assert library.counters == ChunkCounters(2, 1, 1)
-
-
-@pytest.mark.parametrize("secret", [None, SECRETS[0]])
-def test_a_refinement_that_is_not_of_its_base_is_deleted(model: Any, secret: bytes | None) -> None:
-    codec, store = refined(model, key=secret), MemoryStore(10**6)
-    library = make(model, store, codec=codec)
-    made = library.segment(TOKENS)
-    ((key, stored),) = parts_in(store).items()
-    base, finer = stored
-    chunk = codec.decode(base, associated_data=made.associated_data)
-    # Of the same tokens, and bound to the same key. Only its values differ.
-    doubled = KVChunk(chunk.keys, [2 * values for values in chunk.values], chunk.layout, 0, chunk.token_ids, 384)
-    other = codec.encode_parts(doubled, associated_data=made.associated_data)
-    cases = {
-        "header": (base, flipped(finer, 30)),
-        "section": (base, flipped(finer, len(finer) - 30)),
-        "cut": (base, finer[:-1]),
-        "nothing": (base, b""),
-        "the base again": (base, base),
-        "another chunk's": (base, other[1]),
-        "the base is new": (other[0], finer),
-    }
-    for what, parts in cases.items():
-        before = library.counters
-        store.put_parts(key, parts)
-        for _ in range(2):
-            found = library.segment(TOKENS)
-            assert (found.chunk, *found.refinements) == parts[:1], what
-        assert store.get_parts([key]) == [parts[:1]] and not store.contains([part_key(key, 1)])[0]
-        assert library.counters.rejected == before.rejected + 1
-        assert library.counters.hits == before.hits + 2 and library.counters.misses == 1
-
-
-def test_a_bad_base_takes_its_refinements_with_it(model: Any) -> None:
-    store = MemoryStore(10**6)
-    library = make(model, store, codec=refined(model))
-    blob_of(library, TOKENS)
-    ((key, stored),) = parts_in(store).items()
-    for bad in (flipped(stored[0], 30), stored[1], entry_of(model)):
-        store.put(key, bad)
-        assert library.segment(TOKENS).refinements == stored[1:] and store.get_parts([key]) == [stored]
-    assert library.counters == ChunkCounters(misses=4, stored=4, rejected=6)
-
-
-def test_a_store_that_fails_between_parts(model: Any) -> None:
-    """As if the process had died: what is there is used."""
-
-    class Failing(MemoryStore):
-        def put(self, key: str, blob: bytes) -> bool:
-            if part_number(key):
-                raise StoreError("gone")
-            return super().put(key, blob)
-
-    library = make(model, Failing(10**6), codec=refined(model))
-    assert len(library.segment(TOKENS).refinements) == 1 and not library.segment(TOKENS).refinements
-    assert library.counters == ChunkCounters(hits=1, misses=1, errors=1)
-
-
-@pytest.mark.parametrize("secret", [None, SECRETS[0]])
-def test_a_blend_uses_the_refinements(model: Any, secret: bytes | None) -> None:
-    codec = refined(model, key=secret)
-    made = make(model, MemoryStore(10**6), codec=codec).segment(TOKENS)
-    assert isinstance(made.chunk, bytes)
-    blender, bound = Blender(model, codec, selector=Nothing()), made.associated_data
-    for count in range(2):
-        given = made.refinements[:count]
-        blended = blender.blend([Segment(TOKENS, made.chunk, refinements=given, associated_data=bound), Segment([3])])
-        decoded = codec.decode(made.chunk, refinements=given, associated_data=bound)
-        assert torch.equal(blended.logits, blender.blend([Segment(TOKENS, decoded), Segment([3])]).logits)
-    bad = Segment(TOKENS, made.chunk, refinements=[made.chunk], associated_data=bound)
-    with pytest.raises(CorruptError, match="refinement: must be of this base"):
-        blender.blend([bad, Segment([3])])
-    with pytest.raises(InputError, match=r"^refinements: must come with a blob, their base, got 1 without one"):
-        Segment(TOKENS, refinements=[b"first"])
+def test_a_codec_with_refinements_is_refused(model: Any) -> None:
+    with pytest.raises(InputError, match=r"^codec: must have no refinements, .*: make it without refinements="):
+        make(model, codec=Codec(fitted_codec(model).profile, step=0.1, refinements=1))
 
 
 # Keys ----------------------------------------------------------------------------------------------------------------
@@ -749,15 +652,15 @@ def test_leading_chunks_share_no_computation_with_others(model: Any) -> None:
     """The other may come from the store, computed behind something."""
     store, held, go = Shelf(), threading.Event(), threading.Event()
     store[ENGINE_KEY] = theirs = engine_blob(model, 5)
-    library, get = make(model, store, identity=ENGINE), store.get_parts
+    library, get = make(model, store, identity=ENGINE), store.get
 
-    def slow(keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
+    def slow(key: str) -> bytes | None:
         first = not held.is_set()
         held.set()
         assert not first or go.wait(LONG)
-        return get(keys, most)
+        return get(key)
 
-    store.get_parts = slow  # type: ignore[method-assign]
+    store.get = slow  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(blob_of, library, TOKENS)
         assert held.wait(LONG)
