@@ -208,8 +208,10 @@ ifneq ($(strip $(ENGINE)),)
 endif
 
 # Needs nothing installed: a machine that is lent for minutes has its own Python, torch and Triton (kernels/README.md).
-gpu:  ## prove and time the kernels on the GPU of this machine, in seven minutes, in out/gpu
-	PYTHONPATH=src:. $(or $(wildcard $(BIN)/python),python3) -m cuvee.eval.bench.gpu $(GPU_ARGS)
+# Each step is killed at its limit, with all that it started: a kernel that faults or hangs takes nothing from the other.
+gpu:  ## prove and time the kernels on the GPU of this machine, in six minutes at most, in out/gpu
+	status=0; for step in tests speed; do PYTHONPATH=src:. timeout -k 5 $(or $(GPU_SECONDS),180) \
+		$(or $(wildcard $(BIN)/python),python3) -m cuvee.eval.bench.gpu $$step $(GPU_ARGS) || status=1; done; exit $$status
 
 gpu-carry: setup  ## wheels that a bare machine without a network, with Python 3.12, may lack for `make gpu`, in out/carry
 	$(BIN)/python -m pip download --quiet --only-binary=:all: --python-version=312 --implementation=cp --dest=out/carry \
