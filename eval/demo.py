@@ -305,12 +305,11 @@ def _continuations(demo: Demo, tokenizer: PreTrainedTokenizerBase) -> Panel:
 
 
 def _table(quality: list[Quality]) -> Table:
-    columns = ("bits/value", "ratio", "KL ± s.e.", "top-1", "encode", "decode")
+    columns = ("bits/value", "ratio", "KL ± s.e.", "top-1")
     table = terminal_table("What it saves and what it costs", "method", *columns)
     for q in quality:
         kl = f"{q.kl:.5f} ± {q.kl_stderr or 0:.5f}"
-        speeds = [f"{1e3 * s:,.0f} MB/s" if s else "" for s in (q.encode_gb_per_s, q.decode_gb_per_s)]
-        cells = (q.name, f"{q.bits_per_value:.2f}", f"{q.ratio or 0:.1f}x", kl, f"{100 * q.top1:.1f}%", *speeds)
+        cells = (q.name, f"{q.bits_per_value:.2f}", f"{q.ratio or 0:.1f}x", kl, f"{100 * q.top1:.1f}%")
         table.add_row(*cells, style="bold green" if q.name == f"cuvee {SHOWN_QUALITY}" else "")
     return table
 
@@ -324,7 +323,7 @@ def _footnote(bench: QualityBench, model: str, calibrated: int, seconds: float) 
         f"in every second sequence repeats part of the cache; the profile was learned on {calibrated} sequences of "
         f"three other novels. Presets stand for {', '.join(f'{kl:g}' for kl in PRESET_KL.values())} on texts like that "
         f"one; on another, as here, they may lose more. Bits count every byte of {CHUNK_TOKENS}-token chunks, not the "
-        f"profile. MB/s of 16-bit cache, {os.cpu_count()} cores, one thread of torch. A larger model takes longer to "
+        f"profile. {os.cpu_count()} cores, one thread of torch. A larger model takes longer to "
         f"compute, in proportion to its parameters; to restore, only as its cache grows. {seconds:.0f} s in all.",
         style="dim",
     )

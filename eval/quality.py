@@ -12,7 +12,6 @@ chunks: the codec (`CodecMethod`) or a baseline (`cuvee.eval.baselines`).
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,11 +43,6 @@ class Method(Protocol):
         """A description of the bits in a few words."""
         ...
 
-    @property
-    def timed(self) -> bool:
-        """Whether `encode` and `decode` do all the work, so that their speed is meaningful."""
-        ...
-
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
         """Return the stored object and its size in bits."""
         ...
@@ -64,7 +58,6 @@ class CodecMethod:
 
     codec: Codec
     counts: str = "every byte of the blob"
-    timed: bool = True
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
         """See `Method.encode`."""
@@ -89,7 +82,7 @@ class PerSequence:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The size, loss and speed of one method.
+    """The size and loss of one method.
 
     Attributes:
         name: of the method.
@@ -102,8 +95,6 @@ class Quality:
             is the perplexity.
         delta_nll: how much of that the exact cache would have saved, paired; `delta_nll_stderr` is its error.
         top1: share of scored tokens whose most likely successor stays the same; `top1_stderr` is its error.
-        encode_seconds, decode_seconds: for all sequences; None if the method is not `timed`.
-        encode_gb_per_s, decode_gb_per_s: 10**9 bytes of the cache per second, counted at 16 bits per value.
         chunk_tokens: tokens coded together.
         sequences, cached_tokens, scored_tokens: what was measured.
         per_sequence: the figures of each sequence.
@@ -120,10 +111,6 @@ class Quality:
     delta_nll_stderr: float | None
     top1: float
     top1_stderr: float | None
-    encode_seconds: float | None
-    decode_seconds: float | None
-    encode_gb_per_s: float | None
-    decode_gb_per_s: float | None
     chunk_tokens: int
     sequences: int
     cached_tokens: int
@@ -201,11 +188,6 @@ class QualityBench:
         """Negative log-likelihood after the exact caches, nats per scored token, averaged over the sequences."""
         return float(np.mean(self.exact_per_sequence))
 
-    @property
-    def raw_bytes(self) -> int:
-        """Size of all caches at 16 bits per value."""
-        return 2 * sum(chunk.tokens for chunk in self.caches) * self.layout.values_per_token
-
     def run(self, name: str, method: Method, chunk_tokens: int = CHUNK_TOKENS) -> Quality:
         """Measure one method.
 
@@ -220,9 +202,6 @@ class QualityBench:
         if chunk_tokens < 1:
             raise InputError(f"chunk_tokens: must be at least 1, got {chunk_tokens}")
         cut = spans(self.prefix, chunk_tokens)
-        if method.timed:  # so that the figures do not include the compilation of the first call
-            method.decode(method.encode(self.caches[0].slice(*cut[0]))[0])
-        encode_seconds = decode_seconds = 0.0
         values = self.prefix * self.layout.values_per_token
         bits: list[float] = []
         kl: list[float] = []
@@ -232,12 +211,8 @@ class QualityBench:
         for index, (scored, exact, filled) in enumerate(self._batches):
             caches = self.caches[index * self._batch_size :][: len(scored)]
             pieces = [chunk.slice(*span) for chunk in caches for span in cut]
-            began = time.perf_counter()
             stored = [method.encode(chunk) for chunk in pieces]
-            encoded = time.perf_counter()
             back = [method.decode(item) for item, _ in stored]
-            decode_seconds += time.perf_counter() - encoded
-            encode_seconds += encoded - began
             if [(c.start, c.tokens) for c in back] != [(c.start, c.tokens) for c in pieces]:
                 raise InputError(f"method: {name} must return chunks of the same tokens")
             starts = range(0, len(back), len(cut))
@@ -260,10 +235,6 @@ class QualityBench:
             delta_nll_stderr=stderr(loss),
             top1=float(np.mean(same)),
             top1_stderr=stderr(same),
-            encode_seconds=encode_seconds if method.timed else None,
-            decode_seconds=decode_seconds if method.timed else None,
-            encode_gb_per_s=self.raw_bytes / encode_seconds / 1e9 if method.timed else None,
-            decode_gb_per_s=self.raw_bytes / decode_seconds / 1e9 if method.timed else None,
             chunk_tokens=chunk_tokens,
             sequences=len(self.caches),
             cached_tokens=sum(chunk.tokens for chunk in self.caches),

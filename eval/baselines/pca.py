@@ -28,7 +28,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import columns_in_cache, partition
 from cuvee.codec.stages.rotation import Rotation
-from cuvee.eval.baselines.untimed import Simulated
+from cuvee.eval.baselines.simulated import Simulated
 
 __all__ = [
     "HALF", "KEPT_VALUES", "LEAST_STEP", "MOST_VALUES", "PCA_STEPS", "ROUNDING_OFFSET", "PcaMethod", "PcaTransform",

@@ -26,7 +26,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.eval.baselines.untimed import Simulated
+from cuvee.eval.baselines.simulated import Simulated
 
 __all__ = ["CacheGen", "Destroyed", "Float8", "Int8", "Kivi", "Uncompressed", "cachegen_bins"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cuvee.codec.errors import InputError
-from cuvee.eval.baselines.untimed import PerVector
+from cuvee.eval.baselines.simulated import PerVector
 
 __all__ = ["TURBOQUANT_BITS", "TurboQuant"]
 

@@ -33,7 +33,6 @@ def test_an_identity_costs_nothing(bench: QualityBench, books: Any) -> None:
     assert (q.delta_nll, q.top1, q.bits_per_value, q.ratio) == (0, 1, 32, 0.5)
     assert abs(q.kl) < 1e-7 and q.kl_stderr is not None and q.kl_stderr < 1e-7
     assert (q.sequences, q.cached_tokens, q.scored_tokens) == (6, 6 * 192, 6 * 63)
-    assert q.encode_seconds is None and q.decode_gb_per_s is None
     assert json.loads(json.dumps(q.to_dict()))["name"] == "same"
 
 
@@ -52,17 +51,15 @@ def test_the_cast_to_sixteen_bits_is_part_of_the_figures(books: Any) -> None:
     assert 1e-7 < q.kl < 1e-3 and q.bits_per_value == 16 and q.ratio == 1
 
 
-def test_a_codec_is_measured_with_every_byte_and_its_time(bench: QualityBench, books: Any) -> None:
+def test_a_codec_is_measured_with_every_byte(bench: QualityBench, books: Any) -> None:
     codec = Codec(books.profile, "balanced")
     q = bench.run("cuvee", CodecMethod(codec), chunk_tokens=128)
     blobs = [codec.encode(c.slice(t, min(t + 128, 192))) for c in bench.caches for t in (0, 128)]
     values = 6 * 192 * books.layout.values_per_token
     assert q.bits_per_value == pytest.approx(8 * sum(map(len, blobs)) / values)
     assert 0 < q.kl < 0.05 and q.top1 > 0.85 and q.ratio is not None and q.ratio > 5
-    assert q.encode_seconds is not None and q.decode_seconds is not None
-    assert q.encode_gb_per_s == pytest.approx(2e-9 * values / q.encode_seconds)
     assert q.chunk_tokens == 128
-    assert read_entry(Quality, json.loads(json.dumps(q.to_dict())), "quality") == q
+    assert read_entry(Quality, json.loads(json.dumps(q.to_dict()))) == q
 
 
 def test_figures_by_sequence_add_up(bench: QualityBench, books: Any) -> None:

@@ -30,18 +30,17 @@ MINUS = "\N{MINUS SIGN}"
 @pytest.fixture
 def report() -> dict[str, Any]:
     """A report of made-up figures: baselines, three curves at the same KLs, and something of all else."""
-    timed: dict[str, Any] = {"encode_gb_per_s": 0.45, "decode_gb_per_s": 1.3}
     points = (
         ("bf16", "16-bit cache", 16.0, 2e-5), ("fp8-e4m3", "FP8 e4m3", 8.0, 5e-3), ("kivi4", "KIVI int4", 5.0, 0.017),
         ("cachegen", "CacheGen as shipped", 6.0, 0.048), ("destroyed", "destroyed cache", 0.0, 0.8),
     )  # fmt: skip
-    quality = [entry(key, bits, kl, **timed) | {"label": label} for key, label, bits, kl in points]
+    quality = [entry(key, bits, kl) | {"label": label} for key, label, bits, kl in points]
     settings = (
         ("high", 3.1, 1e-3), ("balanced", 1.2, 5e-3), ("small", 0.6, 0.02), ("2^-5", 5.3, 2e-5), ("2^0", 0.4, 0.1),
     )  # fmt: skip
     curves = ("cuvee/layer", "cuvee", 1.0), ("cuvee/all", "cuvee joint", 0.6), ("pca/all", "PCA", 1.5)
     for family, name, factor in curves:
-        more: dict[str, Any] = {"counts": "ideal entropy"} if family == "pca/all" else timed
+        more: dict[str, Any] = {"counts": "ideal entropy"} if family == "pca/all" else {}
         for setting, bits, kl in settings:
             kind = "curve" if family == "pca/all" or setting.startswith("2^") else "preset"
             made = entry(f"{family}@{setting}", factor * bits, kl, kind, **more)

@@ -43,8 +43,7 @@ def quality(name: str, bits: float, kl: float, **changes: Any) -> Quality:
     fields: dict[str, Any] = {
         "name": name, "counts": "every byte", "bits_per_value": bits, "ratio": 16 / bits if bits else None,
         "kl": kl, "kl_stderr": kl / 10, "nll": 3.0 + kl, "delta_nll": kl, "delta_nll_stderr": kl / 5,
-        "top1": 0.9 - kl / 9, "top1_stderr": 0.01, "encode_seconds": None, "decode_seconds": None,
-        "encode_gb_per_s": None, "decode_gb_per_s": None, "chunk_tokens": 256, "sequences": 2,
+        "top1": 0.9 - kl / 9, "top1_stderr": 0.01, "chunk_tokens": 256, "sequences": 2,
         "cached_tokens": 768, "scored_tokens": 254,
         "per_sequence": PerSequence([bits] * 2, [kl] * 2, [kl] * 2, [0.9] * 2),
     }  # fmt: skip

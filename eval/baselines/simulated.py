@@ -1,4 +1,4 @@
-"""The base of baselines whose speed is meaningless."""
+"""The bases of baselines that count their bits without writing bytes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 
-__all__ = ["PerVector", "Simulated", "Untimed"]
+__all__ = ["PerVector", "Simulated"]
 
 
-class Untimed:
-    """A method whose speed is not measured."""
-
-    __slots__ = ()
-
-    timed = False
-
-
-class Simulated(Untimed):
+class Simulated:
     """A method that counts its bits without writing bytes: it stores the decoded chunk itself."""
 
     __slots__ = ()
