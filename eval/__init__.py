@@ -12,6 +12,6 @@ The commands
     lm_command           `cuvee eval`
 
 Shared parts
-    documents, formatting, plots   the style of reports, numbers and plots
-    runs, progress, machine        folders of runs, progress, and the machine
+    documents, formatting     the style of reports and numbers
+    runs, progress, machine   folders of runs, progress, and the machine
 """

@@ -8,9 +8,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from tests.eval.report.world import draw, entry, filled, quality, write_plot
+from tests.eval.report.world import draw, entry, filled, write_plot
 
-from cuvee.eval.plots import save_figure, size_kl_figure
 from cuvee.eval.report.families import family_rank
 
 pytest.importorskip("matplotlib")
@@ -150,20 +149,7 @@ def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> No
     assert any(name in (element.text or "") for element in root.iter())
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_measured_methods_are_plotted_without_a_report(tmp_path: Path, suffix: str) -> None:
-    series = [quality("high", 2.0, 1e-3), quality("2^0", 1.0, 1e-2, kl_stderr=None), quality("exact", 3.0, 0.0)]
-    path = tmp_path / "deep" / f"plot.{suffix}"
-    points = {each.name: [each] for each in (quality("point", 8.0, 5e-3), quality("none", 0, 1))}
-    save_figure(size_kl_figure({"curve": series, "nothing": []}, points, "title", "", [], None), path)
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
-    if suffix == "svg":
-        found = {e.text for e in ElementTree.fromstring(data).iter() if e.text}
-        assert {"title", "curve", "high", "point"} <= found and not found & {"2^0", "nothing", "none"}
-
-
-def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_remedy_is_named(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'cuvee\[eval\]'"):
-        size_kl_figure({}, {"a": [quality("a", 1.0, 0.1)]}, "title", "", [], None)
+        draw(report)
