@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `Uncompressed` | as they are | as they are | 8 x the dtype's bytes |
 | `Destroyed` | zeros | zeros | 0 |
-| `Float8` | e4m3 or e5m2, each value alone, or scaled by unit or head and chunk | the same | 8, and scales if any |
+| `Float8` | e4m3, each value alone, or scaled by unit or head and chunk | the same | 8, and scales if any |
 | `Int8` | absmax by unit and chunk | the same | 8 + a scale |
 | `Kivi` | min/max by channel, 32 tokens per group | min/max by token, 32 channels per group | b + 32 per group |
 | `CacheGen` | absmax by token over all heads, 5 or 4 bits | the same | entropy + tables + scales |
@@ -78,24 +78,21 @@ class Destroyed(Simulated):
 
 @dataclass(frozen=True)
 class Float8(Simulated):
-    """FP8. Without scales it is what engines call an fp8 KV cache; values beyond the range of the format saturate.
+    """FP8 e4m3. Without scales it is what engines call an fp8 KV cache; values beyond the range, up to 448, saturate.
 
     Args:
-        format: `"e4m3"` (3 bits of mantissa, up to 448) or `"e5m2"` (2 bits, up to 57,344).
         scale: `"none"`, or what has a scale of 16 bits in each chunk, which moves its largest magnitude to the end of
             the range: a `"unit"` (K or V of a layer: a tensor, in the words of engines) or a `"head"`.
 
     Raises:
-        InputError: another format or scale.
+        InputError: another scale.
     """
 
-    format: str = "e4m3"
     scale: str = "none"
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("format", self.format, tuple(_FLOAT8)), ("scale", self.scale, _SCALES)):
-            if value not in allowed:
-                raise InputError(f"{name}: must be one of {', '.join(allowed)}, got {value!r}")
+        if self.scale not in _SCALES:
+            raise InputError(f"scale: must be one of {', '.join(_SCALES)}, got {self.scale!r}")
 
     @property
     def counts(self) -> str:
@@ -104,7 +101,7 @@ class Float8(Simulated):
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
         """See `Method.encode`."""
-        dtype = _FLOAT8[self.format]
+        dtype = torch.float8_e4m3fn
         limit = torch.finfo(dtype).max  # the cast itself would turn larger values into NaN or infinities
 
         def code(kind: str, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -118,7 +115,6 @@ class Float8(Simulated):
         return _map(chunk, code)
 
 
-_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SCALES = ("none", "unit", "head")
 
 

@@ -26,7 +26,7 @@ CURVE_OCTAVES = (  # steps measured beside the presets, the finest first
     -6.0, -5.0, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0,
 )  # fmt: skip
 # Baselines that a quick report leaves out.
-NOT_QUICK = ("fp8-e4m3-unit", "fp8-e4m3-head", "fp8-e5m2", "int8", "kivi3", "cachegen-tables-free")
+NOT_QUICK = ("fp8-e4m3-unit", "fp8-e4m3-head", "int8", "cachegen-tables-free")
 
 
 @dataclass(frozen=True, slots=True)

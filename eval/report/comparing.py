@@ -13,8 +13,8 @@ __all__ = ["ANCHORS", "compare"]
 
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")  # everything is compared at the KL of these; with the other …
 FURTHER_ANCHORS = (  # … baselines, at their own KL
-    "int8", "fp8-e5m2", "kivi3", "kivi2", "cachegen-tables-free", "kakeyalattice/d4@10", "kakeyalattice/e8@10",
-    "turboquant@4", "turboquant@3",
+    "int8", "kivi2", "cachegen-tables-free", "kakeyalattice/d4@10", "kakeyalattice/e8@10", "turboquant@4",
+    "turboquant@3",
 )  # fmt: skip
 USUAL_KLS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # nats per token, at which the size of each curve is read off
 LEAST_OF_KIND = 4  # sequences; of fewer an interval would say nothing

@@ -13,8 +13,8 @@ from cuvee.eval.report.candidates import Candidate
 def test_baselines_go_by_name() -> None:
     assert (
         baseline(UNCOMPRESSED) == Uncompressed()
-        and baseline("kivi3") == Kivi(3)
-        and baseline("fp8-e5m2") == Float8("e5m2")
+        and baseline("kivi2") == Kivi(2)
+        and baseline("fp8-e4m3-head") == Float8("head")
     )
     assert len({repr(baseline(name)) for name in BASELINES}) == len(BASELINES)
 

@@ -22,7 +22,7 @@ def report() -> dict[str, Any]:
     """A report of made-up figures."""
     found = [
         entry("bf16", 16.0, 2e-5), entry("fp8-e4m3", 8.0, 5e-3), entry("kivi4", 5.0, 1.7e-2),
-        entry("kivi3", 4.0, 6e-2), entry("cachegen", 6.0, 4.8e-2), entry("destroyed", 0.0, 0.8),
+        entry("int8", 4.0, 6e-2), entry("cachegen", 6.0, 4.8e-2), entry("destroyed", 0.0, 0.8),
     ]  # fmt: skip
     for family, size in (("pca/all", 3.0), ("cuvee/all", 1.0), ("cuvee/layer", 1.7)):
         for rank, (setting, kind, bits) in enumerate(SETTINGS):
@@ -124,7 +124,7 @@ def test_size_and_kl_are_those_of_the_report(report: dict[str, Any]) -> None:
 
 
 def test_bars_end_above_zero(report: dict[str, Any]) -> None:
-    report["quality"] = [entry("kivi4", 5.0, 0.01, kl_stderr=0.5), entry("kivi3", 4.0, 0.02, kl_stderr=None)]
+    report["quality"] = [entry("kivi4", 5.0, 0.01, kl_stderr=0.5), entry("int8", 4.0, 0.02, kl_stderr=None)]
     figure = draw({**report, "comparison": []})
     assert figure is not None
     wide, none = (container[2][0].get_segments()[0][:, 1] for container in figure.axes[0].containers)
@@ -137,7 +137,7 @@ def test_families_are_in_order(report: dict[str, Any]) -> None:
     order = sorted({e["family"] for e in report["quality"]}, key=lambda family: family_rank(filled(report), family))
     assert order == [
         "bf16", "cuvee/all", "cuvee/layer", "cuvee/mine", "cuvee/lossless", "pca/all",
-        "fp8-e4m3", "kivi4", "kivi3", "cachegen", "destroyed",
+        "fp8-e4m3", "kivi4", "int8", "cachegen", "destroyed",
     ]  # fmt: skip
 
 
