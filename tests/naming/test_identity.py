@@ -108,13 +108,6 @@ def test_media_change_the_keys_of_the_chunks_they_touch(other: tuple[Media, ...]
         assert content_digest(LOSSY, SCOPE, run) != content_digest(LOSSY, scope, run)
 
 
-def test_media_count_from_the_start_of_the_run() -> None:
-    here = Scope(media=(Media(2, 9, "a"), Media(0, 1, "far")))
-    there = Scope(media=(Media(102, 109, "a"), Media(110, 111, "far")))
-    assert content_digest(EXACT, here, range(4), start=1) == content_digest(EXACT, there, range(4), start=101)
-    assert content_digest(EXACT, here, range(4), start=1) != content_digest(EXACT, there, range(4), start=100)
-
-
 def test_the_chunk_size_changes_every_key() -> None:
     assert set(chain(range(16), 4)).isdisjoint(chain(range(16), 2, size=8))
     # ... of the first chunk too, though that is all it depends on
@@ -328,7 +321,6 @@ def test_an_identity_is_checked(change: dict[str, Any], message: str) -> None:
         (lambda: PrefixChain(LOSSY, SCOPE, 0), "chunk_tokens: must be at least 1"),
         (lambda: PrefixChain(LOSSY, SCOPE, 4.0), "chunk_tokens: must be int"),  # type: ignore[arg-type]
         (lambda: content_digest(LOSSY, SCOPE, []), "tokens: must hold at least one token"),
-        (lambda: content_digest(LOSSY, SCOPE, [1], start=-1), "start: must be at least 0"),
         (lambda: content_digest(LOSSY, SCOPE, [1], context="a"), "context: must be bytes"),  # type: ignore[arg-type]
         (lambda: tenant_id(None), "tenant: must be str"),  # type: ignore[arg-type]
         (lambda: store_key("a", bytes(16)), "digest: must be 32 bytes, got 16"),

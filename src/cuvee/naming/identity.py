@@ -206,30 +206,23 @@ class PrefixChain:
         ]
 
 
-def content_digest(
-    identity: Identity, scope: Scope, tokens: Sequence[int], *, start: int = 0, context: bytes = b""
-) -> bytes:
+def content_digest(identity: Identity, scope: Scope, tokens: Sequence[int], *, context: bytes = b"") -> bytes:
     """Return 32 bytes that identify a run of tokens at any position.
 
     Args:
         identity: identity of the model and its codec.
-        scope: scope of the request.
+        scope: scope of the request. The positions of its media items count from the run's first token.
         tokens: the run: at least one token, any integers within int64.
-        start: position of the run's first token, as `scope.media` counts positions. It only matters if media items
-            overlap the run, because their places relative to the run are hashed.
         context: names the tokens that preceded the run when it was computed; empty if it was computed alone.
 
     Raises:
-        InputError: there are no tokens, they are not such integers, `start` is negative, or `context` is not bytes.
+        InputError: there are no tokens, they are not such integers, or `context` is not bytes.
     """
-    _check_type("start", start, int)
     _check_type("context", context, bytes)
-    if start < 0:
-        raise InputError(f"start: must be at least 0, got {start}")
     if not len(tokens):
         raise InputError("tokens: must hold at least one token, got none")
     data = _tokens(tokens)
-    media = _media(sorted(scope.media), start, start + len(tokens))
+    media = _media(sorted(scope.media), 0, len(tokens))
     # Everything before the context has its length, so the context cannot be mistaken for another field.
     behind = canonical(context) if context else b""
     return _blake2b(b"cuvee-content", _root(identity, scope), _int(len(data)), data, media, behind)
