@@ -39,8 +39,8 @@ def compare(report: Report, seed: int) -> None:
         for kind in kinds
         if len(kinds) > 1 and len(kind.rows) >= LEAST_OF_KIND
     ]  # fmt: skip
-    report.sizes = [read_entry(SizeAtKl, size) for size in sizes_at_kl(quality, USUAL_KLS)]
+    report.sizes = [read_entry(SizeAtKl, size, "sizes") for size in sizes_at_kl(quality, USUAL_KLS)]
 
 
 def _anchors(found: Sequence[Mapping[str, Any]]) -> list[Anchor]:
-    return [read_entry(Anchor, anchor) for anchor in found]
+    return [read_entry(Anchor, anchor, "comparison") for anchor in found]

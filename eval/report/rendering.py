@@ -43,7 +43,7 @@ def markdown(report: Report, plot: str = "") -> str:
 
 
 def print_summary(report: Report, console: Console) -> None:
-    """Print what you lose, and how much smaller the cache is at equal KL."""
+    """Print what changed, what you lose, and how much smaller the cache is at equal KL."""
     from rich.text import Text
 
     console.print(Text(report_title(report), style="bold"))

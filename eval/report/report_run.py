@@ -32,6 +32,7 @@ from cuvee.eval.machine import torch_threads
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import Method, QualityBench
+from cuvee.eval.report.against import Figures, changes_since
 from cuvee.eval.report.candidates import Candidate
 from cuvee.eval.report.comparing import compare
 from cuvee.eval.report.learning import (
@@ -72,6 +73,7 @@ def run_report(
     out: Path,
     console: Console,
     *,
+    against: Path | None = None,
     force: bool = False,
     command: str = "",
 ) -> Report:
@@ -82,6 +84,7 @@ def run_report(
         out: the folder. If it holds an unfinished report of the same configuration, that is finished; a finished one
             is only rendered again.
         console: where to list the steps.
+        against: the `report.json` of an earlier run, to list what changed since.
         force: replace the report of another configuration.
         command: what a reader would type to get the same report.
 
@@ -91,9 +94,10 @@ def run_report(
     Whatever ends a run, such as Ctrl-C, leaves a folder that can be continued.
 
     Raises:
+        FormatError, VersionError: `against` is not a report of this version.
         ImportError: a package of `cuvee[eval]` is missing.
-        InputError: `out` holds other files or cannot be written, a method is not known, or texts, tasks or sizes do
-            not fit the model.
+        InputError: `out` holds other files or cannot be written, a method is not known, texts, tasks or
+            sizes do not fit the model, or `against` has measured something else.
         UnsupportedModelError: cuvee does not support the model.
         ProfileMismatchError, ProfileError: a profile belongs to another model, or cannot be learned.
 
@@ -107,16 +111,19 @@ def run_report(
     """
     need_packages("cuvee report", "transformers", "matplotlib", *(["lm_eval"] if config.tasks else []))
     check_folder(out, force, resumed=REPORT_FILE)
+    old = None if against is None else Figures.load(against)
     # The bundled model gains nothing from more threads, and on a busy machine several wait for each other.
     with torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext():
-        return _Run(config, out, console, force, command).run()
+        return _Run(config, out, console, old, force, command).run()
 
 
 class _Run:
     """The run behind `run_report`: `report` holds all measurements so far."""
 
-    def __init__(self, config: ReportConfig, out: Path, console: Console, force: bool, command: str) -> None:
-        self.out, self.console = out, console
+    def __init__(
+        self, config: ReportConfig, out: Path, console: Console, old: Figures | None, force: bool, command: str
+    ) -> None:
+        self.out, self.console, self.old = out, console, old
         self._profiles: dict[str, Profile] = {}
         self.plan = ReportPlan(config, lambda name: self._profiles[name], lambda: self._learning_caches)
         fresh = self.plan.describe(command)
@@ -148,10 +155,14 @@ class _Run:
     def run(self) -> Report:
         """Make all missing measurements, then write the documents."""
         self._began, self._before = time.perf_counter(), self.report.seconds
+        self.report.against = None
         self.save()
         if not self.report.complete:
             self._measure(StepLog(self.console))
             self.report.complete = True
+            self.save()
+        if self.old is not None:
+            self.report.against = changes_since(self.old, self.report)
             self.save()
         with writing(self.out):
             write_report(self.report, self.out)

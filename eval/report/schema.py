@@ -1,12 +1,12 @@
-"""What a report holds: the one form of `report.json`, which the run fills, continues and renders.
+"""What a report holds: the one form of `report.json`, which the run fills, continues, compares and renders.
 
-Report.to_dict() --> report.json --> Report.from_dict()      refuses what has other fields
+Report.to_dict() --> report.json --> Report.from_dict()      refuses what is missing or of another type, by name
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,7 +17,7 @@ from cuvee.codec.support.plain_json import parse_json
 from cuvee.eval.quality import Quality
 
 __all__ = [
-    "REPORT_FORMAT", "REPORT_VERSION", "Anchor",
+    "REPORT_FORMAT", "REPORT_VERSION", "Anchor", "ChangeEntry", "Changes",
     "Exact", "FamilySize", "Kind", "KindComparison", "MethodEntry", "ModelInfo", "ProfileEntry", "Ratio",
     "Report", "Score", "SizeAtKl", "Skipped", "Source", "Task", "TextInfo", "read_entry",
 ]  # fmt: skip
@@ -127,6 +127,30 @@ class SizeAtKl:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeEntry:
+    """A figure of a method that changed since an earlier report, and the standard error of the paired difference."""
+
+    key: str
+    metric: str
+    before: float
+    after: float
+    stderr: float | None
+    more_is_better: bool
+    worse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changed since the report `name`; `missing` names methods and metrics, `worse` counts both."""
+
+    name: str
+    changes: list[ChangeEntry]
+    unchanged: int
+    missing: list[str]
+    worse: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The model and the shape of its cache."""
 
@@ -211,6 +235,7 @@ class Report:
         tasks, scores: of lm-eval.
         skipped: what was left out.
         comparison, by_kind, sizes: read off the curves.
+        against: what changed since another report.
         seconds: of all runs together.
     """
 
@@ -232,6 +257,7 @@ class Report:
     comparison: list[Anchor] = field(default_factory=list)
     by_kind: list[KindComparison] = field(default_factory=list)
     sizes: list[SizeAtKl] = field(default_factory=list)
+    against: Changes | None = None
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,12 +269,9 @@ class Report:
         """The inverse of `to_dict`.
 
         Raises:
-            FormatError: a field is missing or unknown, or holds something of another form.
+            FormatError: a field is missing, unknown, or of another type; the message names it.
         """
-        try:
-            return read_entry(cls, data)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise FormatError(f"report: must have the fields of version {REPORT_VERSION}, but {error}") from error
+        return read_entry(cls, data, "report")
 
     @classmethod
     def load(cls, path: Path) -> Report:
@@ -269,32 +292,52 @@ class Report:
             raise VersionError(
                 f"{path} is a report of version {data.get('version')!r}, not {REPORT_VERSION}: make it again"
             )
-        return cls.from_dict(data)
+        try:
+            return cls.from_dict(data)
+        except FormatError as error:
+            raise FormatError(f"{path} is damaged: {error}") from error
 
 
-def read_entry(kind: type[T], data: Mapping[str, Any]) -> T:
-    """Make a dataclass, and those inside it, of the dict that `asdict` gives.
+def read_entry(kind: type[T], data: Any, where: str) -> T:
+    """Make a dataclass of the dict that `asdict` gives.
+
+    Args:
+        kind: the dataclass.
+        data: the dict.
+        where: names it in errors.
 
     Raises:
-        AttributeError, KeyError, TypeError: it is no such dict.
+        FormatError: a field is missing, unknown, or of another type.
     """
+    if not isinstance(data, Mapping):
+        raise FormatError(f"{where}: must be an object, got {data!r:.60}")
     known = _hints(kind)
-    return kind(**{name: _read(known[name], value) for name, value in data.items()})
+    if unknown := data.keys() - known.keys():
+        raise FormatError(f"{where}: has an unknown field {min(unknown)!r}")
+    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}  # type: ignore[arg-type]
+    if missing := needed - data.keys():
+        raise FormatError(f"{where}: lacks the field {min(missing)!r}")
+    return kind(**{name: _read(known[name], value, f"{where}.{name}") for name, value in data.items()})
 
 
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)  # which takes longer than all the rest
 
 
-def _read(hint: Any, data: Any) -> Any:
-    """Make what a field's type asks for."""
+def _read(hint: Any, data: Any, where: str) -> Any:
+    """Check a value, and make what its type asks for."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         (other,) = (one for one in inner if one is not NoneType)
-        return None if data is None else _read(other, data)
+        return None if data is None else _read(other, data, where)
+    if hint is Any:
+        return data
     if is_dataclass(hint) and isinstance(hint, type):
-        return read_entry(hint, data)
-    if origin is list:
-        return [_read(inner[0], value) for value in data]
-    if origin is dict:
-        return {key: _read(inner[1], value) for key, value in data.items()}
+        return read_entry(hint, data, where)
+    wanted = origin or ((int, float) if hint is float else hint)
+    if not isinstance(data, wanted) or (isinstance(data, bool) and hint is not bool):
+        raise FormatError(f"{where}: must be of type {getattr(hint, '__name__', hint)}, got {data!r:.60}")
+    if isinstance(data, list):
+        return [_read(inner[0], value, f"{where}[{index}]") for index, value in enumerate(data)]
+    if isinstance(data, dict):
+        return {key: _read(inner[1], value, f"{where}.{key}") for key, value in data.items()}
     return data

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from cuvee.eval.documents import SMALL_MODEL, Block, Bullets, Code, ReportSection, ReportTable
-from cuvee.eval.formatting import format_number
+from cuvee.eval.formatting import format_number, with_error
 from cuvee.eval.report.curve_sections import by_kind, equal_kl, headline, sizes
-from cuvee.eval.report.families import rows_of
+from cuvee.eval.report.families import name_of, rows_of
 from cuvee.eval.report.method_sections import methods, tasks
 from cuvee.eval.report.schema import Report
 
@@ -39,6 +39,34 @@ def report_preface(report: Report) -> list[str]:
         f"Bits per value count everything that is stored for a cache except the profile; the cache itself has 16."
     )
     return lines
+
+
+def _against(report: Report) -> list[Block]:
+    """List what changed since an earlier report."""
+    found = report.against
+    if found is None:
+        return []
+    changes = sorted(found.changes, key=lambda change: not change.worse)
+    rows = [
+        [
+            name_of(report, change.key),
+            change.metric,
+            format_number(change.before, 4),
+            format_number(change.after, 4),
+            with_error(change.after - change.before, change.stderr, signed=True),
+            "worse" if change.worse else "better",
+        ]
+        for change in changes
+    ]
+    rows += [[key, metric, "", "", "", "missing"] for key, _, metric in (m.rpartition(" ") for m in found.missing)]
+    count = f"{found.worse} figures" if found.worse != 1 else "1 figure"
+    text = (
+        f"Since {found.name}: {count} worse or missing, {found.unchanged} unchanged. A change counts if it is "
+        "larger than two standard errors of its paired difference."
+    )
+    strong = frozenset(index for index, row in enumerate(rows) if row[-1] != "better")
+    columns = ["method ", "figure ", "before", "now", "change", " "]
+    return [text, ReportTable(columns, rows, strong=strong)] if rows else [text]
 
 
 def _profiles(report: Report) -> list[Block]:
@@ -130,6 +158,7 @@ def _limits(report: Report) -> list[Block]:
 
 
 _SECTIONS: tuple[tuple[str, Callable[[Report], Sequence[Block]]], ...] = (
+    ("What changed", _against),
     ("Quality by size", headline),
     ("Ratios at equal KL", equal_kl),
     ("Ratios at equal KL, by kind of text", by_kind),
@@ -140,7 +169,7 @@ _SECTIONS: tuple[tuple[str, Callable[[Report], Sequence[Block]]], ...] = (
     ("How it was measured", _provenance),
     ("Limits", _limits),
 )
-_SUMMARY = 2  # of them, which say what you lose, and how much smaller the cache is
+_SUMMARY = 3  # of them, which say what changed, what you lose, and how much smaller the cache is
 
 
 def report_sections(report: Report) -> list[ReportSection]:

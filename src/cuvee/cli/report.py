@@ -17,6 +17,14 @@ _LEARNING, _MEASURING, _TASKS = "Learning", "Measuring", "Tasks"
 def report(
     model: Model = "books-3m",
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the report.")] = Path("out/report"),
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OLD.json",
+            help="List what changed since this report.json. Exit with code 3 if a figure got worse or is missing.",
+            show_default=False,
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer sequences, methods and tasks: four minutes on the bundled model.")
     ] = False,
@@ -112,13 +120,15 @@ def report(
     Example: cuvee report --model smollm2 --quick -o out/smollm2
 
     Example: cuvee report --model smollm2 --profile P.safetensors --method cuvee --task cuvee_lines_100 --controls
+
+    Example: cuvee report --quick --against old/report.json
     """
     options = {**locals()}
     from cuvee.eval.report.rendering import print_summary
     from cuvee.eval.report.report_config import ReportConfig, quick_config
     from cuvee.eval.report.report_run import run_report
 
-    others = ("out", "quick", "force", "as_json", "no_tasks")
+    others = ("out", "against", "quick", "force", "as_json", "no_tasks")
     fields = fields_from(options, *(name for name in options if name not in others))
     if no_tasks:
         if idle := [name for name in ("tasks", "limit", "metadata") if name in fields]:
@@ -128,7 +138,7 @@ def report(
     console = make_console(stderr=True)
     try:
         chosen = quick_config(config) if quick else config
-        found = run_report(chosen, out, console, force=force, command=typed_command())
+        found = run_report(chosen, out, console, against=against, force=force, command=typed_command())
     except KeyboardInterrupt:
         console.print(
             f"interrupted: {out} keeps what was measured, and the same command continues",
@@ -141,3 +151,5 @@ def report(
     else:
         print_summary(found, make_console())
         print(f"{out / 'report.md'}\n{out / 'report.json'}")
+    if found.against is not None and found.against.worse:
+        raise typer.Exit(3)

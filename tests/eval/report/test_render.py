@@ -64,6 +64,7 @@ def report() -> dict[str, Any]:
                  "difference": None if first else -0.005 * rank, "difference_stderr": None if first else 0.012,
                  "per_doc": by_doc, "bits_per_value": e["bits_per_value"], "docs": 200}
             )  # fmt: skip
+    change = {"key": "kivi4", "metric": "kl", "before": 0.2, "after": 0.3, "stderr": 0.01, "more_is_better": False}
     return {
         "format": "cuvee-report",
         "version": 5,
@@ -97,6 +98,12 @@ def report() -> dict[str, Any]:
         "quality": quality,
         "tasks": tasks,
         "scores": scores,
+        "against": {
+            "name": "old.json", "unchanged": 7, "missing": ["kivi4 recall"], "worse": 2,
+            "changes": [
+                {**change, "metric": "top1", "more_is_better": True, "worse": False}, {**change, "worse": True},
+            ],
+        },
         "skipped": [{"key": "turboquant@2", "reason": "too few sequences"}],
         "comparison": [
             {
@@ -185,7 +192,7 @@ def unpaired(report: dict[str, Any]) -> None:
 
 def nothing_measured(report: dict[str, Any]) -> None:
     report |= {"quality": [], "tasks": [], "scores": [], "comparison": [], "profiles": {}, "exact": None, "skipped": []}
-    report |= {"complete": False, "command": "", "by_kind": [], "sizes": []}
+    report |= {"complete": False, "command": "", "by_kind": [], "sizes": [], "against": None}
     report["text"]["calibration_sequences"] = None
 
 
@@ -211,7 +218,7 @@ def a_given_profile(report: dict[str, Any]) -> None:
         (
             nothing_measured,
             {
-                "Quality by size", "Ratios at equal KL", "Ratios at equal KL, by kind of text",
+                "What changed", "Quality by size", "Ratios at equal KL", "Ratios at equal KL, by kind of text",
                 "Size by KL", "Every method", "Scores of tasks", "Profiles",
             },
         ),
@@ -311,3 +318,4 @@ def test_a_summary_on_the_terminal(report: dict[str, Any]) -> None:
     print_summary(report, console)
     shown = console.export_text()
     assert "[red]model" in shown and "[b]2" in shown and "6.34x (6.01x to 6.72x)" in shown and "not reached" in shown
+    assert "2 figures worse or missing" in shown

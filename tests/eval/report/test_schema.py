@@ -27,26 +27,35 @@ def test_a_report_comes_back_from_its_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("path", "value", "message"),
     [
-        (("quality", 0), 3),
-        (("profiles", "layer", "colour"), "red"),
-        (("text",), []),
-        (("digest",), None),
-        (("model", "name"), None),
-        (("quality", 0, "family"), None),
-        (("exact", "per_sequence"), None),
+        (("quality", 0, "per_sequence", "kl", 1), "much", r"report\.quality\[0\]\.per_sequence\.kl\[1\]: must be of"),
+        (("quality", 0, "kl"), True, r"report\.quality\[0\]\.kl: must be of type float, got True"),
+        (("quality", 0, "key"), None, r"report\.quality\[0\]\.key: must be of type str, got None"),
+        (("quality", 0), 3, r"report\.quality\[0\]: must be an object, got 3"),
+        (("profiles", "layer", "colour"), "red", r"report\.profiles\.layer: has an unknown field 'colour'"),
+        (("text",), [], r"report\.text: must be an object"),
     ],
 )
-def test_other_fields_are_refused(path: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(path: tuple[Any, ...], value: Any, message: str, tmp_path: Path) -> None:
     data: Any = filled(MADE).to_dict()
     inside = data
     for name in path[:-1]:
         inside = inside[name]
-    if value is None:
-        del inside[path[-1]]
-    else:
-        inside[path[-1]] = value
+    inside[path[-1]] = value
+    with pytest.raises(FormatError, match=f"^{message}"):
+        Report.from_dict(data)
     (tmp_path / "report.json").write_text(json.dumps(data))
-    with pytest.raises(FormatError, match=r"^report: must have the fields of version 5, but "):
+    with pytest.raises(FormatError, match="is damaged: report"):
         Report.load(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("path", [("digest",), ("model", "name"), ("quality", 0, "family"), ("exact", "per_sequence")])
+def test_what_is_missing_is_named(path: tuple[Any, ...]) -> None:
+    data: Any = filled(MADE).to_dict()
+    inside = data
+    for name in path[:-1]:
+        inside = inside[name]
+    del inside[path[-1]]
+    with pytest.raises(FormatError, match=f"lacks the field '{path[-1]}'"):
+        Report.from_dict(data)

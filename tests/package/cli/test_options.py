@@ -31,7 +31,7 @@ def test_a_command_for_others_names_no_folders(monkeypatch: pytest.MonkeyPatch, 
 
 def test_options_are_fields_of_the_configuration_with_its_defaults() -> None:
     defaults = {field.name: field.default for field in fields(ReportConfig)}
-    own = {"out", "force", "as_json", "no_tasks"}
+    own = {"out", "against", "force", "as_json", "no_tasks"}
     for name, parameter in inspect.signature(report.report).parameters.items():
         assert name in defaults or name in own
         if name in defaults and parameter.default is not None:

@@ -1,4 +1,4 @@
-"""`cuvee report`: what it writes and prints."""
+"""`cuvee report`: what it writes, prints and compares with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.package.cli.running import fails, run
 
 
 @pytest.mark.filterwarnings("ignore")  # lm-eval's
-def test_report_measures_and_goes_on(tmp_path: Path) -> None:
+def test_report_measures_and_compares(tmp_path: Path) -> None:
     out = tmp_path / "report"
     options = ["--quick", "--length", "128", "--sequences", "4", "--group", "layer", "--no-tasks"]
     options += ["--method", "cuvee/layer", "--method", "fp8-e4m3", "--method", "kivi4"]
@@ -22,6 +22,15 @@ def test_report_measures_and_goes_on(tmp_path: Path) -> None:
     assert json.loads(run("report", "-o", out, *options, "--json").stdout)["quality"]
     done = run("report", "-o", out, *options, "--text", "orchard", code=1)
     assert "differs in evaluation" in done.stderr.splitlines()[-1]  # behind the bar of loading the model
+
+    assert "0 figures worse or missing" in run("report", "-o", out, *options, "--against", path).stdout
+    data["quality"].append({**data["quality"][0], "key": "lost"})
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(data))
+    done = run("report", "-o", out, *options, "--against", old, code=3)
+    assert "4 figures worse or missing" in done.stdout and "lost" in done.stdout
+    fails("report", "-o", out, *options, "--against", tmp_path / "none.json", match="none.json")
+    assert json.loads(run("report", "-o", out, *options, "--json").stdout)["against"] is None
 
 
 def test_options_of_the_report_that_do_not_go_together(tmp_path: Path) -> None:

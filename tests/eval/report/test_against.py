@@ -1,0 +1,172 @@
+"""A report beside an earlier one: what changed, what is worse, and what cannot be compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.eval.report.world import filled
+
+from cuvee.codec.errors import FormatError, InputError, VersionError
+from cuvee.eval.report.against import Figure, Figures, changes_since, clear_change
+from cuvee.eval.stats import paired_difference
+
+Report = dict[str, Any]
+
+
+def entry(key: str, kl: list[float], bits: float = 4.0) -> Report:
+    parts = {"bits_per_value": [bits] * 4, "kl": kl, "delta_nll": kl, "top1": [1 - k for k in kl]}
+    return {"key": key, **{name: sum(own) / 4 for name, own in parts.items()}, "per_sequence": parts}
+
+
+@pytest.fixture
+def report() -> Report:
+    scores = [
+        {"key": key, "task": "t", "score": sum(docs) / 4, "per_doc": docs}
+        for key, docs in (("bf16", [1.0, 1.0, 0.0, 1.0]), ("kivi2", [1.0, 0.0, 0.0, 1.0]))
+    ]
+    made = {
+        "complete": True,
+        "environment": {"date": "2026-01-01", "commit": "abc"},
+        "model": {"fingerprint": "f" * 64, "dtype": "float32"},
+        "configuration": {"cache_dtype": "bfloat16", "chunk_tokens": 256},
+        "text": {"tokens_sha256": "c" * 64, "prefix": 384},
+        "quality": [entry("bf16", [0.0] * 4, 16.0), entry("kivi2", [0.1, 0.2, 0.3, 0.4])],
+        "tasks": [{"name": "t", "docs_sha256": "d" * 64, "higher_is_better": True}],
+        "scores": scores,
+    }  # fmt: skip
+    return filled(made).to_dict()
+
+
+def since(old: Figures, now: Report) -> Report:
+    """What changed, as plain data."""
+    return asdict(changes_since(old, filled(now)))
+
+
+def figures(report: Report, tmp_path: Path) -> Figures:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(report))
+    return Figures.load(path)
+
+
+def test_a_report_against_itself(report: Report, tmp_path: Path) -> None:
+    assert since(figures(report, tmp_path), report) == {
+        "name": "old.json of 2026-01-01, commit abc", "changes": [], "unchanged": 10, "missing": [], "worse": 0,
+    }  # fmt: skip
+
+
+def test_changes_have_the_errors_of_their_pairs(report: Report, tmp_path: Path) -> None:
+    now = copy.deepcopy(report)
+    kl = [0.11, 0.213, 0.31, 0.412]
+    now["quality"][1] = entry("kivi2", kl, 3.0)
+    found = since(figures(report, tmp_path), now)
+    changes = {change["metric"]: change for change in found["changes"]}
+    assert list(changes) == ["bits_per_value", "kl", "delta_nll", "top1"] and found["unchanged"] == 6
+    assert changes["kl"]["stderr"] == pytest.approx(paired_difference(kl, [0.1, 0.2, 0.3, 0.4])[1])
+    assert {name: change["worse"] for name, change in changes.items()} == {
+        "bits_per_value": False, "kl": True, "delta_nll": True, "top1": True,
+    }  # fmt: skip
+    assert found["worse"] == 3
+
+
+def test_what_is_within_two_errors_is_no_change(report: Report, tmp_path: Path) -> None:
+    now = copy.deepcopy(report)
+    now["quality"][1] = entry("kivi2", [0.2, 0.1, 0.4, 0.35])
+    now["scores"][1] |= {"score": 0.75, "per_doc": [1.0, 1.0, 0.0, 1.0]}
+    assert since(figures(report, tmp_path), now)["changes"] == []
+
+
+def test_what_is_missing_is_worse_and_what_is_new_does_no_harm(report: Report, tmp_path: Path) -> None:
+    now = copy.deepcopy(report)
+    now["quality"].append(entry("new", [0.1] * 4))
+    now["scores"].pop()
+    found = since(figures(report, tmp_path), now)
+    assert found["missing"] == ["kivi2 t"] and found["worse"] == 1
+    now["quality"].pop(1)
+    assert since(figures(report, tmp_path), now)["worse"] == 5
+
+
+def test_a_score_that_is_no_mean_is_not_compared(report: Report, tmp_path: Path) -> None:
+    report["scores"][0] |= {"score": 7.0}
+    report["scores"][1] |= {"per_doc": None}
+    assert since(figures(report, tmp_path), report)["unchanged"] == 8
+
+
+def change(before: float, after: float, error: float | None, more_is_better: bool = False) -> Any:
+    """The change of a figure over two pairs whose difference has this standard error; None: over a single pair."""
+    parts = (after,) if error is None else (after - error, after + error)
+    was = Figure(before, (before,) * len(parts), more_is_better)
+    return clear_change("k", "kl", was, Figure(after, parts, more_is_better))
+
+
+def test_rounding_and_less_than_two_errors_are_no_change() -> None:
+    assert change(0.1 + 0.2, 0.3, None) is None
+    assert change(0.3, 0.4, 0.06) is None and change(0.3, 0.4, 0.04).stderr == pytest.approx(0.04)
+    assert change(0.3, 0.4, None).worse and not change(0.3, 0.4, None, more_is_better=True).worse
+
+
+@pytest.mark.parametrize(
+    ("block", "field", "value"),
+    [
+        ("model", "fingerprint", "e" * 64), ("model", "dtype", "bfloat16"), ("configuration", "cache_dtype", "float16"),
+        ("configuration", "chunk_tokens", 64), ("text", "tokens_sha256", "b" * 64), ("text", "prefix", 128),
+    ],
+)  # fmt: skip
+def test_reports_of_other_things_are_refused(
+    report: Report, tmp_path: Path, block: str, field: str, value: Any
+) -> None:
+    now = copy.deepcopy(report)
+    now[block][field] = value
+    with pytest.raises(InputError, match=rf"^against: .*differ in {block}\.{field} \("):
+        since(figures(report, tmp_path), now)
+
+
+def test_tasks_of_other_documents_are_refused(report: Report, tmp_path: Path) -> None:
+    now = copy.deepcopy(report)
+    now["tasks"][0]["docs_sha256"] = "a" * 64
+    with pytest.raises(InputError, match=r"differ in tasks\.t"):
+        since(figures(report, tmp_path), now)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"report"', "{}", '{"format": "cuvee"}'])
+def test_another_file_is_not_a_report(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    with pytest.raises(FormatError, match=r"old.json is not"):
+        Figures.load(path)
+
+
+@pytest.mark.parametrize("version", [1, 2, "3", None])
+def test_other_versions(report: Report, tmp_path: Path, version: Any) -> None:
+    with pytest.raises(VersionError, match="make it again"):
+        figures({**report, "version": version}, tmp_path)
+
+
+def test_an_unfinished_run(report: Report, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has not finished"):
+        figures({**report, "complete": False}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("environment", "date"), None), (("quality",), 3), (("quality", 0, "kl"), "much"),
+        (("quality", 0, "per_sequence", "kl"), []), (("quality", 0, "per_sequence", "top1"), ["x"]),
+        (("scores", 0, "task"), "another"), (("tasks", 0, "docs_sha256"), None), (("text", "prefix"), None),
+    ],
+)  # fmt: skip
+def test_damage_is_found(report: Report, tmp_path: Path, path: tuple[Any, ...], value: Any) -> None:
+    *above, last = path
+    inside: Any = report
+    for name in above:
+        inside = inside[name]
+    if value is None:
+        del inside[last]
+    else:
+        inside[last] = value
+    with pytest.raises(FormatError, match="is damaged"):
+        figures(report, tmp_path)
