@@ -26,7 +26,7 @@ from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.quality import LOSSLESS
-from cuvee.eval.bench.engine_process import DTYPE, Engine, EngineAnswer, EngineVariant, conditions
+from cuvee.eval.bench.engine_process import DTYPE, Engine, EngineAnswer, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.bench.timing import paired, spread
 from cuvee.eval.documents import ReportTable
@@ -106,10 +106,9 @@ def _answers(scope: BlendScope, model: Path, texts: _Texts, dtype: str) -> Itera
         "dtype": dtype,
         "max_logprobs": -1,
     }
-    variant = EngineVariant(LOSSLESS, "memory://?max_gb=8")
     with tempfile.TemporaryDirectory() as folder, Engine(Path(folder) / "engine.log") as engine:
         say(f"starting an engine: {dtype}")
-        engine.start(model, options, variant, more={"blend": {}})
+        engine.start(model, options, "memory://?max_gb=8", more={"blend": {}})
         say(f"computing {len(texts.documents)} documents")
         for number, document in enumerate(texts.documents):
             before = [*texts.head, *texts.documents[number - 1][:BLOCK]]

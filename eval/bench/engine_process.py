@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from cuvee.codec.errors import CuveeError
+from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.eval.machine import hardware
 
 __all__ = [
-    "CHUNK", "DTYPE", "QUESTION", "Arrival", "Engine", "EngineAnswer", "EngineVariant", "Traffic", "Turn", "conditions",
+    "CHUNK", "DTYPE", "QUESTION", "Arrival", "Engine", "EngineAnswer", "Traffic", "Turn", "conditions",
     "environment",
 ]  # fmt: skip
 
@@ -24,19 +25,6 @@ CHUNK = 256
 QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits are as long as the engine's own
 DTYPE = "bfloat16"
 _WHOLE = 1e-3  # by how much probabilities of the whole vocabulary may miss one, for rounding
-
-
-@dataclass(frozen=True, slots=True)
-class EngineVariant:
-    """An engine with the connector.
-
-    Attributes:
-        quality: a preset.
-        store: a URL.
-    """
-
-    quality: str
-    store: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +149,8 @@ class Engine:
         self,
         model: Path,
         options: Mapping[str, Any],
-        variant: EngineVariant | None = None,
+        store: str | None = None,
+        quality: str = LOSSLESS,
         profile: Path | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
@@ -170,15 +159,16 @@ class Engine:
         Args:
             model: folder of a checkpoint.
             options: of vLLM's `LLM`.
-            variant: the connector; None for an engine without it.
+            store: URL, of the connector; None for an engine without it.
+            quality: of the connector, a preset.
             profile: of the model, for the connector.
             more: other options of the connector.
         """
         arguments: dict[str, Any] = {"model": str(model), "dtype": DTYPE, "seed": 0, **options}
-        if variant is not None:
+        if store is not None:
             extra = {
-                "store": variant.store,
-                "quality": variant.quality,
+                "store": store,
+                "quality": quality,
                 "chunk_tokens": CHUNK,
                 "threads": usable_cores(),
                 "decide": "always",

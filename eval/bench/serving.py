@@ -32,7 +32,7 @@ from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.profiles.quality import LOSSLESS
-from cuvee.eval.bench.engine_process import CHUNK, QUESTION, Arrival, Engine, EngineVariant, Traffic, conditions
+from cuvee.eval.bench.engine_process import CHUNK, QUESTION, Arrival, Engine, Traffic, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.bench.timing import paired, rates, spread
 from cuvee.eval.documents import ReportTable
@@ -132,7 +132,7 @@ class _Given:
     def start(self, engine: Engine, quality: str, store: str, options: Mapping[str, Any]) -> None:
         """Start an engine with the connector."""
         profile = None if quality == LOSSLESS else self.profile
-        engine.start(self.model, options, EngineVariant(quality, store), profile)
+        engine.start(self.model, options, store, quality, profile)
 
 
 def run_serving_bench(

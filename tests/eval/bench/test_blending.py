@@ -37,11 +37,11 @@ class Scripted:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def start(self, model: Path, options: Mapping[str, Any], variant: Any, more: Any) -> None:
+    def start(self, model: Path, options: Mapping[str, Any], store: str, more: Any) -> None:
         self.dtype = options["dtype"]
         Scripted.made[self.dtype] = self
         assert options["max_model_len"] > max(SCOPE.lengths) and options["max_logprobs"] == -1
-        assert variant.quality == "lossless"
+        assert store.startswith("memory://")
         assert Options.from_dict(more).blend is not None
 
     def idle(self) -> None:

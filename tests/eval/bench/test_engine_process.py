@@ -15,7 +15,7 @@ import pytest
 
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench import engine_served as served
-from cuvee.eval.bench.engine_process import Engine, EngineVariant
+from cuvee.eval.bench.engine_process import Engine
 from cuvee.eval.bench.timing import paired
 
 # Statistics ------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tm
 def test_a_closed_engine_is_gone_and_may_be_closed_again(child: Callable[[str], None], tmp_path: Path) -> None:
     child(ECHO)
     with Engine(tmp_path / "log") as engine:
-        engine.start(tmp_path, {}, EngineVariant("lossless", "memory://"))
+        engine.start(tmp_path, {}, "memory://")
         engine.close()
         assert engine._process.returncode == -signal.SIGKILL
         engine.close()

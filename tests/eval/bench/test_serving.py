@@ -83,8 +83,8 @@ class Scripted:
     def __exit__(self, *_: object) -> None:
         assert self.stored == 2 * 3  # a chunk of each prompt, in every turn
 
-    def start(self, model: Path, options: dict[str, Any], variant: Any, profile: Path | None) -> None:
-        assert options["max_model_len"] == 276 and variant.store.startswith("file://")
+    def start(self, model: Path, options: dict[str, Any], store: str, quality: str, profile: Path | None) -> None:
+        assert options["max_model_len"] == 276 and store.startswith("file://") and quality == "lossless"
 
     def ask(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, forget: bool, expect_cached: list[int],
             params: Any) -> EngineAnswer:  # fmt: skip
