@@ -255,8 +255,11 @@ class Entries:
         began = time.monotonic()
         try:
             entry = encode(number, self.bound_to(page))
+        except _UnknownPosition as error:
+            self._fail("positions", error)
+            return None
         except CuveeError as error:
-            self._fail("positions" if isinstance(error, _UnknownPosition) else "encode", error)
+            self._fail("encode", error)
             return None
         self.counts.count("encode_seconds", time.monotonic() - began)
         return entry
