@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
@@ -35,15 +35,18 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.guard import Guard, Once, Recorder
 from cuvee.integrations.core.refusals import check_uniform
 from cuvee.integrations.identity.checkpoint import naming_of_weights, read_config, read_layout
 from cuvee.integrations.lmcache.l2_accounts import Accounts
 from cuvee.integrations.lmcache.l2_options import LMCacheOptions
 from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
-from cuvee.integrations.lmcache.memory_objects import holds_latents, object_cache
+from cuvee.integrations.lmcache.memory_objects import check_shapes, holds_latents, object_cache, object_page
 from cuvee.integrations.lmcache.object_keys import following_tokens, page_name
 from cuvee.integrations.pages import Counts, PageStore, PageStores
+from cuvee.integrations.pages.opaque import LAYOUT
 from cuvee.integrations.stores.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
@@ -90,7 +93,6 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         InputError: an option out of range, no such checkpoint, a store or a secret that cannot be used; a lossy quality
             without a learned profile, or of a model without RoPE.
         ProfileError, FormatError, ProfileMismatchError, FileNotFoundError: as `PageStores`.
-        UnsupportedModelError: a model whose cache cuvee, or this adapter, does not support.
     """
 
     def __init__(self, config: CuveeL2AdapterConfig, l1_memory_desc: Any = None) -> None:
@@ -98,25 +100,21 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         super().__init__(max_capacity_bytes=int((options.max_gb or 0) * 1e9))
         self._options = options
         path = str(options.model)  # required
-        layout = read_layout(path, None if options.dtype is None else TORCH_DTYPES[options.dtype])
-        self._latents = holds_latents(layout)
-        if not self._latents:
-            check_uniform(layout)
-        elif not getattr(read_config(path), "rope_interleave", True):
-            raise UnsupportedModelError(
-                "model: must keep pairs of rotated dimensions adjacent (rope_interleave), because vLLM and SGLang "
-                "disagree about their order in other models, got rope_interleave false"
-            )
+        self._layout: KVLayout | None = None
+        try:
+            self._layout = _known_layout(path, options.dtype)
+        except UnsupportedModelError as error:
+            logger.warning("cuvee: objects are stored as bytes, without loss and without a profile: %s", error)
         self._model_name = options.model_name or path
         self._counts = Counts()
         self._guard = Guard(self._counts)
         self._pages = PageStores(
-            options, layout, naming_of_weights(path, layout.torch_dtype, model_id=options.model_id),
+            options, self._layout,
+            naming_of_weights(path, (self._layout or LAYOUT).torch_dtype, model_id=options.model_id),
             checkpoint=(path, None), engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
             positions=False,
         )  # fmt: skip
         self._slots = torch.arange(options.chunk_tokens)
-        self._chunk_bytes = options.chunk_tokens * layout.bytes_per_token  # of all ranks
         self._storing, self._looking, self._loading, self._removing = (
             ThreadPool(_THREADS, f"cuvee-{kind}", options.load_timeout)
             for kind in ("store", "lookup", "load", "delete")
@@ -155,7 +153,8 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
                     keys, objects, following_tokens(keys, self._options.chunk_tokens), strict=True
                 )
             ]
-            if self._storing.waiting * self._chunk_bytes >= self._options.max_pending_gb * 1e9:
+            size = max((each.get_size() for each in objects), default=0)
+            if self._storing.waiting * size >= self._options.max_pending_gb * 1e9:
                 self._counts.count("unsaved_pages", len(parts))
                 self._stored.put(task, L2StoreResult(False, 0))
             else:
@@ -169,9 +168,11 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
     def _store(self, key: ObjectKey, memory: Any, following: int) -> int | None:
         """Store an object; return the bytes of its entry, 0 if it was there already, None if it is not stored."""
         told = Counts(self._counts)
-        pages = self._pages_of(key, told)
-        cache = object_cache(memory, pages.layout, self._options.chunk_tokens)
-        (done,) = pages.save(cache, self._slots, [page_name(key)], None, following=following)
+        pages, cache = self._pages_of(key, memory, told)
+        if cache is None:
+            (done,) = pages.save_opaque([object_page(memory, _kind(key, memory))], [page_name(key)])
+        else:
+            (done,) = pages.save(cache, self._slots, [page_name(key)], None, following=following)
         return int(told.snapshot().get("blob_bytes", 0)) if done else None
 
     def _finish_store(self, task: int, keys: Sequence[ObjectKey], sizes: Sequence[int | None]) -> None:
@@ -187,7 +188,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
         Args:
             keys: of any ranks and salts.
-            group_layout_descs: of LMCache; not needed.
+            group_layout_descs: of LMCache: shapes and dtypes of the objects of each group.
         """
         task = next(self._tasks)
         with self._guard("submit_lookup_and_lock_task", then=lambda: self._found.put(task, Bitmap(len(keys)))):
@@ -197,7 +198,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
                 together.setdefault(kind, []).append(number)
             numbers = list(together.values())
             parts: list[Callable[[], list[bool]]] = [
-                partial(self._look_up, [keys[number] for number in each]) for each in numbers
+                partial(self._look_up, [keys[number] for number in each], group_layout_descs or {}) for each in numbers
             ]
             run_parts(self._looking, parts, partial(self._finish_lookup, task, keys, numbers))
         return task
@@ -214,11 +215,22 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
                 if self._locks[key] <= 0:
                     del self._locks[key]
 
-    def _look_up(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    def _look_up(self, keys: Sequence[ObjectKey], descs: Mapping[int, Any]) -> list[bool]:
         """Return which of these keys, which differ in their hashes only, are stored."""
-        with self._guard("lookup"), suppress(UnsupportedModelError):  # a store task says so
-            return self._pages_of(keys[0], self._counts).stored([page_name(key) for key in keys])
+        with self._guard("lookup"):
+            if keys[0].model_name == self._model_name:  # a store task says so
+                return self._found_pages(keys[0], descs.get(keys[0].object_group_id)).stored(list(map(page_name, keys)))
         return [False] * len(keys)
+
+    def _found_pages(self, key: ObjectKey, desc: Any) -> PageStore:
+        """Return the page store in which an object is, by what LMCache tells of it at a lookup."""
+        try:
+            pages = self._known_pages(key, self._counts)
+            if desc is not None:
+                check_shapes(desc.shapes, desc.dtypes, pages.layout, self._options.chunk_tokens)
+        except UnsupportedModelError:
+            return self._opaque_pages(key, self._counts)
+        return pages
 
     def _finish_lookup(
         self,
@@ -261,9 +273,11 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
     def _load(self, key: ObjectKey, memory: Any) -> int | None:
         """Restore an object; return the bytes of its entry, None if it was not restored."""
         told = Counts(self._counts)
-        pages = self._pages_of(key, told)
-        cache = object_cache(memory, pages.layout, self._options.chunk_tokens)
-        (done,) = pages.load(cache, self._slots, [page_name(key)], None)
+        pages, cache = self._pages_of(key, memory, told)
+        if cache is None:
+            (done,) = pages.load_opaque([object_page(memory, _kind(key, memory))], [page_name(key)])
+        else:
+            (done,) = pages.load(cache, self._slots, [page_name(key)], None)
         return int(told.snapshot()["loaded_blob_bytes"]) if done else None
 
     def _finish_load(self, task: int, keys: Sequence[ObjectKey], sizes: Sequence[int | None]) -> None:
@@ -289,9 +303,12 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
             run_parts(self._removing, parts, partial(self._finish_delete, free))
 
     def _delete(self, key: ObjectKey) -> bool:
-        """Delete an object; return whether it is gone."""
+        """Delete an object, which may be stored in either way; return whether it is gone."""
         with self._guard("delete"):
-            return self._pages_of(key, self._counts).delete([page_name(key)]) == [True]
+            ways = [self._opaque_pages(key, self._counts)]
+            with suppress(UnsupportedModelError):
+                ways.append(self._known_pages(key, self._counts))
+            return [pages.delete([page_name(key)]) for pages in ways] == [[True]] * len(ways)
         return False
 
     def _finish_delete(self, keys: Sequence[ObjectKey], gone: Sequence[bool | None]) -> None:
@@ -364,25 +381,39 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
                 self._refuse(error)
         return None
 
-    def _pages_of(self, key: ObjectKey, counts: Recorder) -> PageStore:
-        """Return the page store of a key's rank and salt.
+    def _pages_of(self, key: ObjectKey, memory: Any, counts: Recorder) -> tuple[PageStore, PagedCache | None]:
+        """Return the page store of an object, and the object as a cache; None if it is one of bytes.
 
         Raises:
-            UnsupportedModelError: a key of another model, of a further object group, or of ranks among which the
-                model's heads cannot be divided.
+            UnsupportedModelError: a key of another model.
         """
         if key.model_name != self._model_name:
             raise UnsupportedModelError(
                 f"model_name: must be {self._model_name!r}, got objects of {key.model_name!r}: set model_name to the "
                 "engine's name of this model, and give every model an --l2-adapter of its own"
             )
-        if key.object_group_id:
-            raise UnsupportedModelError(
-                f"object_group_id: must be 0, got {key.object_group_id}: models with several kinds of caches (sliding "
-                "windows of their own, Mamba, indexers) are not supported"
-            )
+        try:
+            pages = self._known_pages(key, counts)
+            return pages, object_cache(memory, pages.layout, self._options.chunk_tokens)
+        except UnsupportedModelError as error:
+            self._once(str(error), "cuvee: objects are stored as bytes, without loss and without a profile: %s", error)
+        return self._opaque_pages(key, counts), None
+
+    def _opaque_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
+        """Return the page store of objects of bytes, which name their shapes and dtypes themselves."""
+        return self._pages.opaque("objects", key.cache_salt or self._options.tenant, counts)
+
+    def _known_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
+        """Return the page store of a key's rank and salt.
+
+        Raises:
+            UnsupportedModelError: objects whose order is not known: of a further object group, of ranks among which the
+                model's heads cannot be divided.
+        """
+        if self._layout is None or key.object_group_id:
+            raise UnsupportedModelError(f"object_group_id: must be 0 of keys and values, got {key.object_group_id}")
         ranks, rank = key.kv_rank >> 24 & 0xFF, key.kv_rank >> 16 & 0xFF  # ObjectKey.ComputeKVRank
-        if self._latents and rank < ranks:
+        if holds_latents(self._layout) and rank < ranks:
             rank, ranks = 0, 1  # every rank holds all of them; the name tells ranks apart
         try:
             return self._pages.of(rank, ranks, key.cache_salt or self._options.tenant, counts)
@@ -395,3 +426,26 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """Count an object that is not supported, and log it."""
         self._counts.count("refused_pages")
         self._once(str(error), "cuvee: objects are not stored or loaded: %s", error)
+
+
+def _known_layout(path: str, dtype: str | None) -> KVLayout:
+    """Return the layout of a model whose objects may hold keys and values in a known order.
+
+    Raises:
+        InputError: as `read_layout`.
+        UnsupportedModelError: they never do.
+    """
+    layout = read_layout(path, None if dtype is None else TORCH_DTYPES[dtype])
+    if not holds_latents(layout):
+        check_uniform(layout)
+    elif not getattr(read_config(path), "rope_interleave", True):
+        raise UnsupportedModelError(
+            "model: must keep pairs of rotated dimensions adjacent (rope_interleave), because vLLM and SGLang disagree "
+            "about their order in other models, got rope_interleave false"
+        )
+    return layout
+
+
+def _kind(key: ObjectKey, memory: Any) -> str:
+    """Return what counters call an object of bytes: its group, or its dtype."""
+    return f"group {key.object_group_id}" if key.object_group_id else str(memory.get_dtypes()[0]).removeprefix("torch.")

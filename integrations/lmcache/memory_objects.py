@@ -1,4 +1,4 @@
-"""LMCache's memory objects as a `PagedCache`: views, no copies.
+"""LMCache's memory objects, without copies: as a `PagedCache` in one of these shapes, in any other as an opaque page.
 
     [2, layers, tokens, heads * dim]        keys, then values
     [1, layers, tokens, heads * 2 * dim]    fused: a head's keys, then its values
@@ -11,6 +11,7 @@ An object is one chunk of one rank. Its one block holds all of its tokens: token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
+from cuvee.integrations.pages import OpaquePage
 from cuvee.integrations.pages.latents import latent_cache
 
 FORMATS = ("UNDEFINED", "KV_2LTD")
@@ -40,30 +42,51 @@ def object_cache(memory: Any, layout: KVLayout, tokens: int) -> PagedCache:
     formats = LATENT_FORMATS if latent else FORMATS
     if fmt not in formats:
         raise UnsupportedModelError(f"memory object: must have a format of {', '.join(formats)}, got {fmt}")
-    shapes, dtypes = memory.get_shapes(), memory.get_dtypes()
-    if len(shapes) != 1:
-        raise UnsupportedModelError(
-            f"memory object: must hold one tensor, got {len(shapes)}: models with several kinds of caches (sliding "
-            "windows of their own, Mamba, indexers) are not supported"
-        )
-    shape, dtype = tuple(shapes[0]), dtypes[0]
-    if dtype != layout.torch_dtype:
-        raise UnsupportedModelError(
-            f"memory object: must hold {layout.dtype}, got {dtype}: set the adapter's option 'dtype' if the engine's "
-            "cache has another dtype than its model, and no serde; quantized caches are not supported"
-        )
-    if shape not in _shapes(layout, tokens):
-        raise UnsupportedModelError(_refusal(shape, layout, tokens))
-    values = memory.get_tensor(0)
-    if values is None or values.device.type != "cpu" or memory.get_size() != values.nbytes:
-        raise UnsupportedModelError(
-            f"memory object: must be all of a tensor in host memory, got {type(memory).__name__} of "
-            f"{memory.get_size()} bytes"
-        )
+    check_shapes(memory.get_shapes(), memory.get_dtypes(), layout, tokens)
+    (values,) = object_page(memory, "").regions
     if latent:
         pages = list(values.view(layout.num_layers, 1, tokens, 1, values.shape[-1]))
         return latent_cache(pages, layout, layout.layers[0].value_dim, adjacent_pairs=True)
     return _cache(values, layout, tokens)
+
+
+def object_page(memory: Any, kind: str) -> OpaquePage:
+    """Return a memory object as bytes.
+
+    Args:
+        memory: LMCache's `MemoryObj`.
+        kind: of the page.
+
+    Raises:
+        UnsupportedModelError: other memory than tensors on the host.
+    """
+    regions = [memory.get_tensor(index) for index in range(len(memory.get_shapes()))]
+    if any(each is None or each.device.type != "cpu" for each in regions) or (
+        memory.get_size() != sum(each.nbytes for each in regions)
+    ):
+        raise UnsupportedModelError(
+            f"memory object: must be all of a tensor in host memory, got {type(memory).__name__} of "
+            f"{memory.get_size()} bytes"
+        )
+    return OpaquePage(kind, regions)
+
+
+def check_shapes(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], layout: KVLayout, tokens: int) -> None:
+    """Check that objects of these shapes and dtypes hold keys and values in a known order.
+
+    Raises:
+        UnsupportedModelError: they do not.
+    """
+    if len(shapes) != 1:
+        raise UnsupportedModelError(f"memory object: must hold one tensor, got {len(shapes)}")
+    shape, dtype = tuple(shapes[0]), dtypes[0]
+    if dtype != layout.torch_dtype:
+        raise UnsupportedModelError(
+            f"memory object: must hold {layout.dtype}, got {dtype}: set the adapter's option 'dtype' if the engine's "
+            "cache has another dtype than its model, and no serde"
+        )
+    if shape not in _shapes(layout, tokens):
+        raise UnsupportedModelError(_refusal(shape, layout, tokens))
 
 
 def holds_latents(layout: KVLayout) -> bool:
@@ -94,7 +117,4 @@ def _refusal(shape: tuple[int, ...], layout: KVLayout, tokens: int) -> str:
     if len(shape) > 2 and any(shape[:-2] == known[:-2] and shape[-1] == known[-1] for known in shapes):
         return f"memory object: must hold {tokens} tokens, {got}: set chunk_tokens to LMCache's --chunk-size"
     known = " or ".join(str(list(each)) for each in shapes)
-    return (
-        f"memory object: must be {known}, as the model's configuration says, {got}: pipeline parallelism, draft layers "
-        "and layers that share a cache are not supported"
-    )
+    return f"memory object: must be {known}, as the model's configuration says, {got}"

@@ -22,7 +22,6 @@ from cuvee.integrations.core.chunk_io import (
     Chunk,
     ChunkIO,
     Stored,
-    expected_sizes,
     fetch_ahead,
     fetched_together,
 )
@@ -41,6 +40,10 @@ _NO_POSITION = (
     "from the keys: let the engine pass the pages' prefix, give a learned profile of this model, or set quality to "
     "'lossless'"
 )
+
+
+class _UnknownPosition(InputError):
+    """A page whose position is neither told nor recognized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Waiters(NamedTuple):
 
 # Reads entries of a call, in order; returns how many up to the first that failed, and its error.
 Read = Callable[[Sequence[Found]], tuple[int, CuveeError | None]]
+# Encodes a page by its number in a call, which must be bound to these bytes.
+Encode = Callable[[int, bytes], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +125,14 @@ class Entries:
 
     # Reading --------------------------------------------------------------------------------------------------------
 
-    def in_order(self, pages: Sequence[bytes], read: Read, timeout: float) -> int:
+    def in_order(self, pages: Sequence[bytes], read: Read, timeout: float, nbytes: float) -> int:
         """Fetch and read pages, up to the first that is missing or fails; return how many that are.
 
         Args:
             pages: digests.
             read: reads entries.
             timeout: seconds that the store may take for anything.
+            nbytes: expected of an entry.
         """
 
         def ask(numbers: Sequence[int]) -> list[bytes | None]:
@@ -136,7 +142,7 @@ class Entries:
 
         done = 0
         answer = partial(self._wait_for, "get_many", "fetch", timeout=timeout)
-        together = fetched_together(sum(expected_sizes(self.io.codec)) * self.names.page_tokens, self.together)
+        together = fetched_together(max(nbytes, 1), self.together)
         for numbers, entries in fetch_ahead(self.waiters.read, ask, range(len(pages)), answer, together):
             found: list[Found] = []
             for number, entry in zip(numbers, entries or [None] * len(numbers), strict=True):
@@ -154,8 +160,11 @@ class Entries:
     def as_stored(self, found: Found, start: int | None, dtype: str) -> Stored:
         """Return what opens the entry of a page of a call, whose first token is at position `start`."""
         expected = Expected(self.names.page_tokens, self._position(start, found.number), dtype)
-        bound = self.keys.bound_to(self.names.tenant, found.page)
-        return Stored((found.entry,), bound, expected, "page")
+        return Stored((found.entry,), self.bound_to(found.page), expected, "page")
+
+    def bound_to(self, page: bytes) -> bytes:
+        """Return what the tag of a page's entry covers besides its blob."""
+        return self.keys.bound_to(self.names.tenant, page)
 
     def blame(self, problem: CuveeError, page: bytes) -> None:
         """Count a page that was not read. If it never will be, delete it, so that it can be stored again."""
@@ -189,27 +198,19 @@ class Entries:
 
     # Writing --------------------------------------------------------------------------------------------------------
 
-    def save(
-        self, cache: PagedCache, slots: torch.Tensor, pages: Sequence[bytes], start: int | None, following: int
-    ) -> list[bool]:
-        """Store the pages that are not stored yet; return whether each is stored now."""
+    def save(self, pages: Sequence[bytes], encode: Encode, nbytes: int) -> list[bool]:
+        """Store the pages that are not stored yet, of this many bytes each; return whether each is stored now."""
         done = self._held(pages) or [False] * len(pages)
         self.counts.count("kept_pages", sum(done))
         missing = [number for number, there in enumerate(done) if not there]
         if missing and not self.store.takes_puts():
             self._fail("store", StoreError("the store is known to be down, so nothing is encoded"))
             return done
-        of_page, size = slots.split(self.names.page_tokens), self.names.page_tokens
         patience = self.load_timeout  # for all of them: an engine may wait for a call to end
         for several in (missing[first : first + self.together] for first in range(0, len(missing), self.together)):
-            encoding = []
-            for number in several:
-                after = (len(pages) - number - 1) * size + following  # more may follow, which nobody knows yet
-                position = self._position(start, number)
-                encoding.append(partial(self._encode, cache, of_page[number], pages[number], position, after))
-            entries, _ = self.io.in_a_row(encoding)
+            entries, _ = self.io.in_a_row([partial(self._encode, encode, number, pages[number]) for number in several])
             writing = [
-                (number, self.waiters.write.submit(self._write, pages[number], entry, cache))
+                (number, self.waiters.write.submit(self._write, pages[number], entry, nbytes))
                 for number, entry in zip(several, entries, strict=True)
                 if entry is not None
             ]
@@ -221,37 +222,56 @@ class Entries:
                 break
         return done
 
-    def _encode(
-        self, cache: PagedCache, slots: torch.Tensor, page: bytes, start: int | None, following: int
-    ) -> bytes | None:
-        """Return the entry of a page; None if it cannot be coded."""
-        began, tokens = time.monotonic(), Recognized(start, None)
-        try:
+    def encoder(self, cache: PagedCache, slots: torch.Tensor, start: int | None, following: int) -> Encode:
+        """Return what encodes pages of known order, the slots of which are given in a row.
+
+        Args:
+            cache: holds the pages.
+            slots: int64 `[pages * page_tokens]`.
+            start: position of the first token; None if it is not known.
+            following: number of tokens that are known to follow the last page.
+        """
+        size = self.names.page_tokens
+        of_page = slots.split(size)
+
+        def encode(number: int, bound: bytes) -> bytes:
+            tokens = Recognized(self._position(start, number), None)
             if self.recognizer is not None:
-                tokens = self.recognizer.recognize(cache, slots, start, self.names.page_tokens)
+                tokens = self.recognizer.recognize(cache, of_page[number], tokens.start, size)
             if tokens.start is None:
-                self._fail("positions", InputError(_NO_POSITION))
-                return None
-            bound = self.keys.bound_to(self.names.tenant, page)
-            (encoded,) = self.io.encode(cache, [Chunk(slots, tokens.start, tokens.token_ids, following, bound)])
+                raise _UnknownPosition(_NO_POSITION)
+            after = (len(of_page) - number - 1) * size + following  # more may follow, which nobody knows yet
+            chunk = Chunk(of_page[number], tokens.start, tokens.token_ids, after, bound)
+            (encoded,) = self.io.encode(cache, [chunk])
             if isinstance(encoded, Exception):
                 raise encoded
+            self.counts.count("recognized_pages", 0 if tokens.token_ids is None else 1)
+            return encoded[0]
+
+        return encode
+
+    def _encode(self, encode: Encode, number: int, page: bytes) -> bytes | None:
+        """Return the entry of a page; None if it cannot be coded."""
+        began = time.monotonic()
+        try:
+            entry = encode(number, self.bound_to(page))
+        except _UnknownPosition as error:
+            self._fail("positions", error)
+            return None
         except CuveeError as error:
             self._fail("encode", error)
             return None
         self.counts.count("encode_seconds", time.monotonic() - began)
-        self.counts.count("recognized_pages", 0 if tokens.token_ids is None else 1)
-        return encoded[0]
+        return entry
 
-    def _write(self, page: bytes, entry: bytes, cache: PagedCache) -> bool:
+    def _write(self, page: bytes, entry: bytes, nbytes: int) -> bool:
         """Store the entry of a page; return whether the store took it."""
         if not self.valid():
             return False
         if not self.store.put(self.keys.written(self.names.tenant, page), entry):
             self._fail("store", StoreError("the store did not take a page"))
             return False
-        raw = self.names.page_tokens * cache.layout.bytes_per_token
-        for name, value in (("saved_pages", 1), ("raw_bytes", raw), ("blob_bytes", len(entry))):
+        for name, value in (("saved_pages", 1), ("raw_bytes", nbytes), ("blob_bytes", len(entry))):
             self.counts.count(name, value)
         return True
 

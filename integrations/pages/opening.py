@@ -4,6 +4,7 @@ options.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from functools import partial
 from threading import Event, Lock
@@ -17,6 +18,7 @@ from cuvee.integrations.core.guard import Recorder
 from cuvee.integrations.identity.checkpoint import naming_with_profile
 from cuvee.integrations.identity.weights_name import Make, Named, WeightsName
 from cuvee.integrations.options import CodingOptions
+from cuvee.integrations.pages import opaque
 from cuvee.integrations.pages.page_store import PageStore
 from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profiles.collection import find_profile
@@ -34,7 +36,8 @@ class PageStores:
 
     Args:
         options: of the adapter; `PageStore` has its timeouts.
-        layout: of the whole model; its dtype is that of the engine's cache.
+        layout: of the whole model; its dtype is that of the engine's cache. None: no page has a known order, so all are
+            opaque, and neither profile nor quality is used.
         weights: names the weights as the engine uses them (`naming_of_weights`), in the background, once all else is
             accepted. Until then no page is found, loaded or stored.
         checkpoint: the served model's folder or hub id, and its revision. A profile must have been calibrated on its
@@ -61,7 +64,7 @@ class PageStores:
     def __init__(
         self,
         options: CodingOptions,
-        layout: KVLayout,
+        layout: KVLayout | None,
         weights: Make,
         *,
         checkpoint: tuple[str, str | None],
@@ -73,21 +76,22 @@ class PageStores:
         ranks: int = 1,
     ) -> None:
         self._options, self._engine, self._page_tokens = options, engine, page_tokens
-        path, revision = checkpoint
-        if options.profile is None:
-            self._profile = Profile.unlearned(layout)
-        else:
-            self._profile = find_profile(options.profile, layout)
-        self._profile.check_layout(layout)
         self._secrets = options.secrets() or None
-        self._layout = layout
+        self._opaque = Codec.without_profile(opaque.LAYOUT, threads=1, key=self._secrets)
+        self._layout = layout or opaque.LAYOUT
         self._lock = Lock()
         self._codecs: dict[tuple[int, int], Codec] = {}
-        self._checks = options.check_model and options.profile is not None
-        if options.check_model and options.profile is not None:
-            shown = shown_profile(options.profile)
-            weights = naming_with_profile(weights, self._profile, shown, path, revision=revision)
-        codec = self._codec(rank, ranks)
+        self._checks = options.check_model and options.profile is not None and layout is not None
+        if options.profile is None or layout is None:
+            self._profile = Profile.unlearned(self._layout)
+        else:
+            self._profile = find_profile(options.profile, layout)
+        self._profile.check_layout(self._layout)
+        if self._checks:
+            weights = naming_with_profile(
+                weights, self._profile, shown_profile(options.profile), checkpoint[0], revision=checkpoint[1]
+            )
+        codec = self._opaque if layout is None else self._codec(rank, ranks)
         if not positions and not codec.lossless and not tells_positions(codec.profile):
             raise InputError(
                 f"quality: must be 'lossless', got {codec.quality_name}: lossy coding needs the positions of tokens, "
@@ -102,8 +106,9 @@ class PageStores:
             )  # fmt: skip
         self._any = PageStore(  # of no name: `of` makes others beside it
             codec, open_store(options.store), self._names(codec, ranks, options.tenant, None), counts=counts,
-            layout=layout.shard(rank, ranks), shard=rank, threads=options.threads,
-            lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout, valid=lambda: False,
+            layout=codec.profile.layout if layout is None else layout.shard(rank, ranks), shard=rank,
+            threads=options.threads, lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
+            valid=lambda: False,
         )  # fmt: skip
         self.withdrawn = False
         self._make, self._base = weights, ""
@@ -133,6 +138,22 @@ class PageStores:
         names, layout = self._names(codec, ranks, tenant, named), self._layout.shard(rank, ranks)
         return self._any.beside(
             codec, names, layout, shard=rank, counts=counts, valid=partial(self._weights.holds, named)
+        )
+
+    def opaque(self, description: str, tenant: str, counts: Recorder | None = None, *, rank: int = 0) -> PageStore:
+        """Return the page store of opaque pages, as `of` returns that of pages whose order is known.
+
+        Args:
+            description: all that the engine says about the bytes of a page: of other descriptions no page is found.
+            tenant: as in `of`.
+            counts: as in `of`.
+            rank: of several that hold pages of one name.
+        """
+        named = self._weights.current
+        told = hashlib.blake2b(description.encode(), digest_size=32, person=b"cuvee-opaque").digest()
+        names = self._names(self._opaque, 1, tenant, named, told)
+        return self._any.beside(
+            self._opaque, names, opaque.LAYOUT, shard=rank, counts=counts, valid=partial(self._weights.holds, named)
         )
 
     def withdraw(self, reason: str) -> None:
@@ -174,11 +195,13 @@ class PageStores:
                 )  # fmt: skip
             return self._codecs[rank, ranks]
 
-    def _names(self, codec: Codec, ranks: int, tenant: str, named: Named | None) -> PageNames:
+    def _names(
+        self, codec: Codec, ranks: int, tenant: str, named: Named | None, layout: bytes | None = None
+    ) -> PageNames:
         identity = Identity(
             model="unnamed" if named is None else named.text,
             tokenizer="",  # the engine's names of pages are made of token ids
-            layout=self._layout.fingerprint,
+            layout=layout or self._layout.fingerprint,
             profile=b"" if codec.lossless else self._profile.id,
             quality=codec.quality_name,
             shards=ranks,

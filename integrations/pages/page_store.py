@@ -14,6 +14,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Condition, Lock
 from typing import Self
 
@@ -23,10 +24,11 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.core.chunk_io import ChunkIO
+from cuvee.integrations.core.chunk_io import ChunkIO, expected_sizes
 from cuvee.integrations.core.entry_keys import EntryKeys
 from cuvee.integrations.core.guard import Once, Recorder
-from cuvee.integrations.pages.entries import Entries, Found, Waiters
+from cuvee.integrations.pages.entries import Encode, Entries, Found, Read, Waiters
+from cuvee.integrations.pages.opaque import OpaquePage, decode_opaque, encode_opaque
 from cuvee.integrations.pages.recognition import Recognizer
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
@@ -177,10 +179,29 @@ class PageStore:
             InputError: slots of another number than the names call for.
         """
         pages = self._digests(slots, names)
+        return self._save(pages, self._entries.encoder(cache, slots, start, following), self._page_bytes(cache))
+
+    def save_opaque(self, memory: Sequence[OpaquePage], names: Sequence[bytes]) -> list[bool]:
+        """Store pages as `save` does, losslessly, whatever they hold. They have one size, if there are several.
+
+        Args:
+            memory: of each page.
+            names: as in `save`.
+        """
+        pages = [self._names.page(name) for name in names]
+
+        def encode(number: int, bound: bytes) -> bytes:
+            return encode_opaque(self._entries.io.codec, memory[number], self._names.page_tokens, bound)
+
+        done = self._save(pages, encode, memory[0].nbytes if memory else 0)
+        self._count_opaque(memory, done)
+        return done
+
+    def _save(self, pages: Sequence[bytes], encode: Encode, nbytes: int) -> list[bool]:
         with self._engine_calls as admitted:
             done = [False] * len(pages)
             if admitted and self._valid():
-                done = self._entries.save(cache, slots, pages, start, following)
+                done = self._entries.save(pages, encode, nbytes)
         self._counts.count("unsaved_pages", len(done) - sum(done))
         return done
 
@@ -206,17 +227,57 @@ class PageStore:
             began, dtype = time.monotonic(), cache.layout.dtype
             entries = [self._entries.as_stored(each, start, dtype) for each in found]
             blobs, problem = self._entries.io.restore(cache, entries, [[of_page[each.number]] for each in found])
-            self._counts.count("decode_seconds", time.monotonic() - began)
-            self._counts.count("loaded_blob_bytes", sum(len(each.entry) for each in found[: len(blobs)]))
+            self._count_decoded(found[: len(blobs)], began)
             return len(blobs), problem
 
+        expected = sum(expected_sizes(self._entries.io.codec)) * self._names.page_tokens
+        return self._load(pages, restore, expected, self._page_bytes(cache))
+
+    def load_opaque(self, memory: Sequence[OpaquePage], names: Sequence[bytes]) -> list[bool]:
+        """Restore pages of `save_opaque` as `load` does, bit for bit.
+
+        Args:
+            memory: of each page; it must have the dtypes and shapes that the stored page had.
+            names: as in `save`.
+        """
+        codec, tokens = self._entries.io.codec, self._names.page_tokens
+
+        def decode(found: Found) -> None:
+            decode_opaque(codec, found.entry, memory[found.number], tokens, self._entries.bound_to(found.page))
+
+        def restore(found: Sequence[Found]) -> tuple[int, CuveeError | None]:
+            began = time.monotonic()
+            done, problem = self._entries.io.in_a_row([partial(decode, each) for each in found])
+            self._count_decoded(found[: len(done)], began)
+            return len(done), problem
+
+        nbytes = memory[0].nbytes if memory else 0
+        loaded = self._load([self._names.page(name) for name in names], restore, nbytes, nbytes)
+        self._count_opaque(memory, loaded)
+        return loaded
+
+    def _load(self, pages: Sequence[bytes], restore: Read, expected: float, nbytes: int) -> list[bool]:
+        """Restore pages of `nbytes` each, the entries of which have about `expected` bytes."""
         with self._engine_calls as admitted:
-            loaded = self._entries.in_order(pages, restore, self._load_timeout) if admitted and self._valid() else 0
+            loaded = 0
+            if admitted and self._valid():
+                loaded = self._entries.in_order(pages, restore, self._load_timeout, expected)
         loaded *= self._valid()  # what was restored meanwhile may be of other weights
         self._counts.count("loaded_pages", loaded)
         self._counts.count("missed_pages", len(pages) - loaded)
-        self._counts.count("loaded_raw_bytes", loaded * self._names.page_tokens * cache.layout.bytes_per_token)
+        self._counts.count("loaded_raw_bytes", loaded * nbytes)
         return [number < loaded for number in range(len(pages))]
+
+    def _page_bytes(self, cache: PagedCache) -> int:
+        return self._names.page_tokens * cache.layout.bytes_per_token
+
+    def _count_decoded(self, found: Sequence[Found], began: float) -> None:
+        self._counts.count("decode_seconds", time.monotonic() - began)
+        self._counts.count("loaded_blob_bytes", sum(len(each.entry) for each in found))
+
+    def _count_opaque(self, memory: Sequence[OpaquePage], done: Sequence[bool]) -> None:
+        for page, there in zip(memory, done, strict=True):
+            self._counts.count("opaque_pages", int(there), page.kind)
 
     def count(self, name: str) -> None:
         """Count something that happened to all pages."""

@@ -18,14 +18,22 @@ from threading import Lock
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolTransfer,
+    PoolTransferResult,
+)
 
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.core.refusals import refuse
 from cuvee.integrations.pages import Counts, PageStore, PageStores
-from cuvee.integrations.sglang.host_pool import check_pool, pool_cache
+from cuvee.integrations.sglang.host_pool import OpaquePool, check_pool, holds_latents, pool_cache
 from cuvee.integrations.sglang.options import HiCacheOptions
 from cuvee.integrations.sglang.served_model import ServedModel
 from cuvee.integrations.sglang.weight_updates import watch_updates
@@ -60,7 +68,8 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         _refuse_features(storage_config)
         self._counts = Counts()
         self._guard = Guard(self._counts)
-        self._attached: tuple[PageStores, PagedCache] | None = None  # once SGLang has registered its pool
+        self._attached: tuple[PageStores, PagedCache | None] | None = None  # once SGLang has registered its pool
+        self._opaque: dict[str, OpaquePool] = {}
         self._lock = Lock()
         self._moved = _moved()
 
@@ -71,27 +80,37 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
 
         Raises:
             InputError, ProfileError, FormatError, ProfileMismatchError, FileNotFoundError: as `PageStores`.
-            UnsupportedModelError: a model whose cache cuvee does not support, or other pools than one of keys and
-                values.
         """
-        others = [str(name) for name in getattr(self, "registered_pools", {}) if str(name) != "kv"]
-        refuse({f"models with other caches than keys and values, got {', '.join(others)}": bool(others)}, _MESSAGE)
         pool, options = self.mem_pool_host, self._options
-        check_pool(pool)
-        model = ServedModel.find(options.model, self._config.model_name)
-        layout = model.layout(pool.dtype)
+        model, layout, cache = ServedModel.find(options.model, self._config.model_name), None, None
         rank, ranks = self._config.tp_rank, self._config.tp_size
-        adjacent_pairs = False
         if self._config.is_mla_model:  # all ranks hold the same latents, and SGLang stores those of the first
-            rank, ranks, adjacent_pairs = 0, 1, model.adjacent_pairs()
-        cache = pool_cache(pool, layout.shard(rank, ranks), adjacent_pairs=adjacent_pairs)
+            rank, ranks = 0, 1
+        self._opaque.clear()
+        try:
+            layout, cache = self._known(model, rank, ranks)
+        except UnsupportedModelError as error:
+            logger.warning("cuvee: pages are stored as bytes, without loss and without a profile: %s", error)
+            self._pool("kv")
         stores = PageStores(
-            options, layout, model.naming(options.model_id, layout), checkpoint=(model.path, model.revision),
+            options, layout, model.naming(options.model_id, pool.dtype), checkpoint=(model.path, model.revision),
             engine=_ENGINE, page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
         )  # fmt: skip
         self._attached = stores, cache
         self._stores, self._rank = stores, (rank, ranks)
         watch_updates(self)
+
+    def _known(self, model: ServedModel, rank: int, ranks: int) -> tuple[KVLayout, PagedCache]:
+        """Return the model's layout, and the pool as keys and values of a rank.
+
+        Raises:
+            UnsupportedModelError: their order is not known.
+        """
+        pool = self.mem_pool_host
+        check_pool(pool, self._config)
+        layout = model.layout(pool.dtype)
+        own = layout.shard(rank, ranks)
+        return layout, pool_cache(pool, own, adjacent_pairs=holds_latents(pool) and model.adjacent_pairs())
 
     def close(self) -> None:
         """Wait for what is being stored, close the store, and log what happened."""
@@ -127,7 +146,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
     def clear(self) -> None:
         """Delete what this backend's tenant has in the store, on all ranks and for all models."""
         with self._guard("clear"):
-            self._there[0].delete_all()
+            self._pages("kv").delete_all()
 
     # Pages ----------------------------------------------------------------------------------------------------------
 
@@ -144,8 +163,49 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         """
         there: list[bool] = []
         with self._guard("batch_exists"):
-            there = self._there[0].stored(_names(keys))
+            there = self._pages("kv").stored(_names(keys))
         return [*there, False].index(False)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return how many pages from the first on can be used, given what further pools hold of them.
+
+        Args:
+            keys: as in `batch_exists`.
+            pool_transfers: the further pools, and which of their pages must be there: all, or the last.
+            extra_info: of SGLang; not needed.
+        """
+        with self._guard("batch_exists"):
+            whole = self.batch_exists(keys)
+            usable, hits = set(range(1, whole + 1)), {"kv": whole}
+            for transfer in pool_transfers or ():
+                there, need = self._pages(str(transfer.name)).stored(_names(keys[:whole])), whole
+                if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                    need = max(len(transfer.keys or ()), 1)
+                elif transfer.hit_policy != PoolHitPolicy.ALL_PAGES:
+                    there = [False] * whole
+                own = {count for count in usable if all(there[max(count - need, 0) : count])}
+                hits[transfer.name], usable = max(own, default=0), usable & own
+            return PoolTransferResult(
+                max(usable, default=0), {name: count for name, count in hits.items() if count}, sorted(usable)
+            )
+        return PoolTransferResult.empty()
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Restore pages of any pools, bit for bit; return by pool whether each was restored."""
+        return {each.name: self._move_all("prefetch", each, extra_info) for each in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Store pages of any pools; return by pool whether each is stored."""
+        return {each.name: self._move_all("backup", each, extra_info) for each in transfers}
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -207,30 +267,71 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         """Return False: see `batch_set_v1`."""
         return False
 
+    def _move_all(
+        self, direction: str, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None
+    ) -> list[bool]:
+        name, keys, indices = str(transfer.name), transfer.keys or [], transfer.host_indices
+        if name == "kv":
+            return self._move(direction, keys, indices, extra_info)
+        with self._guard(f"{direction}_pool"):
+            if indices is not None and len(indices) == len(keys) * self._pool(name).page_tokens:
+                return self._move_opaque(direction, name, keys, indices)[0]
+        return [False] * len(keys)
+
     def _move(
         self, direction: str, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None
     ) -> list[bool]:
         """Load pages ("prefetch") or save them ("backup"), and keep the figures for `get_stats`."""
         done, began = [False] * len(keys), time.monotonic()
         with self._guard("batch_get_v1" if direction == "prefetch" else "batch_set_v1"):
-            pages, cache = self._there
-            page_tokens = self.mem_pool_host.page_size
-            prefix = None if extra_info is None else extra_info.prefix_keys
-            start = None if prefix is None else len(prefix) * page_tokens
-            method = pages.load if direction == "prefetch" else pages.save
-            done = method(cache, host_indices.to("cpu", torch.int64), _names(keys), start)
-            size = sum(done) * page_tokens * cache.layout.bytes_per_token
+            pages, (_, cache) = self._pages("kv"), self._there
+            if cache is None:
+                done, page_bytes = self._move_opaque(direction, "kv", keys, host_indices)
+            else:
+                page_tokens = self.mem_pool_host.page_size
+                prefix = None if extra_info is None else extra_info.prefix_keys
+                start = None if prefix is None else len(prefix) * page_tokens
+                method = pages.load if direction == "prefetch" else pages.save
+                done = method(cache, host_indices.to("cpu", torch.int64), _names(keys), start)
+                page_bytes = page_tokens * cache.layout.bytes_per_token
+            size = sum(done) * page_bytes
             with self._lock:
                 self._moved[direction].append((sum(done), size / max(time.monotonic() - began, 1e-9) / 1e9))
         return done
 
+    def _move_opaque(
+        self, direction: str, name: str, keys: Sequence[str], indices: torch.Tensor
+    ) -> tuple[list[bool], int]:
+        """Load or save pages of a pool as bytes; return whether each was, and bytes of a page."""
+        pool, pages = self._pool(name), self._pages(name)
+        memory = pool.read(indices) if direction == "backup" else pool.blank(len(keys))
+        if direction == "backup":
+            done = pages.save_opaque(memory, _names(keys))
+        else:
+            done = pages.load_opaque(memory, _names(keys))
+            pool.write(memory[: sum(done)], indices)
+        return done, memory[0].nbytes if memory else 0
+
+    def _pool(self, name: str) -> OpaquePool:
+        if name not in self._opaque:
+            pools = {str(own): pool for own, pool in getattr(self, "registered_pools", {}).items()}
+            self._opaque[name] = OpaquePool(name, {**pools, "kv": self.mem_pool_host}[name], self._config)
+        return self._opaque[name]
+
+    def _pages(self, name: str) -> PageStore:
+        """Return the page store of a pool, of the weights as they are now."""
+        stores, cache = self._there
+        if name == "kv" and cache is not None:
+            return stores.of(*self._rank, self._options.tenant)
+        pool = self._pool(name)
+        return stores.opaque(pool.description, self._options.tenant, rank=pool.rank)
+
     @property
-    def _there(self) -> tuple[PageStore, PagedCache]:
+    def _there(self) -> tuple[PageStores, PagedCache | None]:
         attached = self._attached
         if attached is None:
             raise RuntimeError("no host pool is registered, or the backend was closed")
-        stores, cache = attached
-        return stores.of(*self._rank, self._options.tenant), cache
+        return attached
 
 
 def _moved() -> dict[str, deque[tuple[int, float]]]:
@@ -244,10 +345,6 @@ def _names(keys: Sequence[str]) -> list[bytes]:
 
 def _refuse_features(config: HiCacheStorageConfig) -> None:
     features = {
-        f"pipeline parallelism (pp_size={config.pp_size})": config.pp_size > 1,
-        f"context parallelism (attn_cp_size={config.attn_cp_size}, dcp_size={config.dcp_size})": (
-            max(config.attn_cp_size, config.dcp_size) > 1
-        ),
         "pages shared by engines of different tensor-parallel sizes (tp_lcm_size)": config.should_split_heads,
     }
     refuse(features, _MESSAGE)

@@ -1,4 +1,5 @@
-"""The host memory of SGLang's hierarchical cache as a `PagedCache`: views, no copies.
+"""The host memory of SGLang's hierarchical cache: keys and values as a `PagedCache`, views without copies; whatever
+else it holds, and what lies elsewhere, as opaque pages.
 
     layer_first         kv [2, layers, tokens, heads, dim]
     page_first          kv [2, tokens, layers, heads, dim]
@@ -13,6 +14,7 @@ Token t of the pool is slot t of the cache: `host_indices` are slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,40 +23,108 @@ from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
+from cuvee.integrations.core.refusals import refuse
+from cuvee.integrations.pages import OpaquePage
 from cuvee.integrations.pages.latents import latent_cache
 
 ARRANGEMENTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 _NOT_OF_LATENTS = "page_head"
+_GEOMETRY = (
+    "layout", "storage_format_tag", "start_layer", "end_layer", "layer_num", "head_num", "head_dim", "v_head_dim",
+    "kv_lora_rank", "qk_rope_head_dim", "temporal_state_shape", "conv_state_shapes",
+)  # fmt: skip
+_OF_SIZE = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-def check_pool(pool: Any) -> None:
-    """Refuse by name a pool that holds something else than keys and values, or in an arrangement that is not known.
+def check_pool(pool: Any, config: Any) -> None:
+    """Check that a pool holds keys and values, or latents, in an order that is known.
 
     Args:
-        pool: of SGLang; a `MHATokenToKVPoolHost` or a `MLATokenToKVPoolHost` is accepted.
+        pool: of SGLang; that of a `MHATokenToKVPoolHost` or a `MLATokenToKVPoolHost` is known.
+        config: SGLang's `HiCacheStorageConfig`.
 
     Raises:
-        UnsupportedModelError: something else, quantized values, or another arrangement.
+        UnsupportedModelError: it is not known.
     """
     kind = type(pool).__name__
-    if not holds_latents(pool) and not (hasattr(pool, "v_head_dim") and hasattr(pool, "v_buffer")):
-        raise UnsupportedModelError(f"host pool: must hold keys and values of attention heads, or latents, got {kind}")
+    latents = holds_latents(pool)
+    heads = hasattr(pool, "v_head_dim") and hasattr(pool, "v_buffer")
     packed = getattr(pool, "dsa_kv_cache_store_fp8", False) or getattr(pool, "storage_format_tag", None) is not None
-    if packed or pool.dtype not in TORCH_DTYPES.values():
-        raise UnsupportedModelError(
-            f"host pool: must hold {', '.join(TORCH_DTYPES)}, got {pool.dtype} in {kind}: use --kv-cache-dtype auto"
-        )
-    known = [name for name in ARRANGEMENTS if name != _NOT_OF_LATENTS or not holds_latents(pool)]
-    if pool.layout not in known:
-        raise UnsupportedModelError(
-            f"host pool: must be arranged as {', '.join(known)}, got {pool.layout}: use --hicache-mem-layout "
-            "page_first_direct"
-        )
+    known = [name for name in ARRANGEMENTS if name != _NOT_OF_LATENTS or not latents]
+    features = {
+        f"pipeline parallelism (pp_size={config.pp_size})": config.pp_size > 1,
+        "context parallelism": max(config.attn_cp_size, config.dcp_size) > 1,
+        f"neither attention heads nor latents, in {kind}": not latents and not heads,
+        f"{getattr(pool, 'dtype', None)} in {kind}": packed
+        or getattr(pool, "dtype", None) not in TORCH_DTYPES.values(),
+        f"pages arranged as {pool.layout}": pool.layout not in known,
+    }
+    refuse(features, "host pool: must hold keys and values in a known order, got {}")
 
 
 def holds_latents(pool: Any) -> bool:
     """Return whether a pool of SGLang is one of multi-head latent attention."""
     return hasattr(pool, "kv_lora_rank")
+
+
+class OpaquePool:
+    """A host pool of SGLang as opaque pages, by its own copies of a page.
+
+    Args:
+        name: SGLang's, of the pool.
+        pool: of any kind.
+        config: SGLang's `HiCacheStorageConfig`.
+
+    Attributes:
+        description: all that determines the bytes of a page besides weights and tokens.
+        rank: whose pages they are; ranks that hold the same share those of the first.
+        page_tokens: host indices per page.
+
+    Raises:
+        UnsupportedModelError: SGLang cannot copy its pages.
+    """
+
+    def __init__(self, name: str, pool: Any, config: Any) -> None:
+        self._name, self._pool = name, pool
+        self.page_tokens = int(getattr(pool, "page_size", 1) or 1)
+        try:
+            blank = pool.get_data_page(0, flat=True)
+        except (NotImplementedError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"host pool {name}: must be one that SGLang copies page by page, got {pool.layout} ({error}): use "
+                "--hicache-mem-layout page_first_direct"
+            ) from error
+        self.rank = 0 if config.is_mla_model and name != "mamba" else config.tp_rank
+        self.description = repr(
+            (
+                name, type(pool).__name__, str(blank.dtype), blank.numel(), self.page_tokens,
+                [(each, str(getattr(pool, each, None))) for each in _GEOMETRY],
+                config.tp_size, config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size,
+                config.dcp_rank, config.dcp_size,
+            )
+        )  # fmt: skip
+
+    def read(self, indices: torch.Tensor) -> list[OpaquePage]:
+        """Return pages, the host indices of which are given in a row."""
+        return [self._page(self._pool.get_data_page(at, flat=True)) for at in self._first(indices)]
+
+    def blank(self, count: int) -> list[OpaquePage]:
+        """Return memory of pages, for `write`."""
+        return [self._page(self._pool.get_dummy_flat_data_page()) for _ in range(count)]
+
+    def write(self, pages: Sequence[OpaquePage], indices: torch.Tensor) -> None:
+        """Write pages to the pool."""
+        dtype = self._pool.get_dummy_flat_data_page().dtype
+        for page, at in zip(pages, self._first(indices), strict=False):
+            self._pool.set_from_flat_data_page(at, page.regions[0].view(dtype))
+
+    def _first(self, indices: torch.Tensor) -> list[int]:
+        return [int(at) for at in indices[:: self.page_tokens]]
+
+    def _page(self, flat: torch.Tensor) -> OpaquePage:
+        size = getattr(self._pool, "temporal_dtype", flat.dtype).itemsize  # of states, which SGLang tells as bytes
+        flat = flat.contiguous().view(torch.uint8).flatten()
+        return OpaquePage(self._name, [flat.view(_OF_SIZE[size]) if len(flat) % size == 0 else flat])
 
 
 def _check_shapes(pool: Any, layout: KVLayout) -> None:

@@ -71,12 +71,12 @@ class ServedModel:
         config = read_config(self.path, revision=self.revision, overrides=self.overrides)
         return bool(getattr(config, "rope_interleave", True))  # SGLang's own default
 
-    def naming(self, model_id: str | None, layout: KVLayout) -> Make:
+    def naming(self, model_id: str | None, dtype: torch.dtype) -> Make:
         """Return what names the weights as this engine uses them.
 
         Args:
             model_id: the user's name for the weights; None: computed from the checkpoint's files.
-            layout: of the cache.
+            dtype: of the cache.
 
         Raises:
             InputError: as `naming_of_weights` and `set_options`.
@@ -84,5 +84,5 @@ class ServedModel:
         options = None if self.server_args is None else sglang_options(self.server_args, named=model_id is not None)
         load_format = "auto" if self.server_args is None else str(self.server_args.load_format)
         return naming_of_weights(
-            self.path, layout.torch_dtype, options, model_id=model_id, revision=self.revision, load_format=load_format
+            self.path, dtype, options, model_id=model_id, revision=self.revision, load_format=load_format
         )

@@ -1,20 +1,20 @@
-"""vLLM's offloaded chunks in its canonical layout, as a `PagedCache`: views, no copies.
+"""vLLM's offloaded chunks: in its canonical layout a `PagedCache`, otherwise opaque pages. Views, no copies.
 
     row c of the primary tier   [layer 0 | layer 1 | ... | unused]
     a layer                     [block 0 | block 1 | ...]            the blocks of the chunk
-    a block, LBNHC              [tokens, heads, 2 * dim]             a head's keys, then its values
-    a block, LBHNC              [heads, tokens, 2 * dim]
+    a block, v1-nhd             [tokens, heads, 2 * dim]             a head's keys, then its values
+    a block, v1-hnd             [heads, tokens, 2 * dim]
 
-The row holds the heads of all tensor-parallel ranks in order, so entries do not depend on how many there are. That this
-is so in the running version is checked by vLLM's own mapping from the ranks' pages to the row (`check_mapping`).
+The row holds the heads of all tensor-parallel ranks in order, so entries do not depend on how many there are. vLLM
+names the format, and promises another name if it changes. Of other rows nothing is known but their bytes.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,9 @@ from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.refusals import refuse
+from cuvee.integrations.pages import OpaquePage
 
-LAYOUTS = {"LBNHC": False, "LBHNC": True}  # names of vLLM's `KVCacheLayout`, and whether heads come before tokens
+FORMATS = {"v1-nhd": False, "v1-hnd": True}  # vLLM's names of canonical formats, and whether heads precede tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class ChunkRows:
 
     Attributes:
         cache: keys and values of all chunks.
+        tokens: per chunk.
 
     Raises:
         UnsupportedModelError: rows that are too short for a chunk.
@@ -82,7 +84,7 @@ class ChunkRows:
                 f"chunk: must have at least {layout.num_layers * shape.blocks * page} numbers, as the model's "
                 f"configuration says, got {row}"
             )
-        self._shape, self._rows = shape, rows
+        self._shape, self._rows, self.tokens = shape, rows, shape.tokens
         # The blocks of a chunk follow each other. With tokens first, so do their tokens, and a chunk is one block.
         # With heads first they do not: then blocks of the cache overlap, and begin wherever a block of a chunk may.
         split = shape.heads_first and shape.blocks > 1
@@ -132,8 +134,8 @@ def cache_dtype(config: Any) -> torch.dtype:
     name = str(config.model.dtype)
     if name not in TORCH_DTYPES:
         raise UnsupportedModelError(
-            f"CuveeTier does not support a KV cache of {name} (use kv_cache_dtype 'auto', and a model in "
-            f"{', '.join(TORCH_DTYPES)})"
+            f"CuveeTier codes keys and values of {', '.join(TORCH_DTYPES)} only, got a KV cache of {name} "
+            "(kv_cache_dtype)"
         )
     return TORCH_DTYPES[name]
 
@@ -162,14 +164,12 @@ def row_shape(config: Any, layout: KVLayout, row_bytes: int) -> RowShape:
             parallel.world_size != parallel.tp_size
         ),
         "chunks whose bytes depend on the number of ranks": not parallel.is_parallelism_agnostic,
-        f"the KV cache layout {config.kv_cache_layout} (set VLLM_KV_CACHE_LAYOUT to {' or '.join(LAYOUTS)})": (
-            config.kv_cache_layout not in LAYOUTS
-        ),
+        f"vLLM's format {_format(config)} (set VLLM_KV_CACHE_LAYOUT to LBNHC)": _format(config) not in FORMATS,
     }  # fmt: skip
-    refuse(features, "CuveeTier does not support {}")
+    refuse(features, "CuveeTier does not know the order of keys and values with {}")
     (group,) = groups
     places = _places(group.layer_names, layout.num_layers)
-    shape = RowShape(group.tokens_per_block, config.cache.blocks_per_chunk, LAYOUTS[config.kv_cache_layout], places)
+    shape = RowShape(group.tokens_per_block, config.cache.blocks_per_chunk, FORMATS[_format(config)], places)
     heads = layout.layers[0].kv_heads
     own = max(1, heads // parallel.tp_size)
     expected = shape.block_tokens * layout.bytes_per_token * own // heads
@@ -198,101 +198,75 @@ def _places(names: tuple[str, ...], layers: int) -> tuple[int, ...]:
     return tuple(numbers.index(layer) for layer in range(layers))
 
 
-def check_mapping(layout: KVLayout, shape: RowShape, ranks: int, kv_cache_layout: str) -> None:
-    """Compare the views with vLLM's own mapping from the blocks of all ranks to a canonical block.
+def _format(config: Any) -> str:
+    """Return vLLM's name of the order of bytes in a row; without one, they are as the workers have them."""
+    if not config.canonical_layout or config.kv_cache_layout is None:
+        return "none"
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 
-    Each number of a block is replaced by a number of its own, on every rank, and brought to the canonical block by the
-    runs that vLLM's workers copy. The views must find it there.
+    return str(canonical_format_id(config.kv_cache_layout))
+
+
+class OpaqueRows:
+    """All rows of the primary tier as opaque pages.
+
+    A row holds what one group of layers has in a chunk. Bytes that this group does not use are what they were, as in
+    vLLM's own tiers.
 
     Args:
-        layout: of the whole model, with one shape for all layers.
-        shape: of a row.
-        ranks: tensor-parallel size.
-        kv_cache_layout: name of vLLM's `KVCacheLayout`.
+        spec: vLLM's `TieringOffloadingSpec`.
+        view: memory of the primary tier, `(rows, bytes)`.
+        caches: vLLM's `KVCacheConfig`, which tells what the groups are; None: not known.
 
-    Raises:
-        UnsupportedModelError: another version of vLLM arranges blocks in another way, or does not map them.
+    Attributes:
+        description: all that determines the bytes of a chunk besides weights and tokens.
+        tokens: per chunk; of the largest group.
     """
-    layer = layout.layers[0]
-    heads, tokens, dim = layer.kv_heads, shape.block_tokens, layer.head_dim
-    numbers = torch.arange(heads * tokens * 2 * dim, dtype=torch.int32).view(heads, tokens, 2 * dim)
-    block = torch.full((1, numbers.numel()), -1, dtype=torch.int32)
-    try:
-        for rank in range(ranks):
-            _copy_rank(numbers, block[0], layout, rank, ranks, kv_cache_layout)
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-    ) as error:
-        raise UnsupportedModelError(
-            f"this version of vLLM does not map blocks to its canonical layout as 0.32 does: {error!r}"
-        ) from error
-    # Bits of float32, which a cache may hold. Numbers stay what they are, because nothing computes with them.
-    single = KVLayout(layout.model_type, layout.layers[:1], "float32", layout.max_positions)
-    one_block = RowShape(tokens, 1, shape.heads_first, (0,))
-    cache = ChunkRows(block.view(torch.float32), single, one_block).cache
-    for name, view, part in (("keys", cache.keys, numbers[..., :dim]), ("values", cache.values, numbers[..., dim:])):
-        if not torch.equal(view[0][0].view(torch.int32), part.transpose(0, 1)):
-            raise UnsupportedModelError(
-                f"this version of vLLM has {name} elsewhere in a canonical block of {kv_cache_layout} than 0.32 has"
+
+    def __init__(self, spec: Any, view: memoryview, caches: Any) -> None:
+        config = spec.config
+        parallel, blocks = config.parallel, config.cache.blocks_per_chunk
+        copies = 1 if spec.replicated_layout else parallel.world_size
+        used = config.worker_kv_bytes_per_block * blocks * copies
+        self._memory = torch.from_numpy(np.asarray(view))[:, :used]
+        self._groups = {group.group_id: _kind(config, group, caches) for group in config.groups}
+        self.tokens = max(group.tokens_per_block for group in config.groups) * blocks
+        self.description = repr(
+            (
+                _format(config), config.kv_cache_layout, config.model.dtype, used, copies, blocks,
+                parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size,
+                [(group.group_id, group.tokens_per_block, tuple(group.layer_names)) for group in config.groups],
+                sorted((number, kind, str(dtype)) for number, (kind, dtype) in self._groups.items()),
             )
+        )  # fmt: skip
+
+    def pages(self, keys: Sequence[bytes], rows: Any) -> list[OpaquePage]:
+        """Return the pages of some chunks.
+
+        Args:
+            keys: vLLM's, which tell the group of layers.
+            rows: of the chunks, whole numbers.
+
+        Raises:
+            UnsupportedModelError: a row that is not there.
+        """
+        from vllm.v1.kv_offload.base import get_offload_group_idx
+
+        found = []
+        for key, row in zip(keys, rows, strict=True):
+            if not 0 <= row < len(self._memory):
+                raise UnsupportedModelError(f"chunk: must be in a row 0 … {len(self._memory) - 1}, got {row}")
+            kind, dtype = self._groups[get_offload_group_idx(key)]
+            found.append(OpaquePage(kind, [self._memory[int(row)].view(dtype)]))
+        return found
 
 
-def _copy_rank(
-    numbers: torch.Tensor, block: torch.Tensor, layout: KVLayout, rank: int, ranks: int, kv_cache_layout: str
-) -> None:
-    """Copy a rank's part of a block to the canonical block, as the worker of that rank does.
-
-    Args:
-        numbers: int32 `[heads, tokens, 2 * dim]`, of all ranks.
-        block: int32 `[heads * tokens * 2 * dim]`, the canonical block, written.
-        layout: of the whole model.
-        rank: tensor-parallel rank.
-        ranks: tensor-parallel size.
-        kv_cache_layout: name of vLLM's `KVCacheLayout`.
-    """
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import derive_canonical_mappings
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    heads, tokens, content = numbers.shape
-    own = max(1, heads // ranks)
-    first = rank * heads // ranks
-    # Of a layer of one block, with logical dimensions [blocks, heads, tokens, content].
-    order = KVCacheLayout[kv_cache_layout].layer_view_order
-    page = numbers[None, first : first + own].permute(order).contiguous()
-    inverse = [order.index(dimension) for dimension in range(4)]
-    tensor = torch.empty(page.shape, dtype=layout.torch_dtype, device="meta").permute(inverse)
-    spec = FullAttentionSpec(
-        block_size=tokens, num_kv_heads=own, head_size=content // 2, dtype=layout.torch_dtype
-    )  # fmt: skip
-    parallel = SimpleNamespace(
-        tensor_parallel_size=ranks, world_size=ranks, rank=rank, prefill_context_parallel_size=1,
-        decode_context_parallel_size=1, cp_kv_cache_interleave_size=1,
-    )  # fmt: skip
-    engine = SimpleNamespace(
-        parallel_config=parallel, model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads)
-    )
-    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
-    caches = SimpleNamespace(num_blocks=1, kv_cache_groups=[group])
-    mapping = derive_canonical_mappings(engine, caches, {"layer": tensor})["layer"]
-    size = layout.torch_dtype.itemsize
-    if not mapping.parallelism_agnostic or mapping.canonical_page_size_bytes != size * numbers.numel():
-        raise UnsupportedModelError(
-            f"vLLM does not map blocks of {own} heads of {content // 2} numbers, in layout {kv_cache_layout}, to "
-            "canonical ones that are the same on any number of ranks"
-        )
-    if not mapping.is_writer(0):
-        return
-    local = page.flatten()
-    for run in mapping.runs:
-        for fragment in range(run.num_fragments):
-            source = (run.local_offset + fragment * run.local_stride) // size
-            target = (run.canonical_offset + fragment * run.canonical_stride) // size
-            count = run.fragment_size // size
-            block[target : target + count] = local[source : source + count]
+def _kind(config: Any, group: Any, caches: Any) -> tuple[str, torch.dtype]:
+    """Return what vLLM calls a group of layers, and a dtype with the size of most of its elements."""
+    spec = None if caches is None else caches.kv_cache_groups[group.group_id].kv_cache_spec
+    while hasattr(spec, "kv_cache_specs"):  # of layers that differ
+        spec = next(iter(spec.kv_cache_specs.values()))
+    dtypes = getattr(spec, "dtypes", None) or [getattr(spec, "dtype", TORCH_DTYPES.get(config.model.dtype, torch.int8))]
+    size = dtypes[-1].itemsize  # of states the last is the largest
+    aligned = config.worker_kv_bytes_per_block % size == 0
+    return type(spec).__name__ if spec else config.model.dtype, dtypes[-1] if aligned else torch.int8

@@ -38,15 +38,18 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from cuvee.codec.errors import UnsupportedModelError
+from cuvee.codec.layout import KVLayout
 from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.core.refusals import check_uniform
 from cuvee.integrations.identity.checkpoint import naming_of_weights, read_layout
 from cuvee.integrations.identity.engine_config import vllm_options
 from cuvee.integrations.pages import COUNTED, Counts, PageStore, PageStores
+from cuvee.integrations.pages.opaque import LAYOUT
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.weight_calls import watch_calls
-from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, cache_dtype, check_mapping, row_memory, row_shape
-from cuvee.integrations.vllm_tier.tier_checks import check_model, engine_config, refuse_names
+from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, OpaqueRows, cache_dtype, row_memory, row_shape
+from cuvee.integrations.vllm_tier.tier_checks import check_model, of_connector, refuse_names, watch_steps
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,7 @@ class CuveeTier(SecondaryTierManager):
         InputError: an option out of range, no such checkpoint, a store or a secret that cannot be used; a lossy quality
             without a learned profile, or of a model without RoPE.
         ProfileError, FormatError, ProfileMismatchError, FileNotFoundError: as `PageStores`.
-        UnsupportedModelError: a model, or a feature of the engine, that the tier does not support.
+        UnsupportedModelError: names of chunks that do not tell what they hold.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -104,29 +107,33 @@ class CuveeTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = given = TierOptions.from_dict(options)
         config = offloading_spec.config
-        path, engine = given.model or str(config.model.name), engine_config()
+        path, engine = given.model or str(config.model.name), of_connector("vllm_config")
         refuse_names(engine, given)
-        layout = read_layout(path, cache_dtype(config))
-        check_model(path)
-        check_uniform(layout)
-        shape = row_shape(config, layout, self.block_size_bytes)
-        check_mapping(layout, shape, config.parallel.tp_size, config.kv_cache_layout)
+        # Released at the end, because vLLM cannot release its memory while others refer to it.
+        self._rows: ChunkRows | OpaqueRows | None = None
+        layout = None
+        try:
+            layout, self._rows = self._known_rows(path, config, primary_kv_view)
+        except UnsupportedModelError as error:
+            logger.warning("cuvee: chunks are stored as bytes, without loss and without a profile: %s", error)
+            self._rows = OpaqueRows(offloading_spec, primary_kv_view, of_connector("kv_cache_config"))
+        self._description = getattr(self._rows, "description", None)
+        self._tokens = self._rows.tokens
         self.locality = Locality(given.locality or ("LOCAL" if given.local else "REMOTE"))
-        self._tokens = shape.tokens
         self._counts = Counts()
         self._guard = Guard(self._counts)
         self._stores = PageStores(
             given, layout,
             naming_of_weights(
-                path, layout.torch_dtype if engine is None else engine.model_config.dtype,
+                path, (layout or LAYOUT).torch_dtype if engine is None else engine.model_config.dtype,
                 None if engine is None else vllm_options(engine, named=given.model_id is not None),
                 model_id=given.model_id, load_format=_load_format(engine),
             ),
-            checkpoint=(path, None), engine=_ENGINE, page_tokens=shape.tokens, counts=self._counts, positions=False,
+            checkpoint=(path, None), engine=_ENGINE, page_tokens=self._tokens, counts=self._counts, positions=False,
         )  # fmt: skip
         watch_calls(EngineCore, self._withdraw)
-        # Released at the end, because vLLM cannot release its memory while others refer to it.
-        self._rows: ChunkRows | None = ChunkRows(row_memory(primary_kv_view, layout), layout, shape)
+        self._failed = False
+        watch_steps(EngineCore, self)
         self._storing, self._loading = (
             ThreadPool(_THREADS, f"cuvee-{kind}", float("inf")) for kind in ("store", "load")
         )
@@ -141,6 +148,18 @@ class CuveeTier(SecondaryTierManager):
             logger.warning("cuvee: enable_kv_events has no effect, because vLLM's KV events are switched off")
         self._closed = False
         self._lookups = _Lookups(tier_type, self._find_stored)
+
+    def _known_rows(self, path: str, config: Any, view: memoryview) -> tuple[KVLayout, ChunkRows]:
+        """Return the model's layout, and the rows as keys and values.
+
+        Raises:
+            UnsupportedModelError: their order is not known.
+        """
+        layout = read_layout(path, cache_dtype(config))
+        check_model(path)
+        check_uniform(layout)
+        shape = row_shape(config, layout, self.block_size_bytes)
+        return layout, ChunkRows(row_memory(view, layout), layout, shape)
 
     # Finding --------------------------------------------------------------------------------------------------------
 
@@ -206,7 +225,15 @@ class CuveeTier(SecondaryTierManager):
     @property
     def _pages(self) -> PageStore:
         """The pages of the weights as they are now."""
+        if self._description is not None:
+            return self._stores.opaque(self._description, self._options.tenant)
         return self._stores.of(0, 1, self._options.tenant)
+
+    def step_failed(self) -> None:
+        """Store nothing from here on: vLLM goes on with what a step that raised has computed, and builds on it."""
+        if not self._failed and not self._closed:
+            self._failed = True
+            logger.error("cuvee: a step of vLLM has failed, so nothing is stored until it is restarted")
 
     def _withdraw(self) -> None:
         """Store and find nothing until vLLM resets its cache: a user's call may have changed its weights.
@@ -216,12 +243,11 @@ class CuveeTier(SecondaryTierManager):
         with self._guard("withdraw"):
             self._stores.withdraw("a call to vLLM's workers may have changed weights: reset its external cache, too")
 
-    def _submit(
-        self, kind: str, pool: ThreadPool, work: Callable[[_Job, ChunkRows], list[bool]], metadata: Any
-    ) -> None:
+    def _submit(self, kind: str, pool: ThreadPool, work: Callable[[_Job, Any], list[bool]], metadata: Any) -> None:
         job = _Job(metadata.job_id, kind == "store", list(metadata.keys), metadata, time.monotonic())
         with self._changed:
-            full = job.stores and self._waiting() * self.block_size_bytes >= self._options.max_pending_gb * 1e9
+            waiting = self._waiting() * self.block_size_bytes
+            full = job.stores and (self._failed or waiting >= self._options.max_pending_gb * 1e9)
             self._jobs[job.number] = job
         with self._guard(f"submit_{kind}", then=lambda: self._end(job, [])):
             if full:
@@ -233,7 +259,7 @@ class CuveeTier(SecondaryTierManager):
         """Return how many chunks of store jobs have not ended."""
         return sum(len(job.keys) for job in self._jobs.values() if job.stores)
 
-    def _run(self, kind: str, work: Callable[[_Job, ChunkRows], list[bool]], job: _Job) -> list[bool]:
+    def _run(self, kind: str, work: Callable[[_Job, Any], list[bool]], job: _Job) -> list[bool]:
         """Return whether each chunk of the job was stored, or restored; of a list that ends early, the others not."""
         rows = self._rows
         with self._guard(kind):
@@ -245,19 +271,25 @@ class CuveeTier(SecondaryTierManager):
         """Return whether a job was given up, or has waited too long."""
         return job.since < self._given_up or time.monotonic() - job.since > self._options.load_timeout
 
-    def _store(self, job: _Job, rows: ChunkRows) -> list[bool]:
+    def _store(self, job: _Job, rows: ChunkRows | OpaqueRows) -> list[bool]:
         done: list[bool] = []
         pages = self._pages
         chunks = max(_TOGETHER // self._tokens, 1)
         while len(done) < len(job.keys) and not self._late(job):
             part = slice(len(done), len(done) + chunks)
-            keys, slots = job.keys[part], rows.slots(job.metadata.chunk_ids[part])
+            keys, numbers = job.keys[part], job.metadata.chunk_ids[part]
+            if isinstance(rows, OpaqueRows):
+                done += pages.save_opaque(rows.pages(keys, numbers), keys)
+                continue
             following = (len(job.keys) - len(done) - len(keys)) * self._tokens  # all of one request, in order
-            done += pages.save(rows.cache, slots, keys, None, following=following)
+            done += pages.save(rows.cache, rows.slots(numbers), keys, None, following=following)
         return done
 
-    def _load(self, job: _Job, rows: ChunkRows) -> list[bool]:
-        return self._pages.load(rows.cache, rows.slots(job.metadata.chunk_ids), job.keys, None)
+    def _load(self, job: _Job, rows: ChunkRows | OpaqueRows) -> list[bool]:
+        numbers = job.metadata.chunk_ids
+        if isinstance(rows, OpaqueRows):
+            return self._pages.load_opaque(rows.pages(job.keys, numbers), job.keys)
+        return self._pages.load(rows.cache, rows.slots(numbers), job.keys, None)
 
     def _end_of(self, job: _Job, future: Future[list[bool]]) -> None:
         self._end(job, [] if future.cancelled() or future.exception() else future.result())

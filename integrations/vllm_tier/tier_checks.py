@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
+from functools import wraps
 from types import FrameType
 from typing import Any
 
@@ -13,12 +16,42 @@ from cuvee.integrations.vllm_tier.tier_options import TierOptions
 _FULL = "full_attention"
 
 
-def engine_config() -> Any:
-    """Return vLLM's configuration, which it does not tell a tier: its connector, which makes the tier, was given it."""
+_tiers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def of_connector(name: str) -> Any:
+    """Return an argument of vLLM's connector, which makes the tier and tells it less than it knows; None: unknown."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_locals.get("vllm_config") is None:
+    while frame is not None and frame.f_locals.get(name) is None:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["vllm_config"]
+    return None if frame is None else frame.f_locals[name]
+
+
+def watch_steps(engine_core: Any, tier: Any) -> None:
+    """Call `tier.step_failed` when a step of vLLM raises: it may offer what the step computed in part, if it goes on.
+
+    Args:
+        engine_core: vLLM's class `EngineCore`.
+        tier: forgotten with its last other reference.
+    """
+    _tiers.add(tier)
+    for name in ("step", "step_with_batch_queue"):
+        step = getattr(engine_core, name)
+        if not hasattr(step, "__wrapped__"):
+            setattr(engine_core, name, _watched(step))
+
+
+def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def watched(self: Any) -> Any:
+        try:
+            return step(self)
+        except BaseException:
+            for tier in list(_tiers):
+                tier.step_failed()
+            raise
+
+    return watched
 
 
 def refuse_names(engine: Any, options: TierOptions) -> None:
@@ -48,7 +81,7 @@ def refuse_names(engine: Any, options: TierOptions) -> None:
 
 
 def check_model(path: str) -> None:
-    """Refuse a model with windows: its chunks may lack blocks that no window reaches any more.
+    """Tell a model with windows: its chunks may lack blocks that no window reaches any more.
 
     Raises:
         UnsupportedModelError: some layer has a sliding window.
@@ -58,4 +91,6 @@ def check_model(path: str) -> None:
     if not kinds and getattr(config, "sliding_window", None) is not None:
         kinds = {"sliding_attention"}
     if kinds - {_FULL}:
-        raise UnsupportedModelError(f"CuveeTier does not support layers of {', '.join(sorted(kinds - {_FULL}))}")
+        raise UnsupportedModelError(
+            f"CuveeTier codes keys and values of {_FULL} only, got layers of {', '.join(sorted(kinds - {_FULL}))}"
+        )

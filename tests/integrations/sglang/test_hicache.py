@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tests.integrations.sglang.real_sglang import (
     latent_pool,
     need_sglang,
     page_hash,
+    pool_modules,
     real,
     storage_config,
 )
@@ -315,24 +317,23 @@ def test_lossy_latents_are_those_of_the_codec(
         assert torch.equal(r.pool.kv_buffer[to, layer], latents.as_engines_keep_it(back, layer))
 
 
-def test_other_latents_than_the_models_are_refused(latents: Latents, rank: Callable[..., Rank]) -> None:
+def test_other_latents_than_the_models_are_bytes(
+    latents: Latents, rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"layers": latents.layout.num_layers, "latent": latents.latent, "rotated": latents.rotated}
-    for change in ({"layers": 3}, {"latent": 8}, {"rotated": 4}):
+    tokens = TOKENS[:32]
+    for change in ({"layers": 3}, {"latent": 8}, {"rotated": 4}, {"latent": 64, "rotated": 64}):
         pool = latent_pool("page_first", **{**sizes, **change}, page_tokens=16, pages=4, dtype=torch.bfloat16)
-        with pytest.raises(UnsupportedModelError, match="host pool: must hold"):
-            rank({"model": latents.path}, pool=pool, is_mla_model=True)
+        r = rank({"model": latents.path}, pool=pool, is_mla_model=True)
+        at = r.alloc(2)
+        wanted = r.page_bytes(at)
+        assert r.back_up(tokens, at, []) == 32
+        pool.kv_buffer.zero_()
+        assert r.prefetch(tokens, at) == 32 and all(map(torch.equal, r.page_bytes(at), wanted))
+        assert r.backend.counters()["opaque_pages{kv}"] == 4
     pool = latent_pool("page_first", **sizes, page_tokens=16, pages=4, dtype=torch.bfloat16)
-    for name, value in (("dsa_kv_cache_store_fp8", True), ("kv_cache_dim", 99), ("layout", "page_head")):
-        kept = getattr(pool, name)
-        setattr(pool, name, value)
-        with pytest.raises(UnsupportedModelError, match=r"host pool: must (hold|be arranged as)"):
-            rank({"model": latents.path}, pool=pool, is_mla_model=True)
-        setattr(pool, name, kept)
-    pool = latent_pool(
-        "page_first", layers=LAYERS, latent=64, rotated=64, page_tokens=16, pages=4, dtype=torch.bfloat16
-    )
-    with pytest.raises(UnsupportedModelError, match="must hold 2 heads of 64 and 64 numbers"):
-        rank(None, pool=pool)
+    pool.dsa_kv_cache_store_fp8 = True
+    assert rank({"model": latents.path}, pool=pool, is_mla_model=True).backend._attached[1] is None
 
 
 def test_keys_lie_as_sglang_rotates_them(latents: Latents) -> None:
@@ -387,20 +388,8 @@ def test_sglangs_own_faults_are_misses(
         ({"model": None}, {"model_name": None}, InputError, "model: must be the folder"),
         ({"profile": __file__}, {}, FormatError, "is not a safetensors file"),
         ({"kl": 0.1}, {}, InputError, "kl: must be quality='lossless' with an unlearned profile"),
-        ({}, {"pp_size": 2}, UnsupportedModelError, "pipeline parallelism"),
-        ({}, {"attn_cp_size": 2}, UnsupportedModelError, "context parallelism"),
         ({}, {"should_split_heads": True}, UnsupportedModelError, "tp_lcm_size"),
-        ({}, {"dtype": torch.float8_e4m3fn}, UnsupportedModelError, "host pool: must hold bfloat16"),
-        ({}, {"layers": 5}, UnsupportedModelError, "host pool: must hold the model's 6 layers, got 5"),
-        ({}, {"heads": 3}, UnsupportedModelError, "host pool: must hold 2 heads of 64"),
-        ({}, {"heads": 2, "tp_size": 2}, UnsupportedModelError, "host pool: must hold 1 heads of 64"),
-        ({}, {"arrangement": "page_unified"}, UnsupportedModelError, "host pool: must be arranged as layer_first"),
-        (
-            {},
-            {"pool": SimpleNamespace(page_size=16, layout="x")},
-            UnsupportedModelError,
-            "attention heads, or latents, got Simple",
-        ),
+        ({}, {"arrangement": "page_unified"}, UnsupportedModelError, "use --hicache-mem-layout page_first_direct"),
     ],
 )
 def test_what_is_not_supported_fails_the_attach(
@@ -410,27 +399,139 @@ def test_what_is_not_supported_fails_the_attach(
         rank(extra, **options)
 
 
-@pytest.mark.serves(model="recurrent layers", where="refused")
-def test_a_model_with_other_pools_is_refused(rank: Callable[..., Rank]) -> None:
-    r, names = rank(), real("sglang.srt.mem_cache.hicache_storage").PoolName
-    r.backend.register_mem_host_pool_v2(r.pool, names.KV)
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"pp_size": 2}, "pipeline parallelism"),
+        ({"attn_cp_size": 2}, "context parallelism"),
+        pytest.param(
+            {"dtype": torch.float8_e4m3fn}, "got torch.float8_e4m3fn in MHATokenToKVPoolHost",
+            marks=pytest.mark.serves(cache="fp8_e4m3", where="classes"),
+        ),
+        pytest.param(
+            {"dtype": torch.float8_e5m2}, "got torch.float8_e5m2",
+            marks=pytest.mark.serves(cache="fp8_e5m2", where="classes"),
+        ),
+        ({"dtype": torch.uint8}, "got torch.uint8"),
+        ({"layers": 5}, "must hold the model's 6 layers, got 5"),
+        ({"heads": 3}, "must hold 2 heads of 64"),
+        ({"heads": 2, "tp_size": 2}, "must hold 1 heads of 64"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("arrangement", ["layer_first", "page_head"])
+def test_pages_in_an_order_that_is_not_known_come_back_bit_for_bit(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, options: dict[str, Any], reason: str, arrangement: str
+) -> None:
+    """After a restart, counted by kind; and an engine that has them in another order does not find them."""
+    r, tokens = rank(None, arrangement, **options), TOKENS[: 5 * 16]
+    assert "pages are stored as bytes, without loss" in caplog.text and reason in caplog.text
+    at = r.alloc(5)
+    wanted = [page.view(torch.uint8) for page in r.page_bytes(at)]
+    assert r.back_up(tokens, at, []) == 5 * 16
+    again = rank(None, arrangement, **options)
+    to = again.alloc(8)
+    assert again.prefetch(TOKENS[: 8 * 16], to) == 5 * 16
+    assert all(map(torch.equal, [page.view(torch.uint8) for page in again.page_bytes(to[: 5 * 16])], wanted))
+    assert again.backend.counters()["opaque_pages{kv}"] == 5
+    assert rank(None, "page_first", **options).backend.batch_exists(r.hashes(tokens)) == 0
+    assert "contained" not in " ".join([*r.backend.counters(), *again.backend.counters()])
+
+
+def state_pool(slots: int = 8) -> Any:
+    """SGLang's host pool of recurrent states: float32 states and bfloat16 convolutions."""
+    info, mamba = pool_modules("mamba")
+    device = info.MambaStateBufferInfo(
+        temporal=torch.zeros(3, slots, 4, 16, 32), conv=(torch.zeros(3, slots, 96, 3, dtype=torch.bfloat16),)
+    )
+    pool = mamba.MambaPoolHost(device, 2.0, 0, device_capacity=slots, pin_memory=False, layout="page_first")
+    for buffer in pool.kv_buffer:
+        buffer.copy_(torch.randn(buffer.shape))
+    return pool
+
+
+@pytest.mark.serves(model="recurrent layers", where="classes")
+@pytest.mark.serves(model="sliding windows", where="classes")
+def test_further_pools_come_back_bit_for_bit_and_bound_what_is_found(rank: Callable[..., Rank]) -> None:
+    """By SGLang's rules: of windows and states the last pages must be there, of others all."""
+    storage = real("sglang.srt.mem_cache.hicache_storage")
+    names, rules, states = storage.PoolName, storage.PoolHitPolicy, state_pool()
+    r, tokens = rank(), TOKENS[: 6 * 16]
+    window = host_pool("layer_first", layers=2, heads=1, dim=32, page_tokens=16, pages=8, dtype=torch.float8_e4m3fn)
+    for name, pool in ((names.KV, r.pool), (names.MAMBA, states), (names.SWA, window)):
+        r.backend.register_mem_host_pool_v2(pool, name)
     r.backend.on_host_pools_registered()
-    r.backend.register_mem_host_pool_v2(r.pool, names.MAMBA)
-    with pytest.raises(UnsupportedModelError, match="other caches than keys and values, got mamba"):
-        r.backend.on_host_pools_registered()
+    hashes = r.hashes(tokens)
+    at = r.alloc(6)
+
+    def transfer(name: Any, pages: Sequence[int], indices: torch.Tensor | None, rule: Any = None) -> Any:
+        keys = [hashes[page] for page in pages]
+        return storage.PoolTransfer(name, indices, keys=keys, hit_policy=rule or rules.TRAILING_PAGES)
+
+    def found(*transfers: Any) -> tuple[int, list[int]]:
+        result = r.backend.batch_exists_v2(hashes, list(transfers))
+        return result.kv_hit_pages, result.restorable_prefix_pages
+
+    state, windows = transfer(names.MAMBA, [0], None), transfer(names.SWA, [0, 0], None)
+    assert r.back_up(tokens, at, []) == 6 * 16 and found() == (6, [1, 2, 3, 4, 5, 6])
+    assert found(state) == (0, [])
+    slots, places = torch.tensor([5, 2]), (3, 1, 4)
+    pages = torch.cat([torch.arange(16 * place, 16 * place + 16) for place in places])
+    stored = r.backend.batch_set_v2(
+        [transfer(names.MAMBA, [2, 4], slots), transfer(names.SWA, [3, 4, 5], pages), transfer(names.KV, [0], at[:16])]
+    )
+    assert stored == {names.MAMBA: [True] * 2, names.SWA: [True] * 3, names.KV: [True]}
+    assert found(state) == (5, [3, 5]) and found(windows) == (6, [5, 6]) and found(state, windows) == (5, [5])
+    assert found(transfer(names.SWA, [0], None, rules.ALL_PAGES)) == (0, [])
+    assert found(transfer(names.MAMBA, [0], None, rules.BLOCK_GROUPS)) == (0, [])
+
+    def held() -> list[torch.Tensor]:
+        own = [states.get_data_page(int(slot)) for slot in slots] + [window.get_data_page(16 * at) for at in places]
+        return [page.view(torch.uint8) for page in own]
+
+    wanted = held()
+    for buffer in (*states.kv_buffer, window.kv_buffer):
+        buffer.zero_()
+    loaded = r.backend.batch_get_v2([transfer(names.MAMBA, [2, 4], slots), transfer(names.SWA, [3, 4, 5], pages)])
+    assert loaded == {names.MAMBA: [True] * 2, names.SWA: [True] * 3}
+    got = [states.get_data_page(int(slot)) for slot in slots] + [window.get_data_page(16 * n) for n in (3, 1, 4)]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, wanted, strict=True))
+    assert r.backend.batch_get_v2([transfer(names.SWA, [3], slots)]) == {names.SWA: [False]}, (
+        "indices of another number"
+    )
+    assert r.backend.batch_get_v2([transfer(names.MAMBA, [3], slots[:1])]) == {names.MAMBA: [False]}
+    counts = r.backend.counters()
+    assert (counts["opaque_pages{mamba}"], counts["opaque_pages{swa}"]) == (4, 6)
+    assert "contained" not in " ".join(counts)
 
 
-def test_pages_that_lie_elsewhere_are_refused(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_ranks_are_apart_where_latents_are_shared(latents: Latents, rank: Callable[..., Rank]) -> None:
+    storage = real("sglang.srt.mem_cache.hicache_storage")
+    ranks = [latent_rank(latents, rank, "page_first", {}, tp_rank=number, tp_size=2) for number in range(2)]
+    hashes = ranks[0].hashes(TOKENS[:16])
+    for each in ranks:
+        each.backend.register_mem_host_pool_v2(state_pool(), storage.PoolName.MAMBA)
+        each.backend.register_mem_host_pool_v2(state_pool(), storage.PoolName.INDEXER)
+    for name in (storage.PoolName.MAMBA, storage.PoolName.INDEXER):
+        ranks[0].backend.batch_set_v2([storage.PoolTransfer(name, torch.tensor([1]), keys=hashes)])
+        found = ranks[1].backend.batch_get_v2([storage.PoolTransfer(name, torch.tensor([1]), keys=hashes)])
+        assert found == {name: [name == storage.PoolName.INDEXER]}
+
+
+def test_pages_that_lie_elsewhere_are_bytes(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pool = host_pool("page_first", layers=LAYERS, heads=HEADS, dim=DIM, page_tokens=16, pages=4, dtype=torch.bfloat16)
     meta = pool.get_page_buffer_meta
     addresses, sizes = meta(torch.arange(16))
-    monkeypatch.setattr(pool, "get_page_buffer_meta", lambda indices: meta(indices - indices[0]))
-    with pytest.raises(UnsupportedModelError, match=r"host pool: must hold page [1-9]"):
-        rank(None, pool=pool)
-    for wrong in ([*addresses, *addresses, 1], [addresses[0] + 2, addresses[1]]):
-        monkeypatch.setattr(pool, "get_page_buffer_meta", lambda indices, wrong=wrong: (wrong, sizes))
-        with pytest.raises(UnsupportedModelError, match=r"host pool: must (give 2 regions|hold page 0 where)"):
-            rank(None, pool=pool)
+    for wrong in (None, [*addresses, *addresses, 1], [addresses[0] + 2, addresses[1]]):
+        caplog.clear()
+        told = (lambda at: meta(at - at[0])) if wrong is None else lambda at, wrong=wrong: (wrong, sizes)
+        monkeypatch.setattr(pool, "get_page_buffer_meta", told)
+        assert rank(None, pool=pool).backend._attached[1] is None
+        assert re.search(r"bytes, .* host pool: must (hold page|give 2 regions)", caplog.text)
 
 
 def test_the_profile_of_the_model_is_taken_from_a_collection(
@@ -481,8 +582,7 @@ def test_the_model_is_what_the_engine_serves(rank: Callable[..., Rank], monkeypa
     force_setattr(args, "port", 7)
     assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 4, "which says nothing about the cache"
     force_setattr(args, "json_model_override_args", json.dumps({"num_key_value_heads": 4}))
-    with pytest.raises(UnsupportedModelError, match="must hold 4 heads"):
-        rank(served)
+    assert rank(served).backend._attached[1] is None, "its heads are not the pool's"
 
 
 def test_sglang_calls_the_interface_that_is_there() -> None:

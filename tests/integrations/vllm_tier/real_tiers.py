@@ -61,11 +61,13 @@ def values(number: int, layout: KVLayout, tokens: int = CHUNK) -> KVChunk:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Values as integers, which also tell NaNs and zeros apart."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-def same(one: KVChunk, other: KVChunk) -> bool:
+def same(one: KVChunk | torch.Tensor, other: KVChunk | torch.Tensor) -> bool:
     """Whether two chunks hold the same bits."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
     pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
     return all(torch.equal(bits(a), bits(b)) for a, b in pairs)
 
@@ -128,25 +130,35 @@ class Engine:
     """vLLM's scheduler side with our tier, and what its scheduler and workers would do.
 
     Args:
-        tier, changes: as in `offloading_config`; `engine` is vLLM's configuration, by default `engine_config`.
+        tier, changes: as in `offloading_config`; `engine` is vLLM's configuration, by default `engine_config`; `specs`
+            are vLLM's, of the groups.
 
     Attributes:
         engine, config, spec, manager: of vLLM.
         tier: ours, made by its factory.
-        layout: of the model.
+        layout: of the model; None if rows are bytes.
     """
 
     def __init__(self, tier: dict[str, Any], **changes: Any) -> None:
         # A tier finds it in the frame that makes it, as in vLLM's connector.
         vllm_config = changes.pop("engine") if "engine" in changes else engine_config()
-        self.engine = vllm_config
+        specs = changes.pop("specs", None)
+        kv_cache_config = None
+        if specs is not None:
+            kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in specs])
+        self.engine, self.caches = vllm_config, kv_cache_config
         self.config = offloading_config(tier, **changes)
         self.spec = real("vllm.v1.kv_offload.factory").OffloadingSpecFactory.create_spec(self.config)
         self.manager = self.spec.get_manager()
         (self.tier,) = self.manager.secondary_tiers
         self.base, self._requests, self._closed = real("vllm.v1.kv_offload.base"), 0, False
-        self.layout: KVLayout = self.tier._rows.cache.layout
+        self.layout: Any = None if self.cache is None else self.cache.layout
         self.view = torch.from_numpy(np.asarray(self.manager.primary_tier.get_kv_memoryview()))
+
+    @property
+    def cache(self) -> Any:
+        """The tier's rows as keys and values; None if they are bytes. Kept nowhere: vLLM cannot release it then."""
+        return getattr(self.tier._rows, "cache", None)
 
     def request(self) -> Any:
         """A new request."""
@@ -168,30 +180,41 @@ class Engine:
 
         wait_until(settled)
 
-    def chunk(self, row: int) -> KVChunk:
-        """What our view sees in a row."""
-        seen: KVChunk = self.tier._rows.cache.read(self.tier._rows.slots([row]), 0)
-        return seen
+    def key(self, number: int) -> bytes:
+        """vLLM's name of a chunk: of each group in turn."""
+        return key_of(number, number % len(self.config.groups))
 
-    def fill(self, row: int, chunk: KVChunk) -> None:
+    def chunk(self, row: int) -> Any:
+        """What our view sees in a row."""
+        if self.cache is None:
+            return self.view[row, : self.tier._rows._memory.shape[1]].clone()
+        return self.cache.read(self.tier._rows.slots([row]), 0)
+
+    def fill(self, row: int, chunk: Any) -> None:
         """Write a chunk to a row through our view, which `test_views…` compares with vLLM's own copies."""
+        if self.cache is None:
+            self.view[row, : len(chunk)] = chunk
+            return
         self.tier._rows.cache.write(chunk.keys, chunk.values, self.tier._rows.slots([row]))
 
-    def offload(self, numbers: Sequence[int], chunks: Sequence[KVChunk] | None = None) -> Any:
+    def offload(self, numbers: Sequence[int], chunks: Sequence[Any] | None = None) -> Any:
         """Offload chunks of a request, as the scheduler does; return the request."""
         context = self.request()
-        prepared = self.manager.prepare_store([key_of(number) for number in numbers], context)
+        prepared = self.manager.prepare_store([self.key(number) for number in numbers], context)
         assert prepared is not None
         if not prepared.keys_to_store:
             return context
-        given = dict(zip([key_of(number) for number in numbers], chunks or map(self.values, numbers), strict=True))
+        given = dict(zip([self.key(number) for number in numbers], chunks or map(self.values, numbers), strict=True))
         for key, row in zip(prepared.keys_to_store, prepared.store_spec.block_ids, strict=True):
             self.fill(int(row), given[key])
         self.manager.complete_store(prepared.keys_to_store, context, True)
         return context
 
-    def values(self, number: int) -> KVChunk:
-        """Values of a chunk of this model."""
+    def values(self, number: int) -> Any:
+        """Values of a chunk of this model; or its bytes."""
+        if self.cache is None:
+            size, generator = self.tier._rows._memory.shape[1], torch.Generator().manual_seed(number)
+            return torch.randn(size // 2, generator=generator).to(torch.bfloat16).view(torch.int8)
         return values(number, self.layout, self.tier._tokens)
 
     def save(self, numbers: Sequence[int]) -> None:
@@ -219,7 +242,7 @@ class Engine:
         def hits() -> int | None:
             count, deferred = 0, False
             for number in numbers:
-                result = self.manager.lookup(key_of(number), own)
+                result = self.manager.lookup(self.key(number), own)
                 if result is found.MISS:
                     break
                 deferred |= result is not found.HIT
@@ -235,12 +258,12 @@ class Engine:
             self.manager.on_request_finished(own)
         return count
 
-    def load(self, numbers: Sequence[int], expected: Sequence[KVChunk] | None = None) -> int:
+    def load(self, numbers: Sequence[int], expected: Sequence[Any] | None = None) -> int:
         """Load chunks and compare them bit for bit; return how many, from the first on, were there."""
         count = self.lookup(numbers)
         if count:
             context = self.request()
-            keys = [key_of(number) for number in numbers[:count]]
+            keys = [self.key(number) for number in numbers[:count]]
             rows = self.manager.prepare_load(keys, context).block_ids
             for number, row in zip(range(count), rows, strict=True):
                 wanted = self.values(numbers[number]) if expected is None else expected[number]

@@ -6,12 +6,10 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from tests.integrations.readme_tables import check_options
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier.real_tiers import MODEL, TIER, engine_config, offloading_config, real
 
-from cuvee.integrations.vllm_tier.chunk_rows import LAYOUTS
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
 README = (Path(__file__).parents[3] / "integrations" / "vllm_tier" / "README.md").read_text(encoding="utf-8")
@@ -46,8 +44,3 @@ def test_the_command_is_what_vllm_takes(tmp_path: Path) -> None:
     manager = spec.get_manager()
     assert type(manager.secondary_tiers[0]).__name__ == "CuveeTier"
     manager.shutdown()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_documented(layout: str) -> None:
-    assert f"`{layout}`" in README

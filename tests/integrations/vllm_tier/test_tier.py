@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier.real_tiers import (
     BLOCK,
-    BLOCKS,
     CHUNK,
     Engine,
     Worker,
@@ -29,10 +29,8 @@ from tests.integrations.vllm_tier.real_tiers import (
 from tests.waiting import wait_until
 
 from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
-from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.integrations.identity.file_digests import file_digests
 from cuvee.integrations.pages import PageStore
-from cuvee.integrations.vllm_tier import chunk_rows
 
 
 @pytest.fixture(autouse=True)
@@ -348,24 +346,142 @@ def test_locality_follows_the_store(engine: Callable[..., Engine]) -> None:
     assert engine({"store": "redis://127.0.0.1:1/0"}).tier.locality is locality.REMOTE
 
 
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def specs(*names: str) -> list[Any]:
+    """vLLM's descriptions of groups of layers."""
+    module = real("vllm.v1.kv_cache_interface")
+    heads = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    made = {
+        "FullAttentionSpec": lambda: module.FullAttentionSpec(**heads),
+        "SlidingWindowSpec": lambda: module.SlidingWindowSpec(**heads, sliding_window=64),
+        "MambaSpec": lambda: module.MambaSpec(
+            block_size=BLOCK, shapes=((64,), (64, 32)), dtypes=(torch.bfloat16, torch.float32)
+        ),
+    }
+    return [made[name]() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "changes", "reason"),
+    [
+        (["bfloat16"], {"canonical_layout": False}, 'set "canonical_layout": true'),
+        (["bfloat16"], {"pp_size": 2}, "pipeline parallelism"),
+        (["bfloat16"], {"dcp_size": 2}, "context parallelism"),
+        (["bfloat16"], {"pcp_size": 2}, "context parallelism"),
+        (["bfloat16"], {"is_parallelism_agnostic": False}, "bytes depend on the number of ranks"),
+        (["bfloat16"], {"layout": "BLHNC"}, "format v1-blhnc"),
+        (["bfloat16"], {"layers": 5}, "the engine offloads 5 layers, the model has 6"),
+        (["bfloat16"], {"heads": 4}, r"block: must have \d+ bytes on each of 1 ranks"),
+        (["bfloat16"], {"dim": 63}, r"block: must have \d+ bytes on each of 1 ranks"),
+        pytest.param(
+            ["bfloat16"], {"dim": 576, "heads": 1}, r"block: must have \d+ bytes .* MLA",
+            marks=pytest.mark.serves(model="latents (MLA)", where="classes"),
+        ),
+        (["bfloat16"], {"replicated_layout": True}, "MLA"),
+        pytest.param(
+            ["fp8_e4m3"], {"dtype": "fp8_e4m3"}, "got a KV cache of fp8_e4m3",
+            marks=pytest.mark.serves(cache="fp8_e4m3", where="classes"),
+        ),
+        pytest.param(
+            ["nvfp4"], {"dtype": "nvfp4", "block_bytes": 27_648}, "got a KV cache of nvfp4",
+            marks=pytest.mark.serves(cache="nvfp4", where="classes"),
+        ),
+        pytest.param(
+            ["FullAttentionSpec", "SlidingWindowSpec"], {"groups": 2}, "2 groups of layers",
+            marks=pytest.mark.serves(model="sliding windows", where="classes"),
+        ),
+        pytest.param(
+            ["FullAttentionSpec", "MambaSpec"], {"groups": 2}, "2 groups of layers",
+            marks=pytest.mark.serves(model="recurrent layers", where="classes"),
+        ),
+    ],
+)  # fmt: skip
+def test_chunks_in_an_order_that_is_not_known_come_back_bit_for_bit(
+    engine: Callable[..., Engine], kinds: list[str], changes: dict[str, Any], reason: str, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """After a restart, counted by kind; and an engine that has them in another order does not find them."""
+    where = {"store": f"file://{tmp_path}/store"}
+    given = {"specs": specs(*kinds)} if kinds[0].endswith("Spec") else {}
+    first = engine(where, **changes, **given)
+    assert "chunks are stored as bytes, without loss" in caplog.text
+    assert re.search(reason, caplog.text)
+    first.save(range(4))
+    assert first.counters["raw_bytes"] == 4 * len(first.values(0)) > 1.1 * first.counters["blob_bytes"]
+    first.close()
+    again = engine(where, **changes, **given)
+    assert again.load(range(6)) == 4
+    counted = {f"opaque_pages{{{kind}}}": 4 / len(kinds) for kind in kinds}
+    assert counted.items() <= again.counters.items() and "contained" not in " ".join(again.counters)
+    assert engine(where, **{**changes, **given, "blocks": 4}).lookup(range(4)) == 0
+
+
+def test_a_model_with_windows_is_stored_as_bytes(
+    engine: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    shape = {"num_hidden_layers": 6, "num_key_value_heads": 2, "num_attention_heads": 2, "hidden_size": 128}
+    MistralForCausalLM(MistralConfig(sliding_window=64, vocab_size=64, **shape)).save_pretrained(tmp_path)
+    e = engine(model=str(tmp_path))
+    e.save(range(3))
+    assert e.load(range(4)) == 3 and e.counters["opaque_pages{bfloat16}"] == 6
+    assert "got layers of sliding_attention" in caplog.text
+
+
+def test_bytes_of_a_row_that_is_not_there_fail_the_job(engine: Callable[..., Engine]) -> None:
+    e = engine(dtype="fp8_e4m3")
+    job = e.jobs()
+    e.tier.submit_store(job(1, [1], [10_000], False))
+    e.tier.submit_load(job(2, [1], [-1], True))
+    results: list[Any] = []
+
+    def both() -> bool:
+        results.extend(e.tier.get_finished_jobs())
+        return len(results) == 2
+
+    wait_until(both)
+    assert not any(each.success for each in results)
+
+
+# A step that fails ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["step", "step_with_batch_queue"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_a_step_that_raised_nothing_is_stored(
+    engine: Callable[..., Engine], store: DictStore, caplog: pytest.LogCaptureFixture, step: str,
+    error: type[BaseException],
+) -> None:  # fmt: skip
+    """vLLM offers what it computed in part, and what builds on it, if an application goes on. It still loads."""
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    e, core = engine(), real("vllm.v1.engine.core").EngineCore
+    e.save([1])
+    failing = SimpleNamespace(
+        scheduler=SimpleNamespace(has_requests=lambda: True, schedule=fails), batch_queue=[], batch_queue_size=2,
+        _should_throttle_prefills=lambda: False,
+    )  # fmt: skip
+    e.offload([2])  # of a step before
+    e.settle()
+    with pytest.raises(error):
+        getattr(core, step)(failing)
+    e.save([3, 4])
+    assert len(store.entries) == 2 and e.load([1]) == 1 and e.lookup([3]) == 0
+    assert e.counters["unsaved_pages"] == 2 and caplog.text.count("a step of vLLM has failed") == 1
+    assert "contained" not in " ".join(e.counters)
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("tier", "changes", "error", "message"),
     [
-        ({}, {"canonical_layout": False}, UnsupportedModelError, 'set "canonical_layout": true'),
-        ({}, {"groups": 2}, UnsupportedModelError, "2 groups of layers"),
-        ({}, {"pp_size": 2}, UnsupportedModelError, "pipeline parallelism"),
-        ({}, {"dcp_size": 2}, UnsupportedModelError, "context parallelism"),
-        ({}, {"pcp_size": 2}, UnsupportedModelError, "context parallelism"),
-        ({}, {"is_parallelism_agnostic": False}, UnsupportedModelError, "bytes depend on the number of ranks"),
-        ({}, {"replicated_layout": True}, UnsupportedModelError, "MLA"),
-        ({}, {"layout": "BLHNC"}, UnsupportedModelError, "layout BLHNC"),
-        ({}, {"dtype": "fp8_e4m3"}, UnsupportedModelError, "a KV cache of fp8_e4m3"),
-        ({}, {"layers": 5}, UnsupportedModelError, "the engine offloads 5 layers, the model has 6"),
-        ({}, {"heads": 4}, UnsupportedModelError, r"block: must have \d+ bytes on each of 1 ranks"),
-        ({}, {"dim": 576, "heads": 1}, UnsupportedModelError, r"block: must have \d+ bytes .* MLA"),
         ({"stores": "x"}, {}, InputError, "secondary_tiers: has no option 'stores'"),
         ({"model": "/nowhere"}, {}, InputError, "model: must be a folder or hub id"),
         ({"locality": "here"}, {}, InputError, "locality: must be one of LOCAL, REMOTE, or left out"),
@@ -378,31 +494,6 @@ def test_what_is_not_supported_does_not_start(
 ) -> None:
     with pytest.raises(error, match=message):
         engine(tier, **changes)
-
-
-@pytest.mark.serves(model="sliding windows", where="refused")
-def test_models_with_windows_are_refused(engine: Callable[..., Engine], tmp_path: Path) -> None:
-    from transformers import MistralConfig
-
-    MistralConfig(sliding_window=64, num_hidden_layers=2).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="layers of sliding_attention"):
-        engine(model=str(tmp_path))
-
-
-def test_a_vllm_that_arranges_blocks_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = real("vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping")
-    layout = KVLayout("m", (LayerLayout(4, 8, 8, None),) * 2, "bfloat16", None)
-    for name, first in chunk_rows.LAYOUTS.items():
-        shape = chunk_rows.RowShape(BLOCK, BLOCKS, first, (0, 1))
-        for ranks in (1, 2, 4, 8):
-            chunk_rows.check_mapping(layout, shape, ranks, name)
-        with pytest.raises(UnsupportedModelError, match=f"elsewhere in a canonical block of {name}"):
-            chunk_rows.check_mapping(layout, chunk_rows.RowShape(BLOCK, BLOCKS, not first, (0, 1)), 2, name)
-        with pytest.raises(UnsupportedModelError, match="to canonical ones"):
-            chunk_rows.check_mapping(layout, shape, 3, name)
-    monkeypatch.delattr(module, "derive_canonical_mappings")
-    with pytest.raises(UnsupportedModelError, match="does not map blocks"):
-        chunk_rows.check_mapping(layout, shape, 1, "LBHNC")
 
 
 def test_the_engines_options_are_in_the_names(engine: Callable[..., Engine], tmp_path: Path) -> None:
