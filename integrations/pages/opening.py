@@ -81,16 +81,13 @@ class PageStores:
         self._layout = layout or opaque.LAYOUT
         self._lock = Lock()
         self._codecs: dict[tuple[int, int], Codec] = {}
-        self._checks = options.check_model and options.profile is not None and layout is not None
-        if options.profile is None or layout is None:
-            self._profile = Profile.unlearned(self._layout)
-        else:
-            self._profile = find_profile(options.profile, layout)
+        given = None if layout is None else options.profile
+        self._profile = Profile.unlearned(self._layout) if given is None else find_profile(given, self._layout)
         self._profile.check_layout(self._layout)
-        if self._checks:
-            weights = naming_with_profile(
-                weights, self._profile, shown_profile(options.profile), checkpoint[0], revision=checkpoint[1]
-            )
+        self._checks = options.check_model and given is not None
+        if options.check_model and given is not None:
+            (path, revision), shown = checkpoint, shown_profile(given)
+            weights = naming_with_profile(weights, self._profile, shown, path, revision=revision)
         codec = self._opaque if layout is None else self._codec(rank, ranks)
         if not positions and not codec.lossless and not tells_positions(codec.profile):
             raise InputError(

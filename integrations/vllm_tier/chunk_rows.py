@@ -263,7 +263,7 @@ class OpaqueRows:
 
 def _kind(config: Any, group: Any, caches: Any) -> tuple[str, torch.dtype]:
     """Return what vLLM calls a group of layers, and a dtype with the size of most of its elements."""
-    spec = None if caches is None else caches.kv_cache_groups[group.group_id].kv_cache_spec
+    spec: Any = None if caches is None else caches.kv_cache_groups[group.group_id].kv_cache_spec
     while hasattr(spec, "kv_cache_specs"):  # of layers that differ
         spec = next(iter(spec.kv_cache_specs.values()))
     dtypes = getattr(spec, "dtypes", None) or [getattr(spec, "dtype", TORCH_DTYPES.get(config.model.dtype, torch.int8))]

@@ -423,7 +423,8 @@ def test_a_model_with_windows_is_stored_as_bytes(
 ) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
-    shape = {"num_hidden_layers": 6, "num_key_value_heads": 2, "num_attention_heads": 2, "hidden_size": 128}
+    heads = {"num_key_value_heads": 2, "num_attention_heads": 2}
+    shape: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 128, **heads}
     MistralForCausalLM(MistralConfig(sliding_window=64, vocab_size=64, **shape)).save_pretrained(tmp_path)
     e = engine(model=str(tmp_path))
     e.save(range(3))
