@@ -59,7 +59,7 @@ def test_a_codec_is_measured_with_every_byte(bench: QualityBench, books: Any) ->
     assert q.bits_per_value == pytest.approx(8 * sum(map(len, blobs)) / values)
     assert 0 < q.kl < 0.05 and q.top1 > 0.85 and q.ratio is not None and q.ratio > 5
     assert q.chunk_tokens == 128
-    assert read_entry(Quality, json.loads(json.dumps(q.to_dict()))) == q
+    assert read_entry(Quality, json.loads(json.dumps(q.to_dict())), "quality") == q
 
 
 def test_figures_by_sequence_add_up(bench: QualityBench, books: Any) -> None:
