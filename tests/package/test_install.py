@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +57,55 @@ def test_torch_for_a_cpu_brings_no_compiler_for_gpus() -> None:
     assert [entry for entry in PROJECT["optional-dependencies"]["gpu"] if entry.startswith("triton>=")]
     versions = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d", name)]
     assert versions == workflow("ci")["jobs"]["check"]["strategy"]["matrix"]["python"] and versions[0] == "3.11"
+
+
+def torch_arguments(folder: Path, *tools: str) -> list[str]:
+    """Return what `make setup` tells pip about torch on a machine that has make, a shell and `tools`."""
+    folder.mkdir()
+    for name in ("make", "bash"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    for name in tools:
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    command = ["make", "-n", "setup", f"PYTHON={sys.executable}", f"VENV={folder}"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "MAKE", "MFLAGS"))}
+    shown = subprocess.run(
+        command, cwd=ROOT, env=kept | {"PATH": str(folder)}, capture_output=True, text=True, check=True
+    ).stdout
+    (step,) = [line for line in shown.splitlines() if line.split()[-1].startswith("torch==")]
+    return step.partition(" install ")[2].split()
+
+
+def index_of(folder: Path, version: str) -> str:
+    """Return an index that has a torch of that version, with nothing in it."""
+    info = f"torch-{version}.dist-info"
+    (folder / "torch").mkdir(parents=True)
+    with zipfile.ZipFile(folder / "torch" / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    link = f"torch-{version}-py3-none-any.whl"
+    (folder / "torch" / "index.html").write_text(f'<a href="{link.replace("+", "%2B")}">{link}</a>')
+    return folder.as_uri()
+
+
+def test_make_takes_torch_for_a_cpu_where_there_is_no_gpu(tmp_path: Path) -> None:
+    """Real pip on indexes made here: it takes the CPU's build of a version, and does without an index that fails."""
+    arguments = torch_arguments(tmp_path / "cpu")
+    assert "--extra-index-url" not in torch_arguments(tmp_path / "gpu", "nvidia-smi")
+    at = arguments.index("--extra-index-url") + 1
+    assert arguments[at] == "https://download.pytorch.org/whl/cpu"
+    pypi, cpu = index_of(tmp_path / "pypi", "2.13.0"), index_of(tmp_path / "whl", "2.13.0+cpu")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    for index, version in ((cpu, "2.13.0+cpu"), ((tmp_path / "none").as_uri(), "2.13.0")):
+        told = [*arguments[:at], index, *arguments[at + 1 :]]
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+        command += ["--disable-pip-version-check", "--no-cache-dir", "--report", "-", "--index-url", pypi, *told]
+        ran = subprocess.run(
+            command, env=kept | {"PIP_CONFIG_FILE": os.devnull}, capture_output=True, text=True, check=True
+        )
+        (taken,) = json.loads(ran.stdout)["install"]
+        assert taken["metadata"]["version"] == version
 
 
 def workflow(name: str) -> dict[Any, Any]:

@@ -51,8 +51,7 @@ def profile_learn(
         str,
         typer.Option(
             help="What one basis spans: head, unit, layer, layers:n, heads:n, all, or auto: as many layers as the "
-            "device decodes quickly. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 28 MB "
-            "with layer, 41 MB with auto."
+            "device decodes quickly. A larger group makes smaller blobs but a larger profile."
         ),
     ] = "auto",
     tensor_parallel: Annotated[
