@@ -1,6 +1,6 @@
 """`CuveeConnector`: hands the calls of vLLM's V1 connector interface to the scheduler's side and the workers' side.
 
-Only this module, `engine_text`, `kv_events`, `other_connectors`, `prometheus`, `weights` and
+Only this module, `engine_text`, `kv_events`, `other_connectors`, `planned`, `prometheus`, `setup`, `weights` and
 `blending.paged_model` import vLLM. Tested with vLLM 0.32 and 0.33.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only

@@ -33,7 +33,7 @@ from cuvee.integrations.identity.checkpoint import (
     tokenizer_identity,
 )
 from cuvee.integrations.identity.engine_config import vllm_options
-from cuvee.integrations.identity.records import about_model
+from cuvee.integrations.identity.records import IdentityRecord, about_model, identity_fields
 from cuvee.integrations.identity.weights_name import Make
 from cuvee.integrations.profiles.collection import find_profile
 from cuvee.integrations.profiles.location import shown_profile
@@ -208,17 +208,8 @@ class Setup:
         shards = parallel.tensor_parallel_size
         check_layers(layout, cached)
         check_heads(layout, cached, shards)
-        if options.profile is None:
-            profile = Profile.unlearned(layout)
-        else:
-            profile = _find_profile(vllm_config.instance_id, options.profile, layout)
-        profile.check_layout(layout)
-        asked, pages = _asked(options, codes, layout), None if codes is None else layout
-        codec = Codec(profile, **asked, refinements=options.refinements)
-        quality = codec.quality_name
-        if codes is not None and codec.lossless:
-            layout = pairs_of_codes(layout, codes)
-            profile = Profile.unlearned(layout)
+        pages = None if codes is None else layout
+        layout, profile, quality = _coded(options, layout, codes, vllm_config.instance_id)
         events, cache = vllm_config.kv_events_config, vllm_config.cache_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         setup = cls(
@@ -237,6 +228,41 @@ class Setup:
                 "prefix as a whole or not at all; remove it"
             )
         return setup
+
+    @classmethod
+    def planned(cls, vllm_config: Any) -> Setup:
+        """Return what the configuration alone tells of an engine that has not started: enough for its `record`.
+
+        Args:
+            vllm_config: vLLM's `VllmConfig`.
+
+        Raises:
+            InputError, UnsupportedModelError, ProfileMismatchError, FileNotFoundError, CuveeError: as `of_engine`; and
+                UnsupportedModelError for recurrent layers, whose states have shapes that only an engine knows.
+        """
+        from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+        transfer, model, cache = vllm_config.kv_transfer_config, vllm_config.model_config, vllm_config.cache_config
+        options = Options.from_dict(transfer.kv_connector_extra_config)
+        refuse_features(vllm_config)
+        if model.is_hybrid or model.has_inner_state:
+            raise UnsupportedModelError(
+                "model: must have no recurrent layers, whose states have shapes that only an engine knows: start the "
+                "engine, and compare the record that it writes"
+            )
+        codes = codes_of_cache(vllm_config, ())
+        dtype = model.dtype if codes is not None else kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
+        layout = KVLayout.from_config(model.hf_text_config, dtype)
+        layout, profile, quality = _coded(options, layout, codes, vllm_config.instance_id)
+        shards = vllm_config.parallel_config.tensor_parallel_size
+        return cls(
+            options, layout, profile, quality, 0, shards, False, False, False, codes=codes, about=_about(model)
+        )  # fmt: skip
+
+    def record(self, identity: Identity) -> IdentityRecord:
+        """Return the record of an engine with this identity, without entries."""
+        fields = identity_fields(identity, self.layout, self.options.chunk_tokens, self.options.key_ids())
+        return IdentityRecord(fields, self.about)
 
     def identity(self, vllm_config: Any) -> Identity:
         """Return the identity of this engine's blobs: everything but tokens that determines their content. Takes as
@@ -365,6 +391,17 @@ def default_store(executor: str | None, engine: str) -> tuple[str, ...]:
             taken, folder = folder, folder.with_name(f"{folder.name}-{engine}")
             logger.warning("cuvee: %s is no folder of this user alone, so the default store is %s", taken, folder)
     return (f"file://{folder}?max_gb={size:.3g}",)
+
+
+def _coded(options: Options, layout: KVLayout, codes: torch.dtype | None, engine: str) -> tuple[KVLayout, Profile, str]:
+    """Return layout, profile and quality of what is coded of pages with this layout: of fp8, lossless, the codes."""
+    profile = Profile.unlearned(layout) if options.profile is None else _find_profile(engine, options.profile, layout)
+    profile.check_layout(layout)
+    codec = Codec(profile, **_asked(options, codes, layout), refinements=options.refinements)
+    if codes is not None and codec.lossless:
+        layout = pairs_of_codes(layout, codes)
+        profile = Profile.unlearned(layout)
+    return layout, profile, codec.quality_name
 
 
 def _checkpoint(vllm_config: Any) -> Checkpoint:

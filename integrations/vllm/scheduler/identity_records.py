@@ -20,7 +20,6 @@ from cuvee.integrations.identity.records import (
     IdentityRecord,
     RecordStore,
     differences,
-    identity_fields,
 )
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.metrics import Recorder
@@ -47,8 +46,7 @@ class IdentityRecords:
     def __init__(self, setup: Setup, store: Store, recorder: Recorder) -> None:
         self._setup, self._recorder = setup, recorder
         self._records = RecordStore(store)
-        self._key_ids = setup.options.key_ids()
-        self._keys = EntryKeys(self._key_ids)
+        self._keys = EntryKeys(setup.options.key_ids())
         self._changed = threading.Condition()
         self._identity: Identity | None = None
         self._noted: list[tuple[str, bytes]] = []
@@ -108,9 +106,7 @@ class IdentityRecords:
         """Count the entries of all identities, and write this one's record if it says something new."""
         record = self._record
         if first or record is None:
-            setup = self._setup
-            fields = identity_fields(identity, setup.layout, setup.options.chunk_tokens, self._key_ids)
-            record = self._record = IdentityRecord(fields, setup.about)
+            record = self._record = self._setup.record(identity)
         found, problems = self._records.read()
         for line in problems:
             self._once("bad", "cuvee: a record of an identity in the store is passed over: %s", line)

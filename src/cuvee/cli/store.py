@@ -5,12 +5,14 @@ A store inside the serving process (`memory://`) cannot be reached from here; th
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from typing import Annotated, Any
+from contextlib import closing, contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +20,9 @@ from cuvee.cli.options import Json
 from cuvee.cli.output import make_console, make_table, print_json
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError
+
+if TYPE_CHECKING:
+    from cuvee.integrations.identity.records import IdentityRecord
 
 app = typer.Typer(no_args_is_help=True, help="Inspect a store of compressed caches, or delete the entries of a tenant.")
 
@@ -107,12 +112,17 @@ def store_delete_tenant(
     _fail(rows)
 
 
-@app.command("explain")
+@app.command("explain", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def store_explain(
+    ctx: typer.Context,
     url: _Url,
     identity: Annotated[
         str | None,
         typer.Option("--identity", help="The first digits of the identity that others are compared with."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Compare with an engine that is not started: its model; its flags may follow."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -122,10 +132,21 @@ def store_explain(
     identity, by default that of the engine that wrote last, is compared with all others. Counts of more than 128
     entries are estimates. A record is text that anybody who can write to the store may have changed.
 
+    With --model and other flags of `vllm serve` behind the URL, all are compared with the identity that such an engine
+    would have in this environment, which must have vLLM. Its checkpoint is read, and nothing is loaded or started.
+
     Example: cuvee store explain file:///var/cache/kv
+
+    Example: cuvee store explain file:///var/cache/kv --model MODEL --dtype bfloat16 --tensor-parallel-size 2
     """
     from cuvee.integrations.identity.records import RecordStore, differences
 
+    if url.startswith("-") or (ctx.args and model is None):
+        raise typer.BadParameter(f"an engine's flags must follow URL and --model, got {[url, *ctx.args]}")
+    if model is not None and identity is not None:
+        raise typer.BadParameter("give --identity or --model, not both")
+
+    planned = None if model is None else _planned(["--model", model, *ctx.args])
     with shared_tiers(url) as (shown, tiers):
         for tier in tiers:
             _must_exist(tier)
@@ -136,6 +157,9 @@ def store_explain(
     if identity is not None and len(chosen) != 1:
         raise InputError(f"identity: must begin one of {', '.join(sorted(rows)) or 'no records'}, got {identity!r}")
     mine = chosen[0] if chosen else max(found, key=lambda each: each.written, default=None)
+    if planned is not None:
+        mine = next((each for each in found if each.id == planned.id), planned)
+        rows.setdefault(mine.id, _row(mine, 0))
     for each in found:
         if mine is not None and each is not mine:
             rows[each.id]["differs"] = {name: list(pair) for name, pair in differences(mine, each).items()}
@@ -148,22 +172,34 @@ def store_explain(
         typer.echo(f"warning: {line}", err=True)
 
 
-def _row(record: Any, entries: int) -> dict[str, Any]:
-    written = time.strftime("%Y-%m-%d %H:%M", time.gmtime(record.written / 1000))
+def _planned(flags: list[str]) -> IdentityRecord:
+    """Return `planned_record`, while vLLM tells standard error its warnings, and nothing else."""
+    from cuvee.integrations.vllm.planned import planned_record
+
+    with redirect_stdout(sys.stderr):
+        logging.disable(logging.INFO)
+        try:
+            return planned_record(flags)
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def _row(record: IdentityRecord, entries: int) -> dict[str, Any]:
+    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record.written / 1000)) if record.written else None
     return {
-        "identity": record.id, "entries": entries, "exact": record.sample.exact, "written": f"{written} UTC",
+        "identity": record.id, "entries": entries, "exact": record.sample.exact, "written": written,
         "fields": dict(record.fields), "about": dict(record.about), "differs": None,
     }  # fmt: skip
 
 
 def _show_identities(rows: list[dict[str, Any]]) -> None:
-    if not rows:
+    if not any(row["written"] for row in rows):
         typer.echo("no engine has written a record here yet")
     for row in rows:
         count = f"{row['entries']:,} {'entry' if row['entries'] == 1 else 'entries'}"
         typer.echo(
             f"{row['identity'][:8]}  {'' if row['exact'] else 'about '}{count}, model "
-            f"{row['about'].get('model', 'unknown')}, written {row['written']}"
+            f"{row['about'].get('model', 'unknown')}, written {row['written'] or 'by no engine yet'}"
         )
         for name, (mine, other) in (row["differs"] or {}).items():
             typer.echo(f"          {name}: {other or 'not set'}, not {mine or 'unset'}")

@@ -1,4 +1,6 @@
-"""Real engines on one store that differ in one option: their answers say why a request was loaded or missed."""
+"""Real engines on one store that differ in one option: their answers say why a request was loaded or missed, and the
+command finds what they wrote by the flags of `vllm serve` alone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.vllm.engines import Answer, Engine, Step, ids, run_engines, save_tiny_model, transfer
+from tests.integrations.vllm.engines import (
+    Answer,
+    Engine,
+    Step,
+    ids,
+    run_engines,
+    run_script,
+    save_tiny_model,
+    transfer,
+)
 from typer.testing import CliRunner
 
 from cuvee.cli import app
@@ -15,11 +26,28 @@ from cuvee.cli import app
 pytestmark = pytest.mark.slow
 
 ASKS = {"cuvee": {"explain": True}}
+EXPLAIN = """
+import json, sys
+from typer.testing import CliRunner
+from cuvee.cli import app
+for flags in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, ["store", "explain", *flags, "--json"])
+    print("\\nexplained:", json.dumps([done.exit_code, done.stdout, done.stderr]))
+"""
 
 
 def found(answer: Answer) -> Any:
     assert answer.told is not None
     return answer.told["cuvee"]["found"]
+
+
+def explained(folder: Path, *calls: list[str]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of `cuvee store explain`, of every call, all in one process with vLLM."""
+    folder.mkdir()
+    (folder / "script.py").write_text(EXPLAIN)
+    status, log = run_script(folder, str(folder / "script.py"), json.dumps(calls))
+    assert status == 0, log
+    return [tuple(json.loads(line.partition(":")[2])) for line in log.splitlines() if line.startswith("explained:")]
 
 
 def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
@@ -38,6 +66,7 @@ def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
             Engine("first", model, steps, first, watched=True),
             Engine("second", model, steps[:1], second),
             Engine("third", model, steps[:1], third),
+            Engine("coded", model, steps[:1], first | {"kv_cache_dtype": "fp8_e5m2"}),
         ],
     )
     told = [[found(answer) for answer in step] for step in ran["first"].steps]
@@ -49,10 +78,42 @@ def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
         assert found(ran[name].steps[0][0])["reason"] == "absent"
         ran[name].assert_sound()
     shown = CliRunner().invoke(app, ["store", "explain", f"file://{folder / 'stores' / 'kv'}", "--json"]).stdout
-    third, *others = json.loads(shown)["identities"]
-    assert third["differs"] is None and [each["entries"] > 0 for each in others] == [True, True]
+    last, *others = json.loads(shown)["identities"]
+    assert last["differs"] is None and [each["entries"] > 0 for each in others] == [True] * 3
     fields = {name for each in others for name in each["differs"]}
     assert {"dtype", "cache_dtype", "layout"} < fields and any(name.endswith("rope_theta") for name in fields)
+    planned_engines_are_found(folder, model, third["hf_overrides"])
     assert "which differ in: dtype (1)" in ran["second"].log
     assert ran["first"].metric("vllm:cuvee_ttft_loaded_seconds_count") == 2
     assert "watchdog: []" in ran["first"].log
+
+
+def planned_engines_are_found(folder: Path, model: Path, overrides: Any) -> None:
+    """What flags tell is what the engines above have written, to the last field; a flag that differs is named."""
+    options = {"chunk_tokens": 64}
+    connector = {"kv_connector": "CuveeConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    url = f"file://{folder / 'stores' / 'kv'}"
+    base = [url, "--model", str(model), "--kv-transfer-config", json.dumps(connector), "--skip-tokenizer-init"]
+    rope = ["--hf-overrides", json.dumps(overrides)]
+    codes = ["--kv-cache-dtype", "fp8_e5m2"]
+    flags = [["--dtype", "float32", *more] for more in ([], rope, codes, ["--port", "1", "--block-size", "32"])]
+    *equal, parallel, unknown, away = explained(
+        folder / "explain",
+        *([*base, *more] for more in (*flags, ["--dtype", "bfloat16"])),
+        [*base, "--dtype", "float32", "--tensor-parallel-size", "2"],
+        [*base, "--no-such-flag"],
+        [url, "--model", str(folder / "none")],
+    )
+    found = [json.loads(shown)["identities"] for code, shown, _ in equal if code == 0]
+    assert [len(rows) for rows in found] == [4] * 5, equal
+    assert all(rows[0]["entries"] > 0 and rows[0]["differs"] is None for rows in found)
+    assert len({rows[0]["identity"] for rows in found}) == 4 and found[0][0]["identity"] == found[3][0]["identity"]
+    rows = json.loads(parallel[1])["identities"]
+    assert rows[0]["entries"] == 0 and rows[0]["written"] is None
+    assert {"tensor_parallel_size": ["2", "1"]} in [row["differs"] for row in rows]
+    assert (
+        unknown[0] == 1
+        and "engine flags: must be those of `vllm serve`" in unknown[2]
+        and "--no-such-flag" in unknown[2]
+    )
+    assert away[0] == 1 and "engine flags: must be ones that vLLM takes" in away[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,19 @@ def test_explain_without_records_and_with_hostile_ones(tmp_path: Path) -> None:
     done = run("explain", f"file://{tmp_path}/kv")
     assert record.id[:8] in done.stdout and "\x1b" not in done.output
     assert done.stderr.startswith("warning: record ab: must be JSON") and done.stderr.count("\n") == 1
+
+
+def test_flags_of_an_engine_need_a_model_and_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"file://{tmp_path}/kv"
+    for wrong in (
+        [url, "--dtype", "float32"],
+        ["--dtype", url, "--model", "m"],
+        [url, "--model", "m", "--identity", "a"],
+    ):
+        assert "--model" in run("explain", *wrong, code=2).stderr
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setitem(sys.modules, "vllm.config", None)
+    running.fails("store", "explain", url, "--model", "m", match="--model: needs vLLM 0.32 or newer")
 
 
 def test_deleting_a_tenant_deletes_what_records_know_of_it(tmp_path: Path) -> None:

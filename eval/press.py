@@ -1,0 +1,79 @@
+"""A press for NVIDIA's kvpress, whose pipeline, evaluation and leaderboard can then measure cuvee.
+
+    pipe = pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer)
+    pipe(context, question=question, press=CuveePress(codec))["answer"]
+
+Other presses drop tokens, layer by layer. This one keeps all, and replaces the whole cache by what its blobs decode
+to. So it cannot be part of a `ComposedPress`. kvpress is not imported: its pipeline calls this context manager alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError
+from cuvee.integrations.transformers.caches import decode_cache, encode_cache
+
+__all__ = ["CuveePress"]
+
+
+@dataclass
+class CuveePress:
+    """Encode and decode the cache of each context that a model prefills.
+
+        >>> import torch
+        >>> from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+        >>> model, cache = LlamaForCausalLM(config).eval(), DynamicCache()
+        >>> press = CuveePress(Codec.without_profile(model))
+        >>> with press(model), torch.no_grad():
+        ...     _ = model.model(input_ids=torch.arange(40)[None], past_key_values=cache)
+        >>> cache.get_seq_length(), 0 < press.saved < 1
+        (40, True)
+
+    Args:
+        codec: of the model's profile.
+        chunk_tokens: tokens per blob.
+
+    Attributes:
+        raw_bytes: of the keys and values of all contexts so far.
+        stored_bytes: of their blobs.
+    """
+
+    codec: Codec
+    chunk_tokens: int = 256
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+
+    @property
+    def saved(self) -> float:
+        """Share of the bytes that blobs save, 0 to 1: what other presses call their compression ratio."""
+        return 1 - self.stored_bytes / self.raw_bytes if self.raw_bytes else 0.0
+
+    @contextmanager
+    def __call__(self, model: PreTrainedModel) -> Iterator[None]:
+        """Compress what `model` prefills meanwhile; an InputError if the cache was not empty before."""
+
+        def hook(_: Any, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+            cache, ids = given["past_key_values"], given["input_ids"]
+            if (held := cache.get_seq_length()) != (tokens := ids.shape[1]):
+                remedy = "prefill it in one call, from an empty cache"
+                raise InputError(f"past_key_values: must hold the context's {tokens} tokens, got {held}: {remedy}")
+            blobs = encode_cache(self.codec, cache, ids, self.chunk_tokens)
+            decoded: Any = decode_cache(self.codec, blobs, model, cache.layers[0].keys.device)
+            for layer, again in zip(cache.layers, decoded.layers, strict=True):
+                self.raw_bytes += layer.keys.nbytes + layer.values.nbytes
+                layer.keys, layer.values = again.keys, again.values
+            self.stored_bytes += sum(map(len, blobs))
+
+        handle = model.model.register_forward_hook(hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
