@@ -118,6 +118,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         from cuvee.integrations.vllm.scheduler.side import SchedulerSide
         from cuvee.integrations.vllm.setup import Setup
 
+        _join_log()  # vLLM may have imported this module to check its options, before it configured its log
         self._setup = Setup.of_engine(vllm_config, kv_cache_config)
         outer = multi_connector()
         have_failed_loads_computed(vllm_config, outer)
