@@ -42,10 +42,6 @@ _NO_POSITION = (
 )
 
 
-class _UnknownPosition(InputError):
-    """A page whose position is neither told nor recognized."""
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """A page to restore: its number in the call, its digest, and its entry."""
@@ -65,8 +61,8 @@ class Waiters(NamedTuple):
 
 # Reads entries of a call, in order; returns how many up to the first that failed, and its error.
 Read = Callable[[Sequence[Found]], tuple[int, CuveeError | None]]
-# Encodes a page by its number in a call, which must be bound to these bytes.
-Encode = Callable[[int, bytes], bytes]
+# Encodes a page by its number in a call, bound to these bytes; None: its position is needed, and not known.
+Encode = Callable[[int, bytes], bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +230,12 @@ class Entries:
         size = self.names.page_tokens
         of_page = slots.split(size)
 
-        def encode(number: int, bound: bytes) -> bytes:
+        def encode(number: int, bound: bytes) -> bytes | None:
             tokens = Recognized(self._position(start, number), None)
             if self.recognizer is not None:
                 tokens = self.recognizer.recognize(cache, of_page[number], tokens.start, size)
             if tokens.start is None:
-                raise _UnknownPosition(_NO_POSITION)
+                return None
             after = (len(of_page) - number - 1) * size + following  # more may follow, which nobody knows yet
             chunk = Chunk(of_page[number], tokens.start, tokens.token_ids, after, bound)
             (encoded,) = self.io.encode(cache, [chunk])
@@ -255,11 +251,11 @@ class Entries:
         began = time.monotonic()
         try:
             entry = encode(number, self.bound_to(page))
-        except _UnknownPosition as error:
-            self._fail("positions", error)
-            return None
         except CuveeError as error:
             self._fail("encode", error)
+            return None
+        if entry is None:
+            self._fail("positions", InputError(_NO_POSITION))
             return None
         self.counts.count("encode_seconds", time.monotonic() - began)
         return entry

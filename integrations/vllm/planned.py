@@ -36,7 +36,7 @@ def planned_record(flags: Sequence[str]) -> IdentityRecord:
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc, unused-ignore]
         def error(self, message: str) -> NoReturn:
-            raise InputError(f"engine flags: must be those of `vllm serve`, got others: {message}")
+            raise InputError(f"flags: must be those of `vllm serve`, got others: {message}")
 
     register()
     parsed = make_arg_parser(Parser()).parse_args([*flags])
@@ -47,6 +47,6 @@ def planned_record(flags: Sequence[str]) -> IdentityRecord:
     try:
         config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except ValueError as error:  # pydantic's are such
-        raise InputError(f"engine flags: must be ones that vLLM takes together, got others: {error}") from error
+        raise InputError(f"flags: must be ones that vLLM takes together, got others: {error}") from error
     setup = Setup.planned(config)
     return setup.record(setup.identity(config))
