@@ -16,6 +16,7 @@ from cuvee.integrations.vllm_tier.tier_options import TierOptions
 _FULL = "full_attention"
 
 
+_WATCHED = "_cuvee_watches"  # attribute of a step that is
 _tiers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -37,7 +38,7 @@ def watch_steps(engine_core: Any, tier: Any) -> None:
     _tiers.add(tier)
     for name in ("step", "step_with_batch_queue"):
         step = getattr(engine_core, name)
-        if not hasattr(step, "__wrapped__"):
+        if not hasattr(step, _WATCHED):  # vLLM may wrap its own
             setattr(engine_core, name, _watched(step))
 
 
@@ -51,6 +52,7 @@ def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
                 tier.step_failed()
             raise
 
+    setattr(watched, _WATCHED, True)
     return watched
 
 

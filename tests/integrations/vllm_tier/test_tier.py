@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from tests.waiting import wait_until
 from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.integrations.identity.file_digests import file_digests
 from cuvee.integrations.pages import PageStore
+from cuvee.integrations.vllm_tier import tier_checks
 
 
 @pytest.fixture(autouse=True)
@@ -475,6 +477,30 @@ def test_after_a_step_that_raised_nothing_is_stored(
     assert len(store.entries) == 2 and e.load([1]) == 1 and e.lookup([3]) == 0
     assert e.counters["unsaved_pages"] == 2 and caplog.text.count("a step of vLLM has failed") == 1
     assert "contained" not in " ".join(e.counters)
+
+
+class _Told:
+    failed = 0
+
+    def step_failed(self) -> None:
+        self.failed += 1
+
+
+def test_a_step_that_vllm_wraps_itself_is_watched_once() -> None:
+    def fails(core: object) -> None:
+        raise RuntimeError
+
+    @wraps(fails)
+    def wrapped(core: object) -> None:
+        fails(core)
+
+    core, tiers = SimpleNamespace(step=fails, step_with_batch_queue=wrapped), [_Told(), _Told()]
+    for tier in tiers:
+        tier_checks.watch_steps(core, tier)
+    for step in (core.step, core.step_with_batch_queue):
+        with pytest.raises(RuntimeError):
+            step(core)
+    assert [tier.failed for tier in tiers] == [2, 2]
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
