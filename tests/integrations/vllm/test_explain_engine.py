@@ -68,6 +68,7 @@ def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
             Engine("third", model, steps[:1], third),
             Engine("coded", model, steps[:1], first | {"kv_cache_dtype": "fp8_e5m2"}),
         ],
+        fresh=True,  # as a server, which imports the connector before it configures its log
     )
     told = [[found(answer) for answer in step] for step in ran["first"].steps]
     cold, warm, partly = (each[0] for each in told)
