@@ -104,7 +104,7 @@ def calibrate(
             ranks.
         step_indices: the steps at which most kinds of text are measured, in 1/64 octave, apart from those that are too
             fine for the profile. Default: every half octave.
-        batch_size: sequences per forward pass.
+        batch_size: sequences per forward pass, at most.
         seed: seed of the sampled targets; the same arguments give the same profile on the same machine.
         progress: show a progress bar on standard error, with the time that all stages still take; or a
             `cuvee.learning.run.Run`, which may also keep what was read in a file, to go on after an interruption.
