@@ -828,7 +828,7 @@ def _run(engine: Engine) -> Ran:
         return done
     finally:
         watching.close()
-        cast(Any, llm.llm_engine.engine_core).shutdown()
+        end_engine(llm)
 
 
 def _watched() -> contextlib.AbstractContextManager[Any]:
@@ -930,6 +930,19 @@ def start_engine(model: str | Path, **options: Any) -> Any:
     gc.collect()
     _freeze()  # what the engine before has imported
     return LLM(model=str(model), **options)
+
+
+def end_engine(llm: Any) -> None:
+    """Shut an engine down; vLLM 0.32 asks what it kills for a name, and gives up if that has just ended by itself."""
+    from psutil import NoSuchProcess
+
+    core = llm.llm_engine.engine_core
+    try:
+        core.shutdown()
+    except NoSuchProcess:
+        for process in core.resources.engine_manager.processes:
+            process.kill()
+            process.join()
 
 
 def main() -> None:

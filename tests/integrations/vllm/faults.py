@@ -31,6 +31,7 @@ from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm.engines import (
     cuvee,
+    end_engine,
     ids,
     import_vllm,
     mark,
@@ -694,7 +695,7 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
             print(f"--- {type(error).__name__}", flush=True)
         else:
             raise AssertionError("the engine lives")
-        llm.llm_engine.engine_core.shutdown()
+        end_engine(llm)
         found = _blobs(store)
         assert len(found) == len(others) + first_two, f"{len(found) - len(others)} entries"
         wrong = [key for key, blob in found.items() if blob != right.get(key)]
