@@ -93,7 +93,6 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         method: a `Method`, or the name of a baseline (`cuvee.eval.methods.baseline`). Instead of a method you can give:
         profile: a calibrated profile or its path, with at most one of the qualities (default: balanced);
         quality, kl, bits, ratio, step: see `Codec`. Without a profile, `quality="lossless"` is the only one.
-        codec_backend: the `backend` of the codec (HFLM has a `backend` of its own); not with `method`.
         chunk_tokens: tokens coded together; the last chunk of a context may hold fewer.
         cache_dtype: the dtype in which chunks are coded; default: the model's.
         softmax_dtype: of likelihoods, float32 or float64, whatever dtype the model has. They are summed in float64.
@@ -128,7 +127,6 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         bits: float | None = None,
         ratio: float | None = None,
         step: float | None = None,
-        codec_backend: str | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         cache_dtype: str | None = None,
         softmax_dtype: str | torch.dtype = "float32",
@@ -137,7 +135,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
     ) -> None:
         qualities = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
         asked: dict[str, Any] = {name: value for name, value in qualities.items() if value is not None}
-        _check_choice(method, profile, asked, codec_backend)
+        _check_choice(method, profile, asked)
         self.chunk_tokens = _at_least_one("chunk_tokens", chunk_tokens)
         if cache_dtype is not None and cache_dtype not in TORCH_DTYPES:
             raise InputError(f"cache_dtype: must be one of {', '.join(TORCH_DTYPES)}, got {cache_dtype!r}")
@@ -183,7 +181,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         if method is None:
             source = Profile.unlearned(self.layout) if self._profile is None else self._profile
             sized: dict[str, Any] = {"dtype": self.layout.dtype} if "ratio" in asked else {}
-            method = CodecMethod(Codec(source, backend=codec_backend or "auto", **asked, **sized))
+            method = CodecMethod(Codec(source, **asked, **sized))
         self.use(method)
 
     def _get_backend(self, *args: Any, **kwargs: Any) -> None:
@@ -491,9 +489,9 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         return F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
 
-def _check_choice(method: Any, profile: Any, asked: dict[str, Any], backend: str | None) -> None:
+def _check_choice(method: Any, profile: Any, asked: dict[str, Any]) -> None:
     """Make sure that there is exactly one answer to what happens to the cache."""
-    beside = {"profile": profile, **asked, "codec_backend": backend}
+    beside = {"profile": profile, **asked}
     if method is not None and any(value is not None for value in beside.values()):
         others = ", ".join(f"{name}=" for name, value in beside.items() if value is not None)
         raise InputError(f"method: already says what happens to the cache; leave {others} out, or method=")

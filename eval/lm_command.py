@@ -20,7 +20,6 @@ cuvee's own arguments:
     method=NAME         a baseline in place of a codec, such as fp8-e4m3
     chunk_tokens=N      tokens coded together (default 256)
     cache_dtype=DTYPE   dtype in which chunks are coded (default: the model's)
-    codec_backend=NAME  auto, numba or triton
     truncation=True     cut contexts that are too long at the left, in place of an error
 """
 

@@ -121,7 +121,7 @@ class MeasuredModel:
         if are_others(profile.model, self.fingerprint):
             raise ProfileMismatchError(
                 f"{path}: was calibrated on other weights ({str(profile.model)[:12]}…) than those of {self.name} "
-                f"({self.fingerprint[:12]}…): learn one for this model, or leave --profile out"
+                f"({self.fingerprint[:12]}…): learn one for this model"
             )
         return profile
 

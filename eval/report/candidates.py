@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -144,45 +143,39 @@ def pca_candidates(
     return found
 
 
-def codec_candidates(
-    layout: KVLayout, names: Sequence[str], profile: Callable[[str], Profile], quick: bool
-) -> list[Candidate]:
-    """Return the lossless codec, and that of each learned profile at presets and further steps.
+def codec_candidates(layout: KVLayout, profiles: Mapping[str, Profile], quick: bool) -> list[Candidate]:
+    """Return the lossless codec, and that of each profile at presets and further steps.
 
     Args:
         layout: of the caches.
-        names: of the profiles.
-        profile: called for the profile of a name when one of its methods is made.
+        profiles: by name.
         quick: fewer steps.
     """
-    found = [_coded("cuvee/lossless", "point", lambda: Profile.unlearned(layout), quality="lossless")]
-    for name in names:
-        learned = partial(profile, name)
+    found = [_coded("cuvee/lossless", "point", lambda: Codec(Profile.unlearned(layout), "lossless"))]
+    for name, profile in profiles.items():
         found += [
-            _coded(f"cuvee/{name}@{preset}", "preset", partial(_reaching, learned, preset), quality=preset)
-            for preset in PRESET_KL
+            _coded(f"cuvee/{name}@{preset}", "preset", partial(_reaching, profile, preset)) for preset in PRESET_KL
         ]
-        found += _steps(f"cuvee/{name}", learned, CURVE_OCTAVES[1::2] if quick else CURVE_OCTAVES)
+        found += [
+            _coded(f"cuvee/{name}@2^{octave:g}", "curve", partial(Codec, profile, step=2.0**octave))
+            for octave in (CURVE_OCTAVES[1::2] if quick else CURVE_OCTAVES)
+        ]
     return found
 
 
-def _reaching(profile: Callable[[], Profile], preset: str) -> Profile:
-    """Return the profile if its curve reaches a preset's KL. If not, the preset would be lossless, off the curve.
+def _reaching(profile: Profile, preset: str) -> Codec:
+    """Return the codec of a preset. If the profile's curve does not reach its KL, it would be lossless, off the curve.
 
     Raises:
-        ProfileError: it does not.
+        ProfileError: the curve does not reach it.
     """
-    found = profile()
-    if Codec(found, preset).lossless:
+    codec = Codec(profile, preset)
+    if codec.lossless:
         raise ProfileError(f"{preset}: the profile's curve does not reach a KL of {PRESET_KL[preset]:g}")
-    return found
+    return codec
 
 
-def _coded(key: str, kind: str, profile: Callable[[], Profile], **quality: Any) -> Candidate:
+def _coded(key: str, kind: str, codec: Callable[[], Codec]) -> Candidate:
     family, _, setting = key.partition("@")
     label = family_label(family) if not setting else f"{family_label(family)}, {setting}"
-    return Candidate(key, label, kind, lambda: CodecMethod(Codec(profile(), **quality)))
-
-
-def _steps(family: str, profile: Callable[[], Profile], octaves: Sequence[float]) -> list[Candidate]:
-    return [_coded(f"{family}@2^{octave:g}", "curve", profile, step=2.0**octave) for octave in octaves]
+    return Candidate(key, label, kind, lambda: CodecMethod(codec()))

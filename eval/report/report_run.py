@@ -1,10 +1,10 @@
 """`cuvee report`: measure what compression costs a model, next to the baselines, in one folder.
 
-    model, texts --> profiles --> quality of each method --> scores of tasks
-                        |                  |                       |
-                     profiles/             +-----------------------+--> report.json
-                                                                             |
-                                                             equal-KL ratios, report.md, a plot
+    model, texts, profiles --> quality of each method --> scores of tasks
+                                        |                       |
+                                        +-----------------------+--> report.json
+                                                                          |
+                                                          equal-KL ratios, report.md, a plot
 
 `report.json` holds everything. It is written after every measurement and is also the state of an unfinished run: with
 the same configuration, a second run continues where the first one stopped. A folder with the results of another
@@ -19,15 +19,10 @@ from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
-import cuvee
 from cuvee.calibration.corpus import BUNDLED_MODEL
-from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import FormatError, InputError, ProfileError, VersionError
-from cuvee.codec.models.forward import prefill
-from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.progress import StepLog
@@ -35,18 +30,12 @@ from cuvee.eval.quality import Method, QualityBench
 from cuvee.eval.report.against import Figures, changes_since
 from cuvee.eval.report.candidates import Candidate
 from cuvee.eval.report.comparing import compare
-from cuvee.eval.report.learning import (
-    all_sequences,
-    learning_sequences,
-    learning_text,
-)
 from cuvee.eval.report.rendering import write_report
 from cuvee.eval.report.report_config import ReportConfig
 from cuvee.eval.report.report_plan import ReportPlan
 from cuvee.eval.report.schema import (
     Exact,
     MethodEntry,
-    ProfileEntry,
     Report,
     Score,
     Skipped,
@@ -63,9 +52,7 @@ __all__ = ["run_report"]
 
 WORST_KL = 0.3  # nats per token: once a step costs more, coarser ones are not measured
 SCORED = (UNCOMPRESSED, "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed")  # baselines whose tasks are run
-LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
 REPORT_FILE = "report.json"
-_PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
 
 
 def run_report(
@@ -96,19 +83,25 @@ def run_report(
     Raises:
         FormatError, VersionError: `against` is not a report of this version.
         ImportError: a package of `cuvee[eval]` is missing.
-        InputError: `out` holds other files or cannot be written, a method is not known, texts, tasks or
-            sizes do not fit the model, or `against` has measured something else.
+        InputError: `out` holds other files or cannot be written, there are neither profiles nor methods, a method is
+            not known, texts, tasks or sizes do not fit the model, or `against` has measured something else.
         UnsupportedModelError: cuvee does not support the model.
-        ProfileMismatchError, ProfileError: a profile belongs to another model, or cannot be learned.
+        ProfileMismatchError: a profile belongs to another model.
 
     Example:
         >>> from pathlib import Path
         >>> from rich.console import Console
         >>> from cuvee.eval.report.report_config import ReportConfig, quick_config
         >>> from cuvee.eval.report.report_run import run_report
-        >>> config = quick_config(ReportConfig(tasks=()))
+        >>> config = quick_config(ReportConfig(profiles=("books-3m.safetensors",), tasks=()))
         >>> report = run_report(config, Path("out/report"), Console())  # doctest: +SKIP
     """
+    if not config.profiles and not config.methods:
+        name = Path(config.model).name
+        raise InputError(
+            "profiles: must name one, unless methods are named: learn one with "
+            f"`cuvee profile learn {config.model} -o {name}.safetensors`"
+        )
     need_packages("cuvee report", "transformers", "matplotlib", *(["lm_eval"] if config.tasks else []))
     check_folder(out, force, resumed=REPORT_FILE)
     old = None if against is None else Figures.load(against)
@@ -124,8 +117,7 @@ class _Run:
         self, config: ReportConfig, out: Path, console: Console, old: Figures | None, force: bool, command: str
     ) -> None:
         self.out, self.console, self.old = out, console, old
-        self._profiles: dict[str, Profile] = {}
-        self.plan = ReportPlan(config, lambda name: self._profiles[name], lambda: self._learning_caches)
+        self.plan = ReportPlan(config)
         fresh = self.plan.describe(command)
         self.report = self._continued(fresh, force) or fresh
 
@@ -176,11 +168,10 @@ class _Run:
     # Measuring ---------------------------------------------------------------------------------------------------
 
     def _measure(self, log: StepLog) -> None:
-        """Learn the profiles, then measure methods and tasks, and compare the results."""
+        """Measure methods and tasks, and compare the results."""
         scored = [c for c in self.plan.candidates if self._is_scored(c)] if self.plan.scorer else []
         names = self.plan.scorer.names if self.plan.scorer else []
-        log.expect(len(self._missing_profiles()) + len(self.plan.candidates) + len(scored) * len(names))
-        self._learn(log)
+        log.expect(len(self.plan.candidates) + len(scored) * len(names))
         for candidate in self.plan.candidates:
             if self._has_quality(candidate.key) or self._is_too_coarse(candidate):
                 log.skip()
@@ -214,92 +205,16 @@ class _Run:
             return True
         return any((score.key, score.task) == (key, task) for score in self.report.scores)
 
-    def _missing_profiles(self) -> list[str]:
-        """The groups that a method needs."""
-        if self.plan.given:
-            return []
-        needed = {c.family.partition("/")[2] for c in self.plan.candidates if c.family.startswith("cuvee/")}
-        return [group for group in self.plan.groups if group in needed]
-
-    def _learn(self, log: StepLog) -> None:
-        for name, profile in self.plan.given.items():
-            self._profiles[name] = profile
-            self.report.profiles.setdefault(name, self._profile_entry(profile, None, None))
-        for group in self._missing_profiles():
-            path = self.out / "profiles" / f"{group.replace(':', '-')}.safetensors"
-            recorded = self.report.profiles.get(group)
-            if recorded is not None and path.exists():
-                log.skip()
-                profile = Profile.load(path)
-                if profile.id.hex() != recorded.id:
-                    raise InputError(f"out: {path} is not the profile this report was measured with: use --force")
-            else:
-                with log.step(f"learning a profile, group {group}"):
-                    profile = self._learn_group(group, path, recorded)
-            self._profiles[group] = profile
-
-    def _learn_group(self, group: str, path: Path, recorded: ProfileEntry | None) -> Profile:
-        began = time.perf_counter()
-        profile = cuvee.calibrate(
-            self.plan.model,
-            self._learning,
-            group,
-            more_text=learning_text(self.plan.config),
-            prefix=self.plan.prefix,
-            batch_size=self._rows(LEARNING_ROWS),
-            seed=self.plan.config.seed,
-            progress=False,
-        )
-        seconds = time.perf_counter() - began
-        if recorded is not None and recorded.id != profile.id.hex():
-            raise InputError(f"out: the profile {group} is gone and cannot be learned again the same: --force")
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profile.save(path)
-        self.report.profiles[group] = self._profile_entry(profile, path, seconds)
-        kinds = [self._learning] if isinstance(self._learning, torch.Tensor) else self._learning.values()
-        self.report.text.calibration_sequences = sum(map(len, kinds))
-        self.save()
-        return profile
-
-    def _rows(self, most: int) -> int:
-        """Sequences per forward pass."""
-        return max(1, min(most, _PASS_TOKENS // self.plan.config.length))
-
-    def _profile_entry(self, profile: Profile, path: Path | None, seconds: float | None) -> ProfileEntry:
-        size = path.stat().st_size if path is not None else _saved_size(profile)
-        bits = 8 * size / (1e6 * self.plan.layout.values_per_token)
-        longest = max(profile.lengths, default=None)
-        return ProfileEntry(profile.id.hex(), profile.group, profile.source, size, seconds, bits, longest)
-
-    @cached_property
-    def _learning(self) -> torch.Tensor | dict[str, torch.Tensor]:
-        return learning_sequences(self.plan.config, self.plan.calibration, self.plan.model, self.plan.prefix)
-
-    @cached_property
-    def _learning_caches(self) -> list[KVChunk]:
-        """The caches of those sequences, on which the baselines are fitted."""
-        layout = self.plan.cache_layout
-        chunks = []
-        with torch.no_grad():
-            for batch in all_sequences(self._learning).split(self._rows(self.plan.config.batch_size)):
-                cached = batch[:, : self.plan.prefix].to(self.plan.model.device)
-                chunks += prefill(self.plan.model, cached, layout, self.plan.config.device)
-        return chunks
-
     @cached_property
     def _bench(self) -> QualityBench:
-        return self._bench_of(self.plan.tokens, self.plan.prefix)
-
-    def _bench_of(self, tokens: torch.Tensor, prefix: int) -> QualityBench:
-        config = self.plan.config
+        plan = self.plan
         return QualityBench(
-            self.plan.model,
-            tokens,
-            prefix,
-            dtype=config.cache_dtype,
-            batch_size=max(1, min(config.batch_size, _PASS_TOKENS // tokens.shape[1])),
-            device=config.device,
+            plan.model,
+            plan.tokens,
+            plan.prefix,
+            dtype=plan.config.cache_dtype,
+            batch_size=plan.rows,
+            device=plan.config.device,
         )
 
     # Methods -----------------------------------------------------------------------------------------------------
@@ -376,12 +291,3 @@ class _Run:
                 if task.docs_sha256 != digests[name]:
                     self.report.scores.append(score)
                     self.save()
-
-
-def _saved_size(profile: Profile) -> int:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profile"
-        profile.save(path)
-        return path.stat().st_size

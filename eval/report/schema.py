@@ -22,7 +22,7 @@ __all__ = [
     "Report", "Score", "SizeAtKl", "Skipped", "Source", "Task", "TextInfo", "read_entry",
 ]  # fmt: skip
 
-REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 5
+REPORT_FORMAT, REPORT_VERSION = "cuvee-report", 6
 T = TypeVar("T")
 
 
@@ -166,7 +166,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A text that was learned from or measured on."""
+    """A text that was measured on."""
 
     name: str
     sha256: str
@@ -186,9 +186,7 @@ class Kind:
 class TextInfo:
     """Texts and sequences; `prefix` tokens of each are cached."""
 
-    calibration: list[Source]
     evaluation: list[Source]
-    calibration_sequences: int | None
     sequences: int
     length: int
     prefix: int
@@ -198,7 +196,7 @@ class TextInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProfileEntry:
-    """A profile: its bytes as saved, and the seconds that learning took; None if it was given.
+    """A profile: its bytes as saved.
 
     `longest` is the length of the longest sequences that its curve was measured on; None if it does not say.
     """
@@ -207,7 +205,6 @@ class ProfileEntry:
     group: str
     source: str
     bytes: int
-    seconds: float | None
     bits_per_value_over_1m_tokens: float
     longest: int | None = None
 

@@ -77,12 +77,11 @@ def _profiles(report: Report) -> list[Block]:
             str(p.source),
             f"{p.bytes:,}",
             format_number(p.bits_per_value_over_1m_tokens),
-            format_number(p.seconds),
             str(p.id),
         ]
         for name, p in report.profiles.items()
     ]
-    columns = ["profile ", "group ", "source ", "bytes", "bits per value over 1M tokens", "seconds to learn", "id "]
+    columns = ["profile ", "group ", "source ", "bytes", "bits per value over 1M tokens", "id "]
     note = "A profile is learned once for a model and kept beside it; its bytes are not part of the sizes above."
     return [ReportTable(columns, rows, note=note)] if rows else []
 
@@ -93,7 +92,6 @@ def _provenance(report: Report) -> list[Block]:
         "cache stored as": configuration.get("cache_dtype"),
         "sequences": f"{text.sequences} of {text.length} tokens, the first {text.prefix} cached",
         "tokens coded together": configuration.get("chunk_tokens"),
-        "sequences to calibrate on": text.calibration_sequences,
         "SHA-256 of the tokens": text.tokens_sha256,
         "perplexity of new text, exact cache": _exact_perplexity(report, rows_of(report, reread=False)),
         "perplexity of copied text, exact cache": _exact_perplexity(report, rows_of(report, reread=True)),
@@ -109,12 +107,11 @@ def _provenance(report: Report) -> list[Block]:
         "cache": f"{model.layers} layers, {model.values_per_token:,} values per token",
         **facts,
     }
-    sources = (("calibration", text.calibration), ("evaluation", text.evaluation))
-    texts = [[use, one.name, f"{one.tokens:,}", one.sha256] for use, found in sources for one in found]
+    texts = [[one.name, f"{one.tokens:,}", one.sha256] for one in text.evaluation]
     blocks: list[Block] = [Code(report.command)] if report.command else []
     blocks.append(ReportTable(["what ", "value "], _named(shown)))
     if texts:
-        blocks.append(ReportTable(["text for ", "name ", "tokens", "SHA-256 "], texts, title="Texts"))
+        blocks.append(ReportTable(["name ", "tokens", "SHA-256 "], texts, title="Texts"))
     environment = _named(report.environment)
     blocks.append(ReportTable(["what ", "version or kind "], environment, title="Software and hardware"))
     return blocks

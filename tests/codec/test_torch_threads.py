@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,19 +23,10 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.support import torch_threads
 from cuvee.codec.support.torch_threads import compute_alone, computing_alone
+from cuvee.eval import machine
 
 COUNTS = [1, 2, 4]
 TOKENS = 2 * 128 + 5
-
-
-@contextmanager
-def torch_counts(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +62,7 @@ def test_no_other_thread_notices(threads: int, tokens: int, monkeypatch: pytest.
 
     for name in ("encode", "decode"):
         monkeypatch.setattr(TransformScheme, name, watched(getattr(TransformScheme, name)))
-    with torch_counts(3), ThreadPoolExecutor(1) as running:
+    with machine.torch_threads(3), ThreadPoolExecutor(1) as running:
         assert running.submit(torch.get_num_threads).result() == 3
         blob = codec.encode(chunk)
         assert torch.get_num_threads() == in_new_thread() == 3
@@ -102,7 +92,7 @@ def test_parts_equal_the_whole_whatever_threads_there_are(group: str, name: str,
     wanted: tuple[bytes, KVChunk] | None = None
     for number in COUNTS:
         for threads in COUNTS:
-            with torch_counts(number):
+            with machine.torch_threads(number):
                 codec = Codec(profile, step=step, threads=threads)
                 blob = codec.encode(chunk)
                 whole = codec.decode(blob)
@@ -170,7 +160,7 @@ def test_another_openmp_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog:
     torch_threads._setters.cache_clear()
     monkeypatch.setattr(torch_threads, "_found", lambda name: lambda number: number)
     try:
-        with torch_counts(3), caplog.at_level(logging.WARNING):
+        with machine.torch_threads(3), caplog.at_level(logging.WARNING):
             for _ in range(2):
                 with computing_alone():
                     assert torch.get_num_threads() == 3

@@ -564,7 +564,6 @@ def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) ->
         ({}, r"method: nothing says .* give profile=, quality= or method="),
         ({"method": Uncompressed(), "profile": "p.safetensors", "kl": 0.1}, "method: .* leave profile=, kl= out"),
         ({"method": "kivi4", "quality": "high"}, "method: .* leave quality= out"),
-        ({"method": "kivi4", "codec_backend": "reference"}, "method: .* leave codec_backend= out"),
         ({"quality": "high", "bits": 2}, "quality: give at most one of .* got quality, bits"),
         ({"kl": "tiny"}, "kl: must be a number, got 'tiny'"),
         ({"quality": 3}, "quality: must be a name, got 3"),
@@ -584,7 +583,6 @@ def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) ->
         ({"method": Uncompressed(), "max_length": 65}, "max_length: the model has 64 positions, got 65"),
         ({"method": "kivi5"}, "kivi5"),
         ({"kl": 0.01}, "^kl: must be quality='lossless' with an unlearned profile"),
-        ({"quality": "lossless", "codec_backend": "cobol"}, "cobol"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str, llama: Callable[..., CuveeLM]) -> None:

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
@@ -43,16 +43,6 @@ def blocks(page: str, *kinds: str) -> list[str]:
     return [code for _, kind, code in BLOCK.findall(text) if kind in kinds]
 
 
-@contextmanager
-def within(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def run(page: str, folder: Path) -> dict[str, Any]:
     """Run the Python of a page in `folder`, block by block, and return its names."""
     name = "docs_" + re.sub(r"\W", "_", page)
@@ -60,7 +50,7 @@ def run(page: str, folder: Path) -> dict[str, Any]:
     sys.modules[name] = module  # dataclasses resolve annotations there
     text = (DOCS / page).read_text(encoding="utf-8")
     try:
-        with within(folder):
+        with chdir(folder):
             for block in BLOCK.finditer(text):
                 if block[2] == "python":
                     # Keep the page's line numbers: tracebacks show them, and Triton reads its kernels there.

@@ -11,7 +11,7 @@ from cuvee.cli.options import Dtype, Json, Model, fields_from, typed_command
 from cuvee.cli.output import make_console, print_json
 from cuvee.codec.errors import InputError
 
-_LEARNING, _MEASURING, _TASKS = "Learning", "Measuring", "Tasks"
+_MEASURING, _TASKS = "Measuring", "Tasks"
 
 
 def report(
@@ -25,32 +25,14 @@ def report(
             show_default=False,
         ),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer sequences, methods and tasks: four minutes on the bundled model.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sequences, methods and tasks.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace another run in the folder.")] = False,
     as_json: Json = False,
     profiles: Annotated[
         list[Path] | None,
         typer.Option(
-            "--profile", show_default=False, rich_help_panel=_LEARNING,
-            help="Measure this profile instead of learning one. Repeatable.",
-        ),
-    ] = None,
-    groups: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--group", show_default=False, rich_help_panel=_LEARNING,
-            help="Learn a profile with this group. Repeatable. Default: layer and all if the model is small enough, "
-            "else auto, as `cuvee profile learn` does.",
-        ),
-    ] = None,
-    calibration: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--learn-text", metavar="TEXT", show_default=False, rich_help_panel=_LEARNING,
-            help="Learn from this text. Repeatable. Default: the mixture that `cuvee profile learn` learns from; "
-            "bundled texts for the bundled model.",
+            "--profile", show_default=False, rich_help_panel=_MEASURING,
+            help="Measure this profile, which `cuvee profile learn` has written. Repeatable.",
         ),
     ] = None,
     methods: Annotated[
@@ -58,7 +40,7 @@ def report(
         typer.Option(
             "--method", metavar="NAME", show_default=False, rich_help_panel=_MEASURING,
             help="Measure only this: a key (kivi4, pca/layer@0.4), a family (pca/layer) or a kind (cuvee, pca). "
-            "Repeatable.",
+            "Repeatable. Default: all but PCA, which learns first.",
         ),
     ] = None,
     evaluation: Annotated[
@@ -117,11 +99,11 @@ def report(
 
     Results are saved as they come: whatever ends a run, the same command continues where it stopped.
 
-    Example: cuvee report --model smollm2 --quick -o out/smollm2
+    Example: cuvee report --model smollm2 --profile smollm2.safetensors --quick -o out/smollm2
 
     Example: cuvee report --model smollm2 --profile P.safetensors --method cuvee --task cuvee_lines_100 --controls
 
-    Example: cuvee report --quick --against old/report.json
+    Example: cuvee report --profile books-3m.safetensors --quick --against old/report.json
     """
     options = {**locals()}
     from cuvee.eval.report.rendering import print_summary

@@ -24,13 +24,16 @@ from tests.conftest import Books
 from tests.eval.report.world import run_report
 from tests.package.cli.running import run
 
-import cuvee
 from cuvee.calibration.bundled import bundled_model_path
-from cuvee.calibration.kinds import KINDS, LONG, more_text
+from cuvee.calibration.corpus import load_bundled_model
+from cuvee.calibration.kinds import LONG, SAMPLES, SHARES, mixture
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL
+from cuvee.eval.baselines.pca import PcaTransform
 from cuvee.eval.baselines.quantizers import CacheGen, Kivi
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES
@@ -46,9 +49,7 @@ pytest.importorskip("lm_eval")
 TASK = "cuvee_kv_8"
 CONFIG = replace(
     quick_config(ReportConfig()),
-    groups=("layer",),
     length=128,
-    calibration_sequences=24,
     sequences=6,
     chunk_tokens=64,
     tasks=(TASK,),
@@ -64,21 +65,23 @@ def console() -> Iterator[Console]:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, console: Console) -> tuple[Path, dict[str, Any]]:
+def config(books: Books, tmp_path_factory: pytest.TempPathFactory) -> ReportConfig:
+    books.profile.save(path := tmp_path_factory.mktemp("profile") / "layer.safetensors")
+    return replace(CONFIG, profiles=(str(path),))
+
+
+@pytest.fixture(scope="module")
+def done(
+    config: ReportConfig, tmp_path_factory: pytest.TempPathFactory, console: Console
+) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("report") / "run"
-    return out, run_report(CONFIG, out, console, command="cuvee report --quick")
+    return out, run_report(config, out, console, command="cuvee report --quick")
 
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for `done`, which comes first: a quarter of the time of a report this small goes into drawing."""
     monkeypatch.setattr("cuvee.eval.report.rendering.write_plot", lambda *_: False)
-
-
-@pytest.fixture
-def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the bundled texts, from which prediction is learned where the mixture is, a twentieth."""
-    monkeypatch.setattr("cuvee.eval.report.learning.more_text", lambda *given: more_text(*given)[::20])
 
 
 def untimed(data: Any) -> Any:
@@ -96,14 +99,14 @@ def test_a_report_holds_every_method_and_how_it_was_made(done: tuple[Path, dict[
     assert len(set(keys)) == len(keys)
     left_out = {"fp8-e4m3-unit", "fp8-e4m3-head", "int8", "cachegen-tables-free"}
     assert set(keys) >= (BASELINES.keys() - left_out) | {f"cuvee/layer@{preset}" for preset in PRESET_KL}
-    assert "cuvee/lossless" in keys and any(k.startswith("pca/layer@") for k in keys)
+    assert "cuvee/lossless" in keys and not any(k.startswith("pca/") for k in keys)
     for entry in data["quality"]:
         assert len(entry["per_sequence"]["kl"]) == 6 and entry["chunk_tokens"] == 64
         assert entry["family"] == entry["key"].partition("@")[0]
     text = data["text"]
     assert (text["sequences"], text["length"], text["prefix"]) == (6, 128, 96)
     assert [t["name"] for t in text["evaluation"]] == ["orchard", "lantern", "garrison"]
-    assert text["calibration_sequences"] <= 24 and len(text["tokens_sha256"]) == 64
+    assert len(text["tokens_sha256"]) == 64
     assert data["environment"]["cpu"] and data["environment"]["torch"] == torch.__version__
     assert data["configuration"]["model_fingerprint"] == data["model"]["fingerprint"]
     assert data["model"]["parameters"] == 3_443_136
@@ -112,7 +115,11 @@ def test_a_report_holds_every_method_and_how_it_was_made(done: tuple[Path, dict[
 
 
 def test_curves_end_where_they_cost_too_much(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    done: tuple[Path, dict[str, Any]],
+    config: ReportConfig,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def costs(data: dict[str, Any]) -> list[float]:
         return [e["kl"] for e in data["quality"] if e["family"] == "cuvee/layer" and e["kind"] == "curve"]
@@ -120,17 +127,15 @@ def test_curves_end_where_they_cost_too_much(
     whole = costs(done[1])
     assert len(whole) >= 6 and whole[2] < whole[-2]
     monkeypatch.setattr("cuvee.eval.report.report_run.WORST_KL", whole[2] * 0.99)
-    short = costs(run_report(replace(CONFIG, tasks=(), methods=("cuvee/layer",)), tmp_path / "run", console))
+    short = costs(run_report(replace(config, tasks=(), methods=("cuvee/layer",)), tmp_path / "run", console))
     assert short == pytest.approx(whole[:3], rel=1e-3)
 
 
-def test_the_profile_that_was_measured_is_in_the_folder(done: tuple[Path, dict[str, Any]]) -> None:
-    out, data = done
-    profile = Profile.load(out / "profiles" / "layer.safetensors")
-    entry = data["profiles"]["layer"]
-    assert entry["id"] == profile.id.hex() and entry["source"] == "calibrated"
-    assert entry["longest"] == max(profile.lengths)
-    assert entry["bytes"] == (out / "profiles" / "layer.safetensors").stat().st_size
+def test_the_profile_is_described(done: tuple[Path, dict[str, Any]], config: ReportConfig, books: Books) -> None:
+    entry = done[1]["profiles"]["layer"]
+    assert entry["id"] == books.profile.id.hex() and entry["source"] == "calibrated"
+    assert entry["longest"] == max(books.profile.lengths)
+    assert entry["bytes"] == Path(config.profiles[0]).stat().st_size
     assert entry["bits_per_value_over_1m_tokens"] == pytest.approx(8 * entry["bytes"] / (1e6 * 1536))
 
 
@@ -158,7 +163,7 @@ def test_the_comparison_is_at_the_kl_of_the_anchors(done: tuple[Path, dict[str, 
     assert [entry["anchor"] for entry in data["comparison"]] == [*ANCHORS, "kivi2"]  # quick leaves the others out
     for entry in data["comparison"]:
         assert entry["kl"] == quality[entry["anchor"]]["kl"]
-    assert {r["against"] for r in data["comparison"][0]["ratios"]} == {"fp8-e4m3", "pca/layer"}
+    assert {r["against"] for r in data["comparison"][0]["ratios"]} == {"fp8-e4m3"}
     assert {r["against"] for r in data["comparison"][3]["ratios"]} <= {"kivi2"}
     against = {r["against"]: r for r in data["comparison"][1]["ratios"] if r["of"] == "cuvee/layer"}
     assert against["kivi4"]["ratio"] > 2 and against["kivi4"]["low"] < against["kivi4"]["ratio"]
@@ -181,19 +186,22 @@ class Interrupted:
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    done: tuple[Path, dict[str, Any]],
+    config: ReportConfig,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, whole = done
     with monkeypatch.context() as patch:
         Interrupted(patch, 5)
         with pytest.raises(KeyboardInterrupt):
-            run_report(CONFIG, tmp_path / "run", console, command="cuvee report --quick")
+            run_report(config, tmp_path / "run", console, command="cuvee report --quick")
     half = json.loads((tmp_path / "run" / "report.json").read_text())
     assert not half["complete"] and len(half["quality"]) == 5 and not (tmp_path / "run" / "report.md").exists()
     with monkeypatch.context() as patch:
         rest = Interrupted(patch, 1000)
-        monkeypatch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("the profile was there already"))
-        data = run_report(CONFIG, tmp_path / "run", console, command="cuvee report --quick")
+        data = run_report(config, tmp_path / "run", console, command="cuvee report --quick")
     assert len(rest.measured) == len(whole["quality"]) - 5
     assert data["quality"][:5] == half["quality"]
     assert untimed(data) == untimed(whole)
@@ -217,13 +225,17 @@ def test_scores_before_an_interruption_are_kept(
 
 
 def test_a_complete_run_is_only_rendered_anew(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    done: tuple[Path, dict[str, Any]],
+    config: ReportConfig,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, whole = done
     shutil.copytree(out, tmp_path / "run")
     (tmp_path / "run" / "report.md").unlink()
     Interrupted(monkeypatch, 0)
-    assert untimed(run_report(CONFIG, tmp_path / "run", console)) == untimed(whole)
+    assert untimed(run_report(config, tmp_path / "run", console)) == untimed(whole)
     assert (tmp_path / "run" / "report.md").exists()
 
 
@@ -238,57 +250,58 @@ def test_a_complete_run_is_only_rendered_anew(
     ],
 )
 def test_results_of_another_configuration_are_never_mixed(
-    done: tuple[Path, dict[str, Any]], console: Console, change: dict[str, Any], field: str
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, console: Console, change: dict[str, Any], field: str
 ) -> None:
     out, _ = done
     before = (out / "report.json").read_bytes()
     with pytest.raises(InputError, match=rf"^out: .* holds another run \(it differs in {field}\)"):
-        run_report(replace(CONFIG, **change), out, console)
+        run_report(replace(config, **change), out, console)
     assert (out / "report.json").read_bytes() == before
 
 
 def test_results_of_other_software_are_never_mixed(
-    done: tuple[Path, dict[str, Any]], console: Console, monkeypatch: pytest.MonkeyPatch
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, _ = done
     machine = hardware()
     monkeypatch.setattr("cuvee.eval.report.report_plan.hardware", lambda: {**machine, "torch": "1.0"})
     with pytest.raises(InputError, match="differs in software"):
-        run_report(CONFIG, out, console)
+        run_report(config, out, console)
 
 
-def test_a_folder_that_holds_other_things_is_left_alone(tmp_path: Path, console: Console) -> None:
+def test_a_folder_that_holds_other_things_is_left_alone(config: ReportConfig, tmp_path: Path, console: Console) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"^out: .* is not empty and holds no report"):
-        run_report(CONFIG, tmp_path, console)
+        run_report(config, tmp_path, console)
     with pytest.raises(InputError, match=r"^out: must be a folder"):
-        run_report(CONFIG, tmp_path / "notes.txt", console)
+        run_report(config, tmp_path / "notes.txt", console)
     (tmp_path / "report.json").write_text('{"results": []}')
     with pytest.raises(InputError, match=r"^out: .* is not a report"):
-        run_report(CONFIG, tmp_path, console)
+        run_report(config, tmp_path, console)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_profile_that_was_exchanged_is_noticed(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, books: Any, monkeypatch: pytest.MonkeyPatch
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path, console: Console, books: Books
 ) -> None:
-    out, _ = done
-    shutil.copytree(out, tmp_path / "run")
-    data = json.loads((tmp_path / "run" / "report.json").read_text())
-    (tmp_path / "run" / "report.json").write_text(json.dumps({**data, "complete": False}))
-    books.profile.save(tmp_path / "run" / "profiles" / "layer.safetensors")
-    with pytest.raises(InputError, match="is not the profile this report was measured with"):
-        run_report(CONFIG, tmp_path / "run", console)
-    (tmp_path / "run" / "profiles" / "layer.safetensors").unlink()
-    monkeypatch.setattr(cuvee, "calibrate", lambda *_, **__: books.profile)
-    with pytest.raises(InputError, match="the profile layer is gone and cannot be learned again the same"):
-        run_report(CONFIG, tmp_path / "run", console)
+    own = books.profile
+    other = Profile(own.layout, own.group, own.source, own.family, own.learned, min_step_index=own.min_step_index)
+    assert other.id != own.id
+    other.save(tmp_path / "layer.safetensors")
+    with pytest.raises(InputError, match=r"differs in profiles"):
+        run_report(replace(config, profiles=(str(tmp_path / "layer.safetensors"),)), done[0], console)
+
+
+def test_without_profiles_and_methods_the_command_that_learns_is_named(tmp_path: Path, console: Console) -> None:
+    learn = "learn one with `cuvee profile learn some/model -o model.safetensors`"
+    with pytest.raises(InputError, match=f"^profiles: must name one, unless methods are named: {learn}"):
+        run_report(replace(CONFIG, model="some/model"), tmp_path / "run", console)
 
 
 def test_a_profile_of_another_model_is_refused(
     tmp_path: Path, console: Console, books: Any, fitted: Callable[..., Profile]
 ) -> None:
-    config = replace(CONFIG, groups=(), profiles=(str(tmp_path / "other"),))
+    config = replace(CONFIG, profiles=(str(tmp_path / "other"),))
     fitted("gqa", "layer").save(tmp_path / "other")
     with pytest.raises(ProfileMismatchError, match="the profile is for synthetic"):
         run_report(config, tmp_path / "run", console)
@@ -308,7 +321,7 @@ def test_profiles_need_names_of_their_own(tmp_path: Path, console: Console, book
         (tmp_path / name).parent.mkdir(exist_ok=True)
         books.profile.save(tmp_path / name)
     for names in (("a/p", "b/p"), ("a/p@2",)):
-        config = replace(CONFIG, groups=(), profiles=tuple(str(tmp_path / name) for name in names))
+        config = replace(CONFIG, profiles=tuple(str(tmp_path / name) for name in names))
         with pytest.raises(InputError, match=r"^profiles: must have different names"):
             run_report(config, tmp_path / "run", console)
 
@@ -316,7 +329,7 @@ def test_profiles_need_names_of_their_own(tmp_path: Path, console: Console, book
 def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Console) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(UnsupportedModelError, match="mamba"):
-        run_report(replace(CONFIG, model=str(tmp_path)), tmp_path / "run", console)
+        run_report(replace(CONFIG, model=str(tmp_path), methods=("cuvee",)), tmp_path / "run", console)
     assert not (tmp_path / "run").exists()
 
 
@@ -326,10 +339,7 @@ def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Cons
         ({"tasks": ("cuvee_kv_9",)}, r"^tasks: 'cuvee_kv_9' is not known; did you mean 'cuvee_kv_8'"),
         ({"length": 1024}, "token_ids: must be at most 512 long, the model's positions, got 1024"),
         ({"evaluation": ("nowhere.txt",)}, "no such text file"),
-        ({"groups": ("layer", "sphere")}, "sphere"),
         ({"methods": ("kivi5",)}, r"^methods: 'kivi5' is not known, did you mean 'kivi"),
-        ({"calibration": ("mixture", "harbour")}, "^calibration: mixture comes alone"),
-        ({"calibration": ("mixture",), "calibration_sequences": 23}, "^sequences: must be at least 24"),
     ],
 )
 def test_what_does_not_fit_is_said(
@@ -341,30 +351,19 @@ def test_what_does_not_fit_is_said(
     manager = tasks.TaskManager
     monkeypatch.setattr(tasks, "TaskManager", lambda **more: manager(**{**more, "include_defaults": False}))
     with pytest.raises((InputError, FileNotFoundError), match=message):
-        run_report(replace(CONFIG, **change), tmp_path / "run", console)
+        run_report(replace(CONFIG, **{"methods": ("kivi4",), **change}), tmp_path / "run", console)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_text_to_learn_from_needs_something_that_learns(tmp_path: Path, console: Console, books: Books) -> None:
-    books.profile.save(path := tmp_path / "p.safetensors")
-    config = replace(CONFIG, groups=(), profiles=(str(path),), calibration=("harbour",), methods=("cuvee",))
-    with pytest.raises(InputError, match=r"^calibration: must be left out with profiles, .* unless PCA .* got harbour"):
-        run_report(config, tmp_path / "run", console)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("sequences", 0), ("chunk_tokens", 0), ("limit", 0), ("batch_size", 0), ("metadata", ("x",)),
-        ("groups: must be left out if profiles are given", None),
-    ],
-)  # fmt: skip
+    [("sequences", 0), ("chunk_tokens", 0), ("limit", 0), ("batch_size", 0), ("metadata", ("x",))],
+)
 def test_a_configuration_is_checked(field: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"^{field}"):
-        replace(CONFIG, **({"profiles": ("a",)} if value is None else {field: value}))
+        replace(CONFIG, **{field: value})
 
 
-@pytest.mark.usefixtures("little_text")
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gemma3_text", marks=pytest.mark.nightly)])
 def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path, console: Console) -> None:
     folder = tmp_path / "tiny"
@@ -406,7 +405,7 @@ def test_what_fails_is_left_out_and_nothing_else(
     books.profile.save(tmp_path / "mine.safetensors")
     books.profile.with_curve(few).save(tmp_path / "few.safetensors")
     config = replace(
-        CONFIG, profiles=(str(tmp_path / "mine.safetensors"), str(tmp_path / "few.safetensors")), groups=(),
+        CONFIG, profiles=(str(tmp_path / "mine.safetensors"), str(tmp_path / "few.safetensors")),
         methods=("fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed", "cuvee/mine", "cuvee/few@small"),
         tasks=("cuvee_reread_nll", TASK), limit=2, sequences=2,
     )  # fmt: skip
@@ -454,12 +453,12 @@ def test_a_full_disk_keeps_what_was_measured(
     assert data["complete"] and keys_of(data) == ["bf16", "kivi4", "kivi2", "cachegen"]
 
 
-def test_a_log_says_what_is_measured_and_how_much_is_done(tmp_path: Path) -> None:
+def test_a_log_says_what_is_measured_and_how_much_is_done(config: ReportConfig, tmp_path: Path) -> None:
     with open(tmp_path / "log", "w+", encoding="utf-8") as file:
-        run_report(replace(CONFIG, methods=("kivi4", "cuvee/layer"), tasks=()), tmp_path / "run", Console(file=file))
+        run_report(replace(config, methods=("kivi4", "cuvee/layer"), tasks=()), tmp_path / "run", Console(file=file))
         file.seek(0)
         said = file.read()
-    assert "learning a profile, group layer" in said and "quality: cuvee/layer@" in said
+    assert "quality: kivi4" in said and "quality: cuvee/layer@" in said
     counted = [(int(done), int(total)) for done, total in re.findall(r"(\d+) of (\d+): ", said)]
     assert counted[0][0] == 1 and all(done <= total for done, total in counted)
 
@@ -509,9 +508,8 @@ def test_a_method_that_is_not_known_is_named_with_those_that_are(name: str, mess
 
 
 def test_only_the_methods_asked_for_are_measured(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console
 ) -> None:
-    monkeypatch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("no method asked for needs a profile"))
     config = replace(CONFIG, methods=("kivi4", "int8", "cuvee/lossless"), limit=2)
     data = run_report(config, tmp_path / "run", console)
     assert keys_of(data) == ["bf16", "int8", "kivi4", "cuvee/lossless"] and data["complete"]
@@ -525,76 +523,48 @@ def test_only_the_methods_asked_for_are_measured(
 
 def test_a_preset_below_the_curve_is_left_out_instead_of_shown_as_lossless(books: Books) -> None:
     coarse = books.profile.with_curve(p for p in books.profile.curve if p.kl is not None and p.kl > 2e-3)
-    made = {c.key: c for c in codec_candidates(coarse.layout, ["mine"], lambda name: coarse, True)}
+    made = {c.key: c for c in codec_candidates(coarse.layout, {"mine": coarse}, True)}
     with pytest.raises(ProfileError, match=r"^high: the profile's curve does not reach a KL of 0.001$"):
         made["cuvee/mine@high"].make()
     small = made["cuvee/mine@small"].make()
     assert isinstance(small, CodecMethod) and not small.codec.lossless
 
 
-def test_a_given_profile_is_measured_and_pca_only_if_it_is_named(
-    tmp_path: Path, console: Console, books: Any, monkeypatch: pytest.MonkeyPatch
+def test_pca_is_fitted_to_the_mixture_with_the_group_of_the_profile(
+    tmp_path: Path, console: Console, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = calibrate(books.model, books.harbour[:24], "layers:2", progress=False)
     pairs.save(tmp_path / "pairs.safetensors")
+    learned: list[int] = []
+    fit = PcaTransform.fit
+
+    def fitted(layout: KVLayout, chunks: list[KVChunk], group: str) -> PcaTransform:
+        learned.extend(chunk.tokens for chunk in chunks)
+        return fit(layout, chunks, group)
+
+    monkeypatch.setattr(PcaTransform, "fit", fitted)
     config = replace(
-        CONFIG, groups=(), tasks=(), profiles=(str(tmp_path / "pairs.safetensors"),), sequences=2,
-        calibration_sequences=40, methods=("pca", "cuvee/pairs@balanced"),
+        CONFIG, tasks=(), profiles=(str(tmp_path / "pairs.safetensors"),), sequences=2,
+        methods=("pca", "cuvee/pairs@balanced"),
     )  # fmt: skip
     data = run_report(config, tmp_path / "run", console)
     assert data["profiles"]["pairs"]["id"] == pairs.id.hex() and data["tasks"] == data["scores"] == []
-    assert [t["name"] for t in data["text"]["calibration"]] == ["harbour", "millrace", "postroad"]
-    # PCA has the group of the profile.
     assert {e["family"] for e in data["quality"]} == {"bf16", "pca/layers:2", "cuvee/pairs"} and not data["skipped"]
     bits = [e["bits_per_value"] for e in data["quality"] if e["family"] == "pca/layers:2"]
     assert bits == sorted(bits, reverse=True) and len(bits) == 4
-    Interrupted(monkeypatch, 0)
-    with pytest.raises(KeyboardInterrupt):
-        run_report(replace(config, methods=()), tmp_path / "all", console)
-    begun = json.loads((tmp_path / "all" / "report.json").read_text())
-    assert begun["text"]["calibration"] == []  # nothing is learned
+    kinds = mixture(*load_bundled_model(), length=128, seed=config.seed, samples=False)
+    kinds.pop(LONG)
+    assert learned == [96] * (sum(map(len, kinds.values())) + round(96 * SHARES[SAMPLES]))
 
 
-@pytest.mark.usefixtures("little_text")
-def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+def test_kinds_of_text_are_compared_apart(
+    config: ReportConfig, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(bundled_model_path(), tmp_path / "mine")
-    monkeypatch.setattr("cuvee.eval.report.report_plan.WHOLE_CACHE_VALUES", 100)  # as if it were larger
-    config = replace(
-        CONFIG, model=str(tmp_path / "mine"), groups=(), tasks=(), calibration_sequences=None, length=128,
-        methods=("kivi4", "cuvee/layers:2@balanced"),
-    )  # fmt: skip
-    assert config.learned_texts == ("mixture",) and config.learned_sequences == 96
-    monkeypatch.setattr("cuvee.eval.report.report_config.MIXTURE_SEQUENCES", 64)
-    monkeypatch.setattr("cuvee.eval.report.report_plan.CPU_FLOPS", 500.0)
-    learned: dict[str, Any] = {}
-
-    def calibrate(model: Any, tokens: Any, group: str, **more: Any) -> Profile:
-        learned.update(tokens=tokens, group=group)
-        return calibrated(model, tokens, group, **more)
-
-    calibrated = cuvee.calibrate
-    monkeypatch.setattr(cuvee, "calibrate", calibrate)
-    data = run_report(config, tmp_path / "run", console)
-    assert learned["group"] == "layers:2" and set(learned["tokens"]) == {*KINDS, LONG}
-    assert data["configuration"]["groups"] == ["layers:2"]
-    assert keys_of(data) == ["bf16", "kivi4", "cuvee/layers:2@balanced"]
-    assert [t["name"] for t in data["text"]["calibration"]] == ["mixture"]
-    assert data["text"]["calibration_sequences"] == sum(map(len, learned["tokens"].values()))
-    # It goes on from there without learning again, and knows the mixture from another text.
-    monkeypatch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("the profile was there already"))
-    assert untimed(run_report(config, tmp_path / "run", console)) == untimed(data)
-    with pytest.raises(InputError, match=r"differs in .*calibration"):
-        run_report(replace(config, calibration=("harbour", "millrace", "postroad")), tmp_path / "run", console)
-
-
-def test_kinds_of_text_are_compared_apart(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuvee.eval.report.comparing.LEAST_OF_KIND", 2)
-    config = replace(
-        CONFIG, tasks=(), evaluation=("orchard", "lantern"), sequences=7, methods=("kivi4", "cuvee/layer", "pca")
+    kinds = replace(
+        config, tasks=(), evaluation=("orchard", "lantern"), sequences=7, methods=("kivi4", "cuvee/layer", "pca")
     )
-    data = run_report(config, tmp_path / "run", console)
+    data = run_report(kinds, tmp_path / "run", console)
     assert data["text"]["kinds"] == [
         {"text": "orchard", "reread": False, "rows": [1, 3]},
         {"text": "orchard", "reread": True, "rows": [0, 2]},
@@ -623,17 +593,18 @@ def test_large_models_are_asked_fewer_documents(
 # --- an end before its time
 
 COMMAND = [
-    "report", "--quick", "--method", "kivi4", "--method", "pca/layer", "--method", "cuvee/layer", "--no-tasks",
-    "--length", "128", "--sequences", "8", "-o",
+    "report", "--quick", "--method", "kivi4", "--method", "cuvee", "--no-tasks", "--length", "128", "--sequences", "8",
+    "-o",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGINT])
-def test_a_run_that_is_told_to_stop_goes_on_later(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_run_that_is_told_to_stop_goes_on_later(config: ReportConfig, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
     # A process in the background ignores SIGINT from its beginning.
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import cuvee.cli as c; c.main()"
-    typed = [sys.executable, "-c", program, *COMMAND, str(out)]
+    command = [*COMMAND, str(out), "--profile", config.profiles[0]]
+    typed = [sys.executable, "-c", program, *command]
     with subprocess.Popen(typed, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
             if (out / "report.json").exists() and len(keys_of(json.loads((out / "report.json").read_text()))) >= 4:
@@ -648,7 +619,7 @@ def test_a_run_that_is_told_to_stop_goes_on_later(tmp_path: Path, number: signal
     assert "Traceback" not in said
     half = json.loads((out / "report.json").read_text())
     assert not half["complete"] and len(half["quality"]) >= 4
-    done = run(*COMMAND, out)
+    done = run(*command)
     assert "measurements done: continuing" in done.stderr and str(out / "report.md") in done.stdout
     data = json.loads((out / "report.json").read_text())
     assert data["complete"] and data["quality"][: len(half["quality"])] == half["quality"]

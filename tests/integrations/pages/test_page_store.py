@@ -25,7 +25,6 @@ from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.arrays import I64
 from cuvee.integrations.core import chunk_io
-from cuvee.integrations.core.entry_keys import EntryKeys
 from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.pages import Counts, PageStore, entries
 from cuvee.integrations.stores import StoreError
@@ -465,12 +464,3 @@ def test_slots_of_another_number_are_refused(desk: Callable[..., Desk]) -> None:
             method(d.cache, d.at(range(3)), named(range(2)), 0)
     with pytest.raises(InputError, match="name: must be"):
         d.pages.stored([b""])
-
-
-def test_tags_are_bound_to_tenant_digest_and_rank() -> None:
-    keys, digest = EntryKeys([bytes(8)]), bytes(32)
-    bound = keys.bound_to("tenant", digest)
-    others = [keys.bound_to("other", digest), keys.bound_to("tenant", bytes([1] * 32))]
-    assert bound and bound not in [*others, EntryKeys([bytes(8)], 1).bound_to("tenant", digest)]
-    assert EntryKeys([bytes([1] * 8), bytes(8)]).bound_to("tenant", digest) == bound, "under any secret"
-    assert EntryKeys([]).bound_to("tenant", digest) == b""

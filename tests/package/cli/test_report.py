@@ -6,19 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.conftest import Books
 from tests.package.cli.running import fails, run
 
 
 @pytest.mark.filterwarnings("ignore")  # lm-eval's
-def test_report_measures_and_compares(tmp_path: Path) -> None:
+def test_report_measures_and_compares(books: Books, tmp_path: Path) -> None:
     out = tmp_path / "report"
-    options = ["--quick", "--length", "128", "--sequences", "4", "--group", "layer", "--no-tasks"]
-    options += ["--method", "cuvee/layer", "--method", "fp8-e4m3", "--method", "kivi4"]
+    books.profile.save(profile := tmp_path / "mine.safetensors")
+    options = ["--quick", "--length", "128", "--sequences", "4", "--no-tasks", "--profile", str(profile)]
+    for method in ("cuvee/mine", "fp8-e4m3", "kivi4"):
+        options += ["--method", method]
     shown = run("report", "-o", out, *options).stdout
     assert "Ratios at equal KL" in shown and str(out / "report.md") in shown
     path = out / "report.json"
     data = json.loads(path.read_text())
-    assert data["configuration"]["quick"] and data["configuration"]["groups"] == ["layer"] and data["tasks"] == []
+    assert data["configuration"]["quick"] and data["configuration"]["profiles"].keys() == {"mine"} and not data["tasks"]
     assert json.loads(run("report", "-o", out, *options, "--json").stdout)["quality"]
     done = run("report", "-o", out, *options, "--text", "orchard", code=1)
     assert "differs in evaluation" in done.stderr.splitlines()[-1]  # behind the bar of loading the model
@@ -34,8 +37,8 @@ def test_report_measures_and_compares(tmp_path: Path) -> None:
 
 
 def test_options_of_the_report_that_do_not_go_together(tmp_path: Path) -> None:
-    fails("report", "-o", tmp_path / "r", "--profile", "a", "--group", "layer", match="groups: must be left out")
-    fails("report", "-o", tmp_path / "r", "--model", tmp_path / "nowhere", match="nowhere")
+    fails("report", "-o", tmp_path / "r", match="cuvee profile learn books-3m -o books-3m.safetensors")
+    fails("report", "-o", tmp_path / "r", "--model", tmp_path / "nowhere", "--method", "kivi4", match="nowhere")
     fails("report", "-o", tmp_path / "r", "--no-tasks", "--controls", match="controls: must be left out")
     for options, message in {
         ("--no-tasks", "--task", "gsm8k"): "tasks: must be left out with --no-tasks",
