@@ -1,6 +1,8 @@
 """`ProfileCollection`: profiles of many models in one place, and `find_profile`: the one that an engine asks for.
 
     cuvee-profiles/<layout>/<id>.safetensors        a profile, as `Profile.save` writes it
+    cuvee-profiles/<layout>/<id>.md                 what is in it, for people (`profile_card`)
+    README.md                                       the same of the first profile, where the hub shows it
 
 - `<layout>` is the fingerprint of the model's KV layout, without its dtype, since profiles serve caches of any dtype.
 - `<id>` is the profile's own, which everything that decoding depends on is hashed to.
@@ -17,7 +19,7 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.files import replacing
+from cuvee.integrations.profiles.card import profile_card
 from cuvee.integrations.profiles.location import ProfileLocation, check_id, names_collection
 from cuvee.integrations.stores.base import StoreError
 
@@ -85,7 +88,8 @@ class ProfileCollection:
     def push(self, profile: Profile) -> int:
         """Put a profile into the collection; return the bytes of its file.
 
-        A profile of the same id is replaced: its curve may differ, which the id does not cover.
+        A profile of the same id is replaced: its curve may differ, which the id does not cover. So is its card. A
+        repository of the hub gets the card as README.md, too, unless it has one.
 
         Raises:
             StoreError: the place cannot be reached, or refuses the profile.
@@ -93,8 +97,11 @@ class ProfileCollection:
         with tempfile.TemporaryDirectory(prefix="cuvee-") as folder:
             file = Path(folder, "profile")
             profile.save(file)
+            card = Path(folder, "card")
+            card.write_text(profile_card(profile, self._where.shown), encoding="utf-8")
+            name = _file_name(layout_name(profile.layout), profile.id.hex())
             with self._reaching():
-                self._files.write(_file_name(layout_name(profile.layout), profile.id.hex()), file)
+                self._files.write({name: file, str(Path(name).with_suffix(".md")): card})
             return file.stat().st_size
 
     def list(self, layout: KVLayout | None = None) -> list[Found]:
@@ -217,8 +224,8 @@ class _Place(ABC):
         """Yield the path of a file on this machine; None: there is no such file."""
 
     @abstractmethod
-    def write(self, name: str, file: Path) -> None:
-        """Write the content of `file`, all or nothing, in place of a file of the same name."""
+    def write(self, files: Mapping[str, Path]) -> None:
+        """Write the content of a profile and its card, each all or nothing, in place of files of the same names."""
 
     @abstractmethod
     def list(self) -> list[tuple[str, int, float]]:
@@ -235,10 +242,11 @@ class _Folder(_Place):
         file = self._path / name
         return nullcontext(file if file.is_file() else None)
 
-    def write(self, name: str, file: Path) -> None:
-        (self._path / name).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self._path / name) as temporary:
-            shutil.copyfile(file, temporary)
+    def write(self, files: Mapping[str, Path]) -> None:
+        for name, file in files.items():
+            (self._path / name).parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self._path / name) as temporary:
+                shutil.copyfile(file, temporary)
 
     def list(self) -> list[tuple[str, int, float]]:
         files = [(file, file.stat()) for file in self._path.glob(f"{_FOLDER}/*/*")]
@@ -266,8 +274,9 @@ class _Bucket(_Place):
             file.flush()
             yield None if data is None else Path(file.name)
 
-    def write(self, name: str, file: Path) -> None:
-        self._store.attempt(self._store.write_object, name, file.read_bytes())
+    def write(self, files: Mapping[str, Path]) -> None:
+        for name, file in files.items():
+            self._store.attempt(self._store.write_object, name, file.read_bytes())
 
     def list(self) -> list[tuple[str, int, float]]:
         return self._store.attempt(self._store.list_objects, _FOLDER)
@@ -297,13 +306,15 @@ class _Hub(_Place):
         except RemoteEntryNotFoundError:
             return nullcontext(None)
 
-    def write(self, name: str, file: Path) -> None:
-        from huggingface_hub import HfApi
+    def write(self, files: Mapping[str, Path]) -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
 
-        HfApi().upload_file(
-            path_or_fileobj=file,
-            path_in_repo=name,
-            repo_id=self._repository,
+        *_, card = files.values()
+        shown = HfApi().file_exists(self._repository, "README.md", revision=self._revision)
+        added = files if shown else {**files, "README.md": card}
+        HfApi().create_commit(
+            self._repository,
+            [CommitOperationAdd(name, file) for name, file in added.items()],
             revision=self._revision,
             commit_message="Push a cuvee profile",
         )

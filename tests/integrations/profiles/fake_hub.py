@@ -80,6 +80,8 @@ class FakeHub(FakeHTTP):
         if re.fullmatch(rf"{_API}/preupload/main", path):
             names = [file["path"] for file in json.loads(body)["files"]]
             return _json({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})
+        if path == "/api/validate-yaml":
+            return _json({})
         if re.fullmatch(rf"{_API}/commit/main", path):
             lines = [json.loads(line) for line in body.splitlines()]
             files = {

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from tests.integrations.profiles.fake_hub import REPOSITORY, FakeHub, fake_hub
-from tests.integrations.profiles.small_profiles import LAYOUT, small_profile
+from tests.integrations.profiles.small_profiles import LAYOUT, WEIGHTS, small_profile
 from tests.integrations.stores.fake_http import answer
 from tests.integrations.stores.loopback import Said
 
@@ -54,7 +54,18 @@ def test_a_push_is_one_commit(hub: FakeHub) -> None:
     pushed = push()
     assert len(hub.commits) == before + 1
     folder = f"cuvee-profiles/{LAYOUT.fingerprint.hex()}"
-    assert [*hub.files] == [f"{folder}/{pushed}.safetensors"]
+    assert [*hub.files] == [f"{folder}/{pushed}.safetensors", f"{folder}/{pushed}.md", "README.md"]
+
+
+def test_the_card_is_one_that_the_hub_reads_and_is_not_replaced(hub: FakeHub) -> None:
+    pushed = push()
+    shown = hub.files["README.md"].decode()
+    card = ModelCard(shown)
+    assert card.data.to_dict() == {"library_name": "cuvee", "tags": ["cuvee", "kv-cache", "synthetic"]}
+    assert f"cuvee profile pull MODEL {WHERE}#{pushed} -o" in card.text and WEIGHTS in card.text
+    hub.commit({"README.md": b"mine"})
+    push(1)
+    assert hub.files["README.md"] == b"mine"
 
 
 def test_a_revision_pins_what_is_taken(hub: FakeHub) -> None:
