@@ -161,7 +161,7 @@ format: setup  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 docs: setup  ## the documentation site, in out/site; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo out/site/index.html
 
 # The wheel alone, with its dependencies, in an environment of its own for every Python that runs here.

@@ -3,12 +3,18 @@
     pipe = pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer)
     pipe(context, question=question, press=CuveePress(codec))["answer"]
 
+    # for its evaluation, in evaluation/evaluate_registry.py
+    PRESS_REGISTRY["cuvee"] = CuveePress(cuvee.Codec(cuvee.Profile.load("model.safetensors"), "balanced"))
+
 Other presses drop tokens, layer by layer. This one keeps all, and replaces the whole cache by what its blobs decode
 to. So it cannot be part of a `ComposedPress`. kvpress is not imported: its pipeline calls this context manager alone.
+
+Run with: @@@
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +28,8 @@ from cuvee.integrations.transformers.caches import decode_cache, encode_cache
 
 __all__ = ["CuveePress"]
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass
 class CuveePress:
@@ -34,7 +42,7 @@ class CuveePress:
         >>> press = CuveePress(Codec.without_profile(model))
         >>> with press(model), torch.no_grad():
         ...     _ = model.model(input_ids=torch.arange(40)[None], past_key_values=cache)
-        >>> cache.get_seq_length(), 0 < press.saved < 1
+        >>> cache.get_seq_length(), 0 < press.compression_ratio < 1
         (40, True)
 
     Args:
@@ -52,9 +60,13 @@ class CuveePress:
     stored_bytes: int = 0
 
     @property
-    def saved(self) -> float:
-        """Share of the bytes that blobs save, 0 to 1: what other presses call their compression ratio."""
+    def compression_ratio(self) -> float:
+        """Share of the bytes that blobs have saved so far, 0 to 1. It is measured: setting it does nothing but warn."""
         return 1 - self.stored_bytes / self.raw_bytes if self.raw_bytes else 0.0
+
+    @compression_ratio.setter
+    def compression_ratio(self, value: float) -> None:  # kvpress's evaluation sets that of every press that has one
+        _log.warning("compression_ratio: is measured, %s is ignored: choose the codec's quality instead", value)
 
     @contextmanager
     def __call__(self, model: PreTrainedModel) -> Iterator[None]:

@@ -99,7 +99,7 @@ def read_profile_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str
     """Return the arguments of `Profile`, and the id that the file names, in hex; errors as `Profile.load`."""
     name = os.fspath(path)
     if not Path(path).is_file():
-        raise FileNotFoundError(f"no profile at {name}")
+        raise FileNotFoundError(f"no profile at {name}: name another file, or learn one (cuvee profile learn)")
     try:
         with safe_open(path, "np") as file:
             text = (file.metadata() or {}).get("cuvee")

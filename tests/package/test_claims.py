@@ -10,6 +10,11 @@ PAGE = ROOT / "docs" / "claims.md"
 FIGURE = re.compile(
     r"\d ?(?:%|times\b|x\b|ms\b|s\b|seconds\b|minutes\b|GB/s|MB/s|MB\b|bits per value)|factor of \d|KL of \d"
 )
+NUMBER = r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)"
+COUNTED = re.compile(
+    rf"{NUMBER} ?(?:%|times\b|x\b|m?s\b|seconds\b|minutes\b|[GM]B\b|bits per value)|(?:factor|KL) of {NUMBER}"
+)
+RUN = re.compile(r"\]\(([^)#]*results/[^)#]+\.md)[^)]*\)")
 SOURCES = ("definition", "arithmetic")
 
 
@@ -26,14 +31,31 @@ def uncovered(text: str, figures: list[str]) -> list[str]:
     return [part for part in found if not any(words in part for words in figures)]
 
 
+def foreign(text: str, folder: Path) -> list[str]:
+    """Return the figures of paragraphs that link to runs and are in none of these, rounded or as a percentage."""
+    found = []
+    for part in paragraphs(text):
+        runs = [(folder / name).read_text(encoding="utf-8") for name in RUN.findall(part)]
+        known = [float(number.replace(",", "")) for run in runs for number in re.findall(NUMBER, run)]
+        for plain, of in COUNTED.findall(part) if runs else ():
+            number = (plain or of).replace(",", "")
+            figure, places = float(number), len(number.partition(".")[2])
+            if figure not in {round(scale * value, places) for value in known for scale in (1, 100)}:
+                found.append(f"{number}: {part}")
+    return found
+
+
 def rows() -> list[list[str]]:
     lines = PAGE.read_text(encoding="utf-8").split("|---|---|---|\n")[1].splitlines()
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
+def pages() -> list[Path]:
+    return [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page != PAGE]
+
+
 def documents() -> list[str]:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page.read_text(encoding="utf-8") for page in pages if page != PAGE]
+    return [page.read_text(encoding="utf-8") for page in pages()]
 
 
 def test_every_figure_has_a_source() -> None:
@@ -42,6 +64,14 @@ def test_every_figure_has_a_source() -> None:
     assert not missing, "link to the run in eval/results, or add a row to docs/claims.md: " + "; ".join(missing)
     assert uncovered("It is 7 times faster.", figures) == ["It is 7 times faster."]
     assert not uncovered("It is [7 times faster](../eval/results/2026-11-27-cpu-epyc/README.md).", figures)
+
+
+def test_a_figure_beside_a_link_is_in_the_run() -> None:
+    wrong = [each for page in pages() for each in foreign(page.read_text(encoding="utf-8"), page.parent)]
+    assert not wrong, "not in the run's README: " + "; ".join(wrong)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    changed = readme.replace("[4.3 times]", "[5.3 times]")
+    assert changed != readme and len(foreign(changed, ROOT)) == 1
 
 
 def test_every_row_is_about_a_sentence_and_names_a_source() -> None:

@@ -279,5 +279,5 @@ def test_a_place_that_cannot_be_listed_is_named(bucket: FakeHTTP) -> None:
 def test_an_engine_reads_a_file_as_before(tmp_path: Path) -> None:
     small_profile().save(tmp_path / "p")
     assert find_profile(str(tmp_path / "p"), LAYOUT).id == small_profile().id
-    with pytest.raises(FileNotFoundError, match=r"^no profile at missing$"):
+    with pytest.raises(FileNotFoundError, match=r"^no profile at missing: .*cuvee profile learn"):
         find_profile("missing", LAYOUT)
