@@ -35,12 +35,12 @@ from tests.integrations.vllm.engines import (
     run_engines,
     save_tiny_model,
 )
+from tests.integrations.vllm.faults import BLOCK, CHUNK
 from tests.integrations.vllm_tier import tier_faults
-from tests.integrations.vllm_tier.tier_faults import CHUNK, KILLED, SCENARIOS, offloading
+from tests.integrations.vllm_tier.tier_faults import KILLED, SCENARIOS, offloading
 
 pytestmark = pytest.mark.slow
 
-BLOCK = 32
 PROMPTS = [ids(6 * CHUNK + 7, 1), ids(3 * CHUNK + 5, 2)]
 CHUNKS = 6 + 3
 ASK = Step(PROMPTS, forget=True)

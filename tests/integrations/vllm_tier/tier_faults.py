@@ -291,7 +291,8 @@ def forwards_raise(engine: Offloading) -> None:
     """A forward raises, anywhere in a layer: nothing is stored that it computed, nor what builds on it, and all that is
     stored is what an engine stores in which none raises. What was stored before is still loaded.
     """
-    prompts, kept = [], {}
+    prompts: list[list[int]] = []
+    kept: dict[str, bytes] = {}
     for number, (where, how) in enumerate(zip(itertools.cycle(WHERE), HOW, strict=False)):
         call = 1 + number % 3  # of a prompt in two steps: the first, the second, and a token
         prompt, before = prompt_of(f"forwards raise {number}"), prompt_of(f"before it {number}", 2)
