@@ -40,6 +40,11 @@ Written by `python -m tests.package.matrix` from the marks of the tests. **engin
 says which setting to change. An empty cell: no test shows it. A row names what differs from the first. Runner V2,
 async: the V2 model runner and async scheduling, vLLM's defaults on a GPU, here in Triton's interpreter. vLLM's
 columns hold for 0.32 and 0.33 (`make test-next`). [Engines](engines.md) says more.
+
+vLLM offloads from GPUs only. In the tier's **engine** cells all of its offloading runs as it is, from a request to an
+answer: connector, scheduler, tiering manager, primary tier in shared memory, and the worker with its plan of copies.
+Replaced is the copy itself between device and host, with the streams and events that order it, by threads that move
+bytes in host memory (`tests/integrations/vllm_tier/cpu_copies.py`).
 """
 
 

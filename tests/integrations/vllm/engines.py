@@ -38,6 +38,7 @@ from typing import Any, Literal, NamedTuple, Self, cast
 
 import pytest
 from tests.integrations.vllm import gpu_defaults
+from tests.integrations.vllm_tier import cpu_copies
 
 ROOT = Path(__file__).parents[3]
 MAX_MODEL_LEN = 512
@@ -708,6 +709,11 @@ def _settle(llm: Any) -> None:
     for _ in range(3):  # ranks report one step later what they hold
         _take_a_step(llm)
     _wait_for(llm, "vllm:cuvee_pending_bytes", operator.not_)
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # None: of another process
+    if core is not None and core.scheduler.has_requests():  # vLLM's own offloading goes on without any
+        while core.scheduler.has_requests():
+            llm.llm_engine.step()
+        _take_a_step(llm)  # which counts what that was
 
 
 def _sleep(llm: Any, changed: bool) -> None:
@@ -791,7 +797,8 @@ def _hold_digests() -> None:
     _digests_held[:] = [go]
 
 
-def _run(engine: Engine) -> Ran:
+def run_engine(engine: Engine) -> Ran:
+    """Start an engine in this process, after `import_vllm`, have it do what it is to do, and end it."""
     import torch
 
     from cuvee.integrations.identity import weights_name
@@ -924,9 +931,11 @@ def import_vllm() -> None:
 
 
 def start_engine(model: str | Path, **options: Any) -> Any:
-    """`vllm.LLM`, after `import_vllm`."""
+    """`vllm.LLM`, after `import_vllm`. One that offloads does so from a CPU."""
     from vllm import LLM
 
+    if options.get("kv_transfer_config", {}).get("kv_connector") == "OffloadingConnector":
+        cpu_copies.install()
     gc.collect()
     _freeze()  # what the engine before has imported
     return LLM(model=str(model), **options)
@@ -957,7 +966,7 @@ def main() -> None:
             begun, worked = time.monotonic(), time.process_time()
             print(mark(engine.name), flush=True)
             try:
-                done[engine.name] = _run(engine)
+                done[engine.name] = run_engine(engine)
             except Exception:
                 done[engine.name] = traceback.format_exc()
                 ensure_kv_transfer_shutdown()  # or the next engine would be given this one's connector

@@ -240,6 +240,18 @@ class Driven:
         """Of the engine's model."""
         return self.core.model_executor.driver_worker.worker.model_runner.model.model.layers
 
+    def start_over(self) -> None:
+        """With an empty store, for the next scenario."""
+        self.faults.entries.clear()
+        self.scheduling._known.clear()
+        self.forget()
+
+    def clear_up(self) -> None:
+        """Leave nothing of a failed scenario for the next one."""
+        self.engine.abort_request([request.request_id for request in self.core.scheduler.requests.values()], True)
+        self.load_threads_idle()
+        self.settle()
+
     def revive(self) -> None:
         """As if the engine had been started anew, after a step that failed."""
         self.forget()
@@ -566,27 +578,18 @@ class Record:
         print(f"--- {name}", flush=True)
         begun = time.monotonic()
         try:
-            engine.faults.entries.clear()
-            engine.scheduling._known.clear()
-            engine.forget()
+            engine.start_over()
             scenario(engine)
             self.note(name, "")
         except Exception:
             self.note(name, traceback.format_exc())
-            _clear_up(engine)
+            engine.clear_up()
         print(f"--- {name}: {time.monotonic() - begun:.1f} s {self.results[name]}", flush=True)
 
     def note(self, name: str, problem: str) -> None:
         """Add to what is known of a scenario."""
         self.results[name] = self.results.get(name, "") + problem
         self._path.write_text(json.dumps(self.results))
-
-
-def _clear_up(engine: Driven) -> None:
-    """Leave nothing of a failed scenario for the next one."""
-    engine.engine.abort_request([request.request_id for request in engine.core.scheduler.requests.values()], True)
-    engine.load_threads_idle()
-    engine.settle()
 
 
 def compare(model: Path, record: Record, answered: Sequence[Answered]) -> None:
@@ -747,7 +750,9 @@ class Outcome:
         assert not problem, f"{scenario}: {problem}"
 
 
-def run_group(group: str, folder: Path, model: Path, *arguments: str, **variables: str) -> Outcome:
+def run_group(
+    group: str, folder: Path, model: Path, *arguments: str, script: str = __file__, **variables: str
+) -> Outcome:
     """Run a group of scenarios in a new process.
 
     Args:
@@ -755,20 +760,22 @@ def run_group(group: str, folder: Path, model: Path, *arguments: str, **variable
         folder: for results.
         model: checkpoint.
         arguments: of the group.
+        script: path, of one with other groups.
         variables: of the environment.
     """
     given = (group, str(folder), str(model), *arguments)
-    status, log = run_script(folder, __file__, *given, timeout=PATIENCE, **variables)
+    status, log = run_script(folder, script, *given, timeout=PATIENCE, **variables)
     results = folder / "results.json"
     return Outcome(status, json.loads(results.read_text()) if results.exists() else {}, log)
 
 
-def _main(group: str, folder: Path, model: Path, *arguments: str) -> None:
+def run_here(group: Callable[..., None], folder: Path, model: Path, *arguments: str) -> None:
+    """Run a group in this process, which shows where it is if it takes too long."""
     faulthandler.dump_traceback_later(PATIENCE - 5, exit=True)
     import_vllm()
-    GROUPS[group](model, folder, *arguments)
+    group(model, folder, *arguments)
     faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
+    run_here(GROUPS[sys.argv[1]], Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

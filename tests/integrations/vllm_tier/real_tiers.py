@@ -1,25 +1,27 @@
 """vLLM's own classes, which need no GPU: its tiering manager and primary tier, with our tier behind them.
 
     Engine      vLLM's scheduler side: OffloadingSpecFactory -> TieringOffloadingSpec -> manager, primary tier, our tier
-    Worker      vLLM's copies between the pages of a rank and the primary tier, but for the last step, which wants CUDA
+    Worker      vLLM's worker, which copies the pages of a rank to the primary tier and back, by `cpu_copies`
 
 `need_vllm`, as in `tests.integrations.vllm.engines`, skips tests where vLLM is not installed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
+import itertools
 import time
 import uuid
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from tests.integrations.vllm_tier import cpu_copies
 from tests.waiting import wait_until
 
 from cuvee.calibration.bundled import bundled_model_path
@@ -297,10 +299,7 @@ class Engine:
 
 
 class Worker:
-    """A rank of an engine: its pages on the CPU, and vLLM's plan for copies between them and the primary tier.
-
-    vLLM's handler refuses memory that is not of a GPU. So it is made without its constructor, and what its kernel would
-    copy is copied here, by the pointers that the handler computed.
+    """A rank of an engine: its pages on the CPU, and vLLM's worker, which copies them to the primary tier and back.
 
     Attributes:
         pages: per layer `[blocks, heads, tokens, 2 * dim]`, strided as vLLM's cache of the layout is.
@@ -343,48 +342,24 @@ class Worker:
         flat = [pages.permute(order).reshape(blocks, -1).view(torch.int8) for pages in self.pages]
         assert all(a.data_ptr() == b.data_ptr() for a, b in zip(flat, self.pages, strict=True)), "not copied"
         caches = base.CanonicalKVCaches([base.CanonicalKVCacheTensor(each, page) for each in flat], [refs])
-        engine.spec._validate_canonical_refs(caches)
-        assert engine.spec.all_layers_portable
-        gpu_worker = real("vllm.v1.kv_offload.cpu.gpu_worker")
-        region = real("vllm.v1.kv_offload.cpu.shared_offload_region").SharedOffloadRegion(
-            engine_id=config.engine_id, num_chunks=engine.spec.num_chunks, rank=rank,
-            kv_bytes_per_chunk=engine.spec.kv_bytes_per_chunk, cpu_page_size=engine.spec.cpu_page_size_per_worker,
-        )  # fmt: skip
-        self._region = region
-        sizes = gpu_worker._canonical_block_sizes([refs], len(flat))
-        per_chunk = config.cache.blocks_per_chunk
-        host = [region.create_next_canonical_view(size * per_chunk) for size in sizes]
-        self._blocks_per_chunk = per_chunk
-        self._handlers = {store: self._handler(gpu_worker, flat, host, refs, store) for store in (True, False)}
-
-    def _handler(
-        self, module: ModuleType, gpu: list[torch.Tensor], host: list[torch.Tensor], refs: Any, store: bool
-    ) -> Any:
-        made = module.SingleDirectionOffloadingHandler.__new__(module.SingleDirectionOffloadingHandler)
-        made.src_tensors, made.dst_tensors = (gpu, host) if store else (host, gpu)
-        made.gpu_to_cpu, made.layer_refs_per_group = store, [refs]
-        made.src_blocks_per_chunk = 1 if store else self._blocks_per_chunk
-        made.dst_blocks_per_chunk = self._blocks_per_chunk if store else 1
-        made._canonical_copy_plans = [[module._build_copy_plan(ref, store) for ref in refs]]
-        made._scratch_bases_src = np.empty(len(gpu[0]), dtype=np.uint64)
-        made._scratch_bases_dst = np.empty(len(gpu[0]), dtype=np.uint64)
-        return made
+        cpu_copies.install()
+        own_config = replace(config, parallel=replace(config.parallel, rank=rank))
+        self._spec = real("vllm.v1.kv_offload.factory").OffloadingSpecFactory.create_spec(own_config)
+        self._worker = self._spec.get_worker(caches)
+        assert self._spec.all_layers_portable
+        self._jobs = itertools.count()
 
     def transfer(self, blocks: Sequence[int], rows: Sequence[int], *, store: bool) -> None:
         """Copy whole chunks of blocks to rows of the primary tier, or back."""
-        handler = self._handlers[store]
-        most = handler._estimate_max_copy_ops([len(blocks)])
-        source, target, sizes = (torch.empty(most, dtype=torch.int64) for _ in range(3))
-        pair = np.array(blocks, dtype=np.int64), np.array(rows, dtype=np.int64)
-        src, dst = pair if store else pair[::-1]
-        count, _ = handler._fill_canonical_ops(
-            0, group_src=src, group_dst=dst, group_size=len(blocks), src_skip_count=0, dst_skip_count=0,
-            all_src=source.numpy(), all_dst=target.numpy(), all_sizes=sizes.numpy(), op_idx=0,
-        )  # fmt: skip
-        for at in range(count):
-            ctypes.memmove(int(target[at]), int(source[at]), int(sizes[at]))
+        pages = real("vllm.v1.kv_offload.base").GPULoadStoreSpec(list(blocks), (len(blocks),), (0,))
+        chunks = real("vllm.v1.kv_offload.cpu.common").CPULoadStoreSpec(list(rows))
+        job = next(self._jobs)
+        if store:
+            self._worker.submit_store(job, pages, chunks)
+        else:
+            self._worker.submit_load(job, chunks, pages)
+        self._worker.wait({job})
 
     def close(self) -> None:
         """Leave the primary tier."""
-        self._handlers.clear()
-        self._region.cleanup()
+        self._worker.shutdown()

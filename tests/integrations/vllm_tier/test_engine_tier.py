@@ -1,0 +1,175 @@
+"""Real vLLM engines with vLLM's own offloading and our tier behind it, over a restart and under faults.
+
+All that is not vLLM's own in them is what `cpu_copies` names. Engines that store, and those of all faults, live in one
+process, which is killed while it stores; what they stored is found by engines of another.
+
+    gemma3        windows in a group of layers of their own
+    mistral       windows in all layers
+    gemma4        layers that share a cache, and blocks of other sizes
+    llama4        chunked attention
+    granite       Mamba 2 and attention
+    qwen3_next    gated delta rule and attention, states partly in float32
+    fp8_e4m3      a cache of codes
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integrations.vllm import faults
+from tests.integrations.vllm.engines import (
+    Answer,
+    Engine,
+    Ran,
+    Step,
+    distance,
+    ids,
+    need_vllm,
+    read_results,
+    run_engines,
+    save_tiny_model,
+)
+from tests.integrations.vllm.faults import BLOCK, CHUNK
+from tests.integrations.vllm_tier import tier_faults
+from tests.integrations.vllm_tier.tier_faults import KILLED, SCENARIOS, offloading
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [ids(6 * CHUNK + 7, 1), ids(3 * CHUNK + 5, 2)]
+CHUNKS = 6 + 3
+ASK = Step(PROMPTS, forget=True)
+# On a CPU, vLLM 0.32 and 0.33 raise where a step of Mamba 2 crosses a block's end.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3": {},
+    "mistral": {},
+    "gemma4": {},
+    "llama4": {},
+    "granite": {"enable_prefix_caching": True, "max_num_batched_tokens": BLOCK},
+    "qwen3_next": {"enable_prefix_caching": True, "dtype": "bfloat16"},
+    "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
+}
+OPAQUE = {
+    "gemma3": ("FullAttentionSpec", "SlidingWindowSpec"),
+    "mistral": ("SlidingWindowSpec",),
+    "gemma4": ("FullAttentionSpec", "SlidingWindowSpec"),
+    "llama4": ("FullAttentionSpec", "ChunkedLocalAttentionSpec"),
+    "granite": ("FullAttentionSpec", "MambaSpec"),
+    "qwen3_next": ("FullAttentionSpec", "MambaSpec"),
+    "fp8_e4m3": ("FullAttentionSpec",),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_vllm()
+    return tmp_path_factory.mktemp("tier")
+
+
+def model_of(folder: Path, kind: str) -> Path:
+    return folder / ("llama" if kind.startswith("fp8") else kind)
+
+
+def options(folder: Path, kind: str) -> dict[str, Any]:
+    """Of an engine with the tier. vLLM wants chunks in blocks where groups of layers have blocks of other sizes."""
+    chunk = {"blocks_per_chunk": 1} if kind == "gemma4" else None
+    return {**KINDS.get(kind, {}), "kv_transfer_config": offloading(f"file://{folder / 'stores' / kind}", chunk)}
+
+
+@pytest.fixture(scope="module")
+def faulty(folder: Path) -> faults.Outcome:
+    """Engines without a connector, engines that fill a store, every fault, and an engine that is killed."""
+    engines = []
+    for kind, own in KINDS.items():
+        model = model_of(folder, kind)
+        if not model.exists():
+            save_tiny_model(kind, model)
+        engines.append(Engine(f"reference {kind}", model, [Step(PROMPTS)] * 2, own))
+        engines.append(Engine(f"stored {kind}", model, [replace(ASK, settles=True)], options(folder, kind)))
+    engines.append(Engine("reference killed", folder / "llama", [Step([KILLED])]))
+    (folder / "order").write_bytes(pickle.dumps(engines))
+    same_products = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}  # as `run_engines` has them
+    return faults.run_group("offloading", folder, folder / "llama", script=tier_faults.__file__, **same_products)
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path, faulty: faults.Outcome) -> Mapping[str, Ran]:
+    """The engines that store, and those without a connector."""
+    return read_results(folder / "answers", faulty.log)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path, first: Mapping[str, Ran]) -> Mapping[str, Ran]:
+    """Engines of another process that find what those have stored."""
+    steps = [ASK, replace(ASK, together=True)]
+    engines = [Engine(kind, model_of(folder, kind), steps, options(folder, kind)) for kind in KINDS]
+    killed = Step([KILLED], settles=True)
+    engines.append(Engine("killed", folder / "llama", [killed], options(folder, "killed")))
+    return run_engines(folder / "second", engines)
+
+
+def assert_same(answers: Sequence[Answer], expected: Sequence[Answer], within: float = 0.0) -> None:
+    distances = [distance(answer, other) for answer, other in zip(answers, expected, strict=True)]
+    assert max(distances) <= within, distances
+
+
+def cached(answers: Sequence[Answer]) -> list[int]:
+    return [answer.cached for answer in answers]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_storing_changes_nothing(kind: str, first: Mapping[str, Ran]) -> None:
+    reference, ran = first[f"reference {kind}"], first[f"stored {kind}"]
+    assert_same(ran.steps[0], reference.steps[0])
+    assert ran.metric("vllm:cuvee_tier_saved_pages") >= CHUNKS or kind == "mistral"
+    assert ran.metric("vllm:cuvee_tier_unsaved_pages") == ran.metric("vllm:cuvee_tier_failures") == 0
+    assert 0 < ran.metric("vllm:cuvee_tier_blob_bytes") < ran.metric("vllm:cuvee_tier_raw_bytes")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.serves(where="engine")
+@pytest.mark.serves(model="sliding windows", where="engine")
+@pytest.mark.serves(model="chunked attention", where="engine")
+@pytest.mark.serves(model="layers that share a cache", where="engine")
+@pytest.mark.serves(model="heads of different sizes", where="engine")
+@pytest.mark.serves(model="recurrent layers", where="engine")
+@pytest.mark.serves(cache="fp8_e4m3", where="engine")
+def test_after_a_restart_a_load_answers_as_a_hit_in_the_engines_own_cache(
+    kind: str, first: Mapping[str, Ran], loaded: Mapping[str, Ran]
+) -> None:
+    """To the last bit. Loaded again, it comes from vLLM's own primary tier."""
+    reference, ran = first[f"reference {kind}"], loaded[kind]
+    assert_same(ran.steps[0], reference.steps[1])
+    assert cached(ran.steps[0]) == cached(reference.steps[1]) == [6 * CHUNK, 3 * CHUNK]
+    assert ran.metric("vllm:external_prefix_cache_hits", 0) == CHUNKS * CHUNK
+    pages = ran.metric("vllm:cuvee_tier_loaded_pages", 0)
+    assert ran.metric("vllm:kv_offload_tiering_chunk_hits{tier=1:CuveeTier}", 0) == pages
+    assert pages == ran.metric("vllm:cuvee_tier_loaded_pages"), "loaded again"
+    opaque = {each: ran.metric(f"vllm:cuvee_tier_opaque_pages{{what={each}}}") for each in OPAQUE.get(kind, ())}
+    assert all(opaque.values()), opaque
+    assert ran.metric("vllm:cuvee_tier_opaque_pages") == (pages if opaque else 0)
+    assert ("as bytes" in ran.log) is bool(opaque)
+    assert ran.metric("vllm:cuvee_tier_missed_pages") == ran.metric("vllm:cuvee_tier_contained") == 0
+
+
+def test_what_a_killed_engine_stored_is_sound(
+    folder: Path, faulty: faults.Outcome, first: Mapping[str, Ran], loaded: Mapping[str, Ran]
+) -> None:
+    """The rest is computed and stored."""
+    assert faulty.status == -signal.SIGKILL, faulty.log[-4000:]
+    ran = loaded["killed"]
+    assert_same(ran.steps[0], first["reference killed"].steps[0], within=1e-4)
+    assert 0 < ran.metric("vllm:cuvee_tier_saved_pages") < 6, "some were stored"
+    assert ran.metric("vllm:cuvee_tier_failures") == 0
+    assert len([path for path in (folder / "stores" / "killed").glob("*/*/*") if path.is_file()]) == 6
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_answers_are_right(scenario: str, faulty: faults.Outcome) -> None:
+    faulty.expect_sound(scenario)
