@@ -25,7 +25,7 @@ from tests.eval.report.world import run_report
 from tests.package.cli.running import run
 
 from cuvee.calibration.bundled import bundled_model_path
-from cuvee.calibration.corpus import load_bundled_model
+from cuvee.calibration.corpus import load_bundled_model, load_model
 from cuvee.calibration.kinds import LONG, SAMPLES, SHARES, mixture
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
@@ -270,10 +270,11 @@ def test_a_profile_that_was_exchanged_is_noticed(
         run_report(replace(config, profiles=(str(tmp_path / "layer.safetensors"),)), done[0])
 
 
-def test_without_profiles_and_methods_the_command_that_learns_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("methods", [(), ("kivi4", "cuvee")])
+def test_without_a_profile_the_command_that_learns_one_is_named(tmp_path: Path, methods: tuple[str, ...]) -> None:
     learn = "learn one with `cuvee profile learn some/model -o model.safetensors`"
-    with pytest.raises(InputError, match=f"^profiles: must name one, unless methods are named: {learn}"):
-        run_report(replace(CONFIG, model="some/model"), tmp_path / "run")
+    with pytest.raises(InputError, match=f"^profiles: must name one, unless only baselines are measured: {learn}"):
+        run_report(replace(CONFIG, model="some/model", methods=methods), tmp_path / "run")
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any, fitted: Callable[..., Profile]) -> None:
@@ -305,7 +306,7 @@ def test_profiles_need_names_of_their_own(tmp_path: Path, books: Any) -> None:
 def test_models_without_a_layout_are_refused_first(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(UnsupportedModelError, match="mamba"):
-        run_report(replace(CONFIG, model=str(tmp_path), methods=("cuvee",)), tmp_path / "run")
+        run_report(replace(CONFIG, model=str(tmp_path), methods=("kivi4",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -341,7 +342,7 @@ def test_a_configuration_is_checked(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gemma3_text", marks=pytest.mark.nightly)])
-def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path) -> None:
+def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path, books: Books) -> None:
     folder = tmp_path / "tiny"
     shutil.copytree(bundled_model_path(), folder)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -351,9 +352,15 @@ def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path) -> Non
     config.vocab_size = vocabulary
     torch.manual_seed(0)
     make(config).save_pretrained(folder)
-    wanted = replace(CONFIG, model=str(folder), sequences=2, limit=2, methods=("cuvee", "fp8-e4m3"), batch_size=1)
+    model = load_model(str(folder), "float32")
+    calibrate(model, books.harbour[:24, :128], "layer", progress=False).save(folder / "tiny.safetensors")
+    wanted = replace(
+        CONFIG, model=str(folder), profiles=(str(folder / "tiny.safetensors"),), sequences=2, limit=2,
+        methods=("cuvee", "fp8-e4m3"), batch_size=1,
+    )  # fmt: skip
     data = run_report(wanted, tmp_path / "run")
     measured = {entry["key"]: entry for entry in data["quality"]}
+    assert "cuvee/tiny@balanced" in measured
     assert abs(measured["cuvee/lossless"]["kl"]) < 1e-6  # what bfloat16 loses
     assert all(abs(entry["kl"]) < 1 for entry in measured.values())
     assert {score["task"] for score in data["scores"]} == {TASK}
