@@ -5,7 +5,6 @@ Files are written completely or not at all, so a run that anything ends can be c
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from cuvee.calibration.corpus import Corpus, load_model
+from cuvee.calibration.corpus import load_model
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import are_others, model_fingerprint
@@ -31,8 +28,6 @@ __all__ = [
     "need_packages",
     "save_results",
     "software",
-    "text_entry",
-    "tokens_sha256",
     "writing",
 ]
 
@@ -152,16 +147,3 @@ def metadata_pairs(pairs: Collection[str]) -> dict[str, str]:
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise InputError(f"metadata: must be name=value, got {wrong[0]!r}")
     return dict(pair.split("=", 1) for pair in pairs)
-
-
-def text_entry(corpus: Corpus) -> dict[str, Any]:
-    """Describe a text for a report, without the folder of its file."""
-    return {"name": Path(corpus.name).name, "sha256": corpus.sha256, "tokens": corpus.tokens}
-
-
-def tokens_sha256(*tokens: torch.Tensor) -> str:
-    """The SHA-256 of token IDs, in hex."""
-    digest = hashlib.sha256()
-    for row in tokens:
-        digest.update(row.contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -32,7 +32,7 @@ from cuvee.eval.report.schema import (
     TextInfo,
 )
 from cuvee.eval.report.scoring import TaskScorer
-from cuvee.eval.runs import MeasuredModel, metadata_pairs, software, text_entry, tokens_sha256
+from cuvee.eval.runs import MeasuredModel, metadata_pairs, software
 
 __all__ = ["ReportPlan"]
 
@@ -57,8 +57,9 @@ class ReportPlan:
         self.rows = max(1, min(config.batch_size, _PASS_TOKENS // config.length))  # sequences in a forward pass
         self.profiles = self._profiles()
         self.candidates = self._candidates()
-        self.evaluation = [read_corpus(text, config.model) for text in config.evaluation]
-        tokens, self.texts = sequences_by_text(self.evaluation, config.length, config.sequences)
+        corpora = [read_corpus(text, config.model) for text in config.evaluation]
+        self.sources = [Source(Path(corpus.name).name, corpus.sha256, corpus.tokens) for corpus in corpora]
+        tokens, self.texts = sequences_by_text(corpora, config.length, config.sequences)
         self.prefix = check_tokens(self.model, tokens, None)
         self.tokens = reread(tokens, self.prefix, config.seed)
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
@@ -128,8 +129,7 @@ class ReportPlan:
         for row, text in enumerate(self.texts):
             # `reread` changes rows 0, 2, 4 …
             found.setdefault((text, row % 2 == 0), []).append(row)
-        names = [text_entry(corpus)["name"] for corpus in self.evaluation]
-        return [Kind(names[text], again, rows) for (text, again), rows in sorted(found.items())]
+        return [Kind(self.sources[text].name, again, rows) for (text, again), rows in sorted(found.items())]
 
     def describe(self, command: str) -> Report:
         """Return the report that this plan begins with."""
@@ -137,11 +137,10 @@ class ReportPlan:
         machine = hardware()
         on_gpu = torch.device(config.device).type == "cuda"
         environment = {**machine, "gpu": torch.cuda.get_device_name(config.device) if on_gpu else None}
-        evaluation = [Source(**text_entry(corpus)) for corpus in self.evaluation]
         model = ModelInfo(**self.measured.describe(), positions=self.layout.max_positions)
         decided = {
             **{k: v for k, v in asdict(config).items() if k != "profiles"},
-            "evaluation": [asdict(text) for text in evaluation],
+            "evaluation": [asdict(source) for source in self.sources],
             "model": model.name,
             "model_fingerprint": self.measured.fingerprint,
             "dtype": model.dtype,
@@ -155,7 +154,12 @@ class ReportPlan:
         }
         decided = json.loads(json.dumps(decided, allow_nan=False))  # in the form in which it will be read back
         text = TextInfo(
-            evaluation, len(self.tokens), config.length, self.prefix, tokens_sha256(self.tokens), self._kinds()
+            self.sources,
+            len(self.tokens),
+            config.length,
+            self.prefix,
+            hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest(),
+            self._kinds(),
         )
         plain = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)
         digest = hashlib.blake2b(plain.encode(), digest_size=16, person=b"cuvee-report").hexdigest()

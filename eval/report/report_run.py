@@ -83,8 +83,8 @@ def run_report(
     Raises:
         FormatError, VersionError: `against` is not a report of this version.
         ImportError: a package of `cuvee[eval]` is missing.
-        InputError: `out` holds other files or cannot be written, there are neither profiles nor methods, a method is
-            not known, texts, tasks or sizes do not fit the model, or `against` has measured something else.
+        InputError: `out` holds other files or cannot be written, there is no profile to measure, a method is not known,
+            texts, tasks or sizes do not fit the model, or `against` has measured something else.
         UnsupportedModelError: cuvee does not support the model.
         ProfileMismatchError: a profile belongs to another model.
 
@@ -96,10 +96,10 @@ def run_report(
         >>> config = quick_config(ReportConfig(profiles=("books-3m.safetensors",), tasks=()))
         >>> report = run_report(config, Path("out/report"), Console())  # doctest: +SKIP
     """
-    if not config.profiles and not config.methods:
+    if not config.profiles and (not config.methods or "cuvee" in config.methods):
         name = Path(config.model).name
         raise InputError(
-            "profiles: must name one, unless methods are named: learn one with "
+            "profiles: must name one, unless only baselines are measured: learn one with "
             f"`cuvee profile learn {config.model} -o {name}.safetensors`"
         )
     need_packages("cuvee report", "transformers", "matplotlib", *(["lm_eval"] if config.tasks else []))

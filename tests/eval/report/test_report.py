@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.eval.report.world import run_report
 from tests.package.cli.running import run
 
 from cuvee.calibration.bundled import bundled_model_path
-from cuvee.calibration.corpus import load_bundled_model
+from cuvee.calibration.corpus import load_bundled_model, load_model
 from cuvee.calibration.kinds import LONG, SAMPLES, SHARES, mixture
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
@@ -59,23 +59,15 @@ TIMED = ("seconds", "date", "commit")
 
 
 @pytest.fixture(scope="module")
-def console() -> Iterator[Console]:
-    with open("/dev/null", "w", encoding="utf-8") as file:
-        yield Console(file=file)
-
-
-@pytest.fixture(scope="module")
 def config(books: Books, tmp_path_factory: pytest.TempPathFactory) -> ReportConfig:
     books.profile.save(path := tmp_path_factory.mktemp("profile") / "layer.safetensors")
     return replace(CONFIG, profiles=(str(path),))
 
 
 @pytest.fixture(scope="module")
-def done(
-    config: ReportConfig, tmp_path_factory: pytest.TempPathFactory, console: Console
-) -> tuple[Path, dict[str, Any]]:
+def done(config: ReportConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("report") / "run"
-    return out, run_report(config, out, console, command="cuvee report --quick")
+    return out, run_report(config, out, command="cuvee report --quick")
 
 
 @pytest.fixture(autouse=True)
@@ -115,11 +107,7 @@ def test_a_report_holds_every_method_and_how_it_was_made(done: tuple[Path, dict[
 
 
 def test_curves_end_where_they_cost_too_much(
-    done: tuple[Path, dict[str, Any]],
-    config: ReportConfig,
-    tmp_path: Path,
-    console: Console,
-    monkeypatch: pytest.MonkeyPatch,
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def costs(data: dict[str, Any]) -> list[float]:
         return [e["kl"] for e in data["quality"] if e["family"] == "cuvee/layer" and e["kind"] == "curve"]
@@ -127,7 +115,7 @@ def test_curves_end_where_they_cost_too_much(
     whole = costs(done[1])
     assert len(whole) >= 6 and whole[2] < whole[-2]
     monkeypatch.setattr("cuvee.eval.report.report_run.WORST_KL", whole[2] * 0.99)
-    short = costs(run_report(replace(config, tasks=(), methods=("cuvee/layer",)), tmp_path / "run", console))
+    short = costs(run_report(replace(config, tasks=(), methods=("cuvee/layer",)), tmp_path / "run"))
     assert short == pytest.approx(whole[:3], rel=1e-3)
 
 
@@ -186,30 +174,24 @@ class Interrupted:
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(
-    done: tuple[Path, dict[str, Any]],
-    config: ReportConfig,
-    tmp_path: Path,
-    console: Console,
-    monkeypatch: pytest.MonkeyPatch,
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, whole = done
     with monkeypatch.context() as patch:
         Interrupted(patch, 5)
         with pytest.raises(KeyboardInterrupt):
-            run_report(config, tmp_path / "run", console, command="cuvee report --quick")
+            run_report(config, tmp_path / "run", command="cuvee report --quick")
     half = json.loads((tmp_path / "run" / "report.json").read_text())
     assert not half["complete"] and len(half["quality"]) == 5 and not (tmp_path / "run" / "report.md").exists()
     with monkeypatch.context() as patch:
         rest = Interrupted(patch, 1000)
-        data = run_report(config, tmp_path / "run", console, command="cuvee report --quick")
+        data = run_report(config, tmp_path / "run", command="cuvee report --quick")
     assert len(rest.measured) == len(whole["quality"]) - 5
     assert data["quality"][:5] == half["quality"]
     assert untimed(data) == untimed(whole)
 
 
-def test_scores_before_an_interruption_are_kept(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_before_an_interruption_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     score, asked = TaskScorer.score, []
 
     def once(*given: Any) -> Any:
@@ -220,22 +202,18 @@ def test_scores_before_an_interruption_are_kept(
 
     monkeypatch.setattr(TaskScorer, "score", once)
     with pytest.raises(KeyboardInterrupt):
-        run_report(replace(CONFIG, methods=("kivi2",), limit=2, sequences=2), tmp_path / "run", console)
+        run_report(replace(CONFIG, methods=("kivi2",), limit=2, sequences=2), tmp_path / "run")
     assert [s["key"] for s in json.loads((tmp_path / "run" / "report.json").read_text())["scores"]] == ["bf16"]
 
 
 def test_a_complete_run_is_only_rendered_anew(
-    done: tuple[Path, dict[str, Any]],
-    config: ReportConfig,
-    tmp_path: Path,
-    console: Console,
-    monkeypatch: pytest.MonkeyPatch,
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, whole = done
     shutil.copytree(out, tmp_path / "run")
     (tmp_path / "run" / "report.md").unlink()
     Interrupted(monkeypatch, 0)
-    assert untimed(run_report(config, tmp_path / "run", console)) == untimed(whole)
+    assert untimed(run_report(config, tmp_path / "run")) == untimed(whole)
     assert (tmp_path / "run" / "report.md").exists()
 
 
@@ -250,61 +228,60 @@ def test_a_complete_run_is_only_rendered_anew(
     ],
 )
 def test_results_of_another_configuration_are_never_mixed(
-    done: tuple[Path, dict[str, Any]], config: ReportConfig, console: Console, change: dict[str, Any], field: str
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, change: dict[str, Any], field: str
 ) -> None:
     out, _ = done
     before = (out / "report.json").read_bytes()
     with pytest.raises(InputError, match=rf"^out: .* holds another run \(it differs in {field}\)"):
-        run_report(replace(config, **change), out, console)
+        run_report(replace(config, **change), out)
     assert (out / "report.json").read_bytes() == before
 
 
 def test_results_of_other_software_are_never_mixed(
-    done: tuple[Path, dict[str, Any]], config: ReportConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, _ = done
     machine = hardware()
     monkeypatch.setattr("cuvee.eval.report.report_plan.hardware", lambda: {**machine, "torch": "1.0"})
     with pytest.raises(InputError, match="differs in software"):
-        run_report(config, out, console)
+        run_report(config, out)
 
 
-def test_a_folder_that_holds_other_things_is_left_alone(config: ReportConfig, tmp_path: Path, console: Console) -> None:
+def test_a_folder_that_holds_other_things_is_left_alone(config: ReportConfig, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"^out: .* is not empty and holds no report"):
-        run_report(config, tmp_path, console)
+        run_report(config, tmp_path)
     with pytest.raises(InputError, match=r"^out: must be a folder"):
-        run_report(config, tmp_path / "notes.txt", console)
+        run_report(config, tmp_path / "notes.txt")
     (tmp_path / "report.json").write_text('{"results": []}')
     with pytest.raises(InputError, match=r"^out: .* is not a report"):
-        run_report(config, tmp_path, console)
+        run_report(config, tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_profile_that_was_exchanged_is_noticed(
-    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path, console: Console, books: Books
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path, books: Books
 ) -> None:
     own = books.profile
     other = Profile(own.layout, own.group, own.source, own.family, own.learned, min_step_index=own.min_step_index)
     assert other.id != own.id
     other.save(tmp_path / "layer.safetensors")
     with pytest.raises(InputError, match=r"differs in profiles"):
-        run_report(replace(config, profiles=(str(tmp_path / "layer.safetensors"),)), done[0], console)
+        run_report(replace(config, profiles=(str(tmp_path / "layer.safetensors"),)), done[0])
 
 
-def test_without_profiles_and_methods_the_command_that_learns_is_named(tmp_path: Path, console: Console) -> None:
+@pytest.mark.parametrize("methods", [(), ("kivi4", "cuvee")])
+def test_without_a_profile_the_command_that_learns_one_is_named(tmp_path: Path, methods: tuple[str, ...]) -> None:
     learn = "learn one with `cuvee profile learn some/model -o model.safetensors`"
-    with pytest.raises(InputError, match=f"^profiles: must name one, unless methods are named: {learn}"):
-        run_report(replace(CONFIG, model="some/model"), tmp_path / "run", console)
+    with pytest.raises(InputError, match=f"^profiles: must name one, unless only baselines are measured: {learn}"):
+        run_report(replace(CONFIG, model="some/model", methods=methods), tmp_path / "run")
 
 
-def test_a_profile_of_another_model_is_refused(
-    tmp_path: Path, console: Console, books: Any, fitted: Callable[..., Profile]
-) -> None:
+def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any, fitted: Callable[..., Profile]) -> None:
     config = replace(CONFIG, profiles=(str(tmp_path / "other"),))
     fitted("gqa", "layer").save(tmp_path / "other")
     with pytest.raises(ProfileMismatchError, match="the profile is for synthetic"):
-        run_report(config, tmp_path / "run", console)
+        run_report(config, tmp_path / "run")
     profile = books.profile
     assert profile.model == model_fingerprint(books.model)
     Profile(
@@ -312,24 +289,24 @@ def test_a_profile_of_another_model_is_refused(
         min_step_index=profile.min_step_index, model=f"w2-{0:032x}", curve=profile.curve,
     ).save(tmp_path / "other")  # fmt: skip
     with pytest.raises(ProfileMismatchError, match="was calibrated on other weights"):
-        run_report(config, tmp_path / "run", console)
+        run_report(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_profiles_need_names_of_their_own(tmp_path: Path, console: Console, books: Any) -> None:
+def test_profiles_need_names_of_their_own(tmp_path: Path, books: Any) -> None:
     for name in ("a/p", "b/p", "a/p@2"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         books.profile.save(tmp_path / name)
     for names in (("a/p", "b/p"), ("a/p@2",)):
         config = replace(CONFIG, profiles=tuple(str(tmp_path / name) for name in names))
         with pytest.raises(InputError, match=r"^profiles: must have different names"):
-            run_report(config, tmp_path / "run", console)
+            run_report(config, tmp_path / "run")
 
 
-def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Console) -> None:
+def test_models_without_a_layout_are_refused_first(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(UnsupportedModelError, match="mamba"):
-        run_report(replace(CONFIG, model=str(tmp_path), methods=("cuvee",)), tmp_path / "run", console)
+        run_report(replace(CONFIG, model=str(tmp_path), methods=("kivi4",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -343,7 +320,7 @@ def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Cons
     ],
 )
 def test_what_does_not_fit_is_said(
-    tmp_path: Path, console: Console, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The index of lm-eval's own tasks takes ten seconds; test_scoring.py reads it.
     from lm_eval import tasks
@@ -351,7 +328,7 @@ def test_what_does_not_fit_is_said(
     manager = tasks.TaskManager
     monkeypatch.setattr(tasks, "TaskManager", lambda **more: manager(**{**more, "include_defaults": False}))
     with pytest.raises((InputError, FileNotFoundError), match=message):
-        run_report(replace(CONFIG, **{"methods": ("kivi4",), **change}), tmp_path / "run", console)
+        run_report(replace(CONFIG, **{"methods": ("kivi4",), **change}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -365,7 +342,7 @@ def test_a_configuration_is_checked(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gemma3_text", marks=pytest.mark.nightly)])
-def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path, console: Console) -> None:
+def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path, books: Books) -> None:
     folder = tmp_path / "tiny"
     shutil.copytree(bundled_model_path(), folder)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -375,17 +352,21 @@ def test_hybrids_and_windows_past_their_length(name: str, tmp_path: Path, consol
     config.vocab_size = vocabulary
     torch.manual_seed(0)
     make(config).save_pretrained(folder)
-    wanted = replace(CONFIG, model=str(folder), sequences=2, limit=2, methods=("cuvee", "fp8-e4m3"), batch_size=1)
-    data = run_report(wanted, tmp_path / "run", console)
+    model = load_model(str(folder), "float32")
+    calibrate(model, books.harbour[:24, :128], "layer", progress=False).save(folder / "tiny.safetensors")
+    wanted = replace(
+        CONFIG, model=str(folder), profiles=(str(folder / "tiny.safetensors"),), sequences=2, limit=2,
+        methods=("cuvee", "fp8-e4m3"), batch_size=1,
+    )  # fmt: skip
+    data = run_report(wanted, tmp_path / "run")
     measured = {entry["key"]: entry for entry in data["quality"]}
+    assert "cuvee/tiny@balanced" in measured
     assert abs(measured["cuvee/lossless"]["kl"]) < 1e-6  # what bfloat16 loses
     assert all(abs(entry["kl"]) < 1 for entry in measured.values())
     assert {score["task"] for score in data["scores"]} == {TASK}
 
 
-def test_what_fails_is_left_out_and_nothing_else(
-    books: Books, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_is_left_out_and_nothing_else(books: Books, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that cannot store a cache or be scored, a preset without a curve, a task too long for the model."""
 
     def refuse(method: Any, chunk: Any) -> Any:
@@ -409,7 +390,7 @@ def test_what_fails_is_left_out_and_nothing_else(
         methods=("fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed", "cuvee/mine", "cuvee/few@small"),
         tasks=("cuvee_reread_nll", TASK), limit=2, sequences=2,
     )  # fmt: skip
-    data = run_report(config, tmp_path / "run", console)
+    data = run_report(config, tmp_path / "run")
     reasons = {entry["key"]: entry["reason"] for entry in data["skipped"]}
     assert set(reasons) == {"cachegen", "kivi2", "cuvee/few@small", "cuvee_reread_nll"}
     assert "no curve for error" in reasons["cuvee/few@small"]
@@ -432,7 +413,7 @@ def keys_of(data: dict[str, Any]) -> list[str]:
 
 
 def test_a_full_disk_keeps_what_was_measured(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, config = tmp_path / "run", replace(CONFIG, methods=("kivi4", "kivi2", "cachegen"), tasks=())
     write, left = os.replace, [3]
@@ -446,10 +427,10 @@ def test_a_full_disk_keeps_what_was_measured(
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", full)
         with pytest.raises(InputError, match=r"^out: .*report.json cannot be written .No space left.* same command"):
-            run_report(config, out, console)
+            run_report(config, out)
     assert keys_of(json.loads((out / "report.json").read_text())) == ["bf16", "kivi4"]
     assert [path.name for path in out.iterdir()] == ["report.json"]
-    data = run_report(config, out, console)
+    data = run_report(config, out)
     assert data["complete"] and keys_of(data) == ["bf16", "kivi4", "kivi2", "cachegen"]
 
 
@@ -507,18 +488,16 @@ def test_a_method_that_is_not_known_is_named_with_those_that_are(name: str, mess
         select(LISTED, ("fp8-e4m3", name), QUICK)
 
 
-def test_only_the_methods_asked_for_are_measured(
-    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console
-) -> None:
+def test_only_the_methods_asked_for_are_measured(done: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     config = replace(CONFIG, methods=("kivi4", "int8", "cuvee/lossless"), limit=2)
-    data = run_report(config, tmp_path / "run", console)
+    data = run_report(config, tmp_path / "run")
     assert keys_of(data) == ["bf16", "int8", "kivi4", "cuvee/lossless"] and data["complete"]
     assert {s["key"] for s in data["scores"]} == {"bf16"}
     known = {entry["key"]: entry["kl"] for entry in done[1]["quality"]}
     assert data["quality"][2]["kl"] == pytest.approx(known["kivi4"])
     assert data["configuration"]["methods"] == ["kivi4", "int8", "cuvee/lossless"]
     with pytest.raises(InputError, match="differs in methods"):
-        run_report(replace(config, methods=("kivi4",)), tmp_path / "run", console)
+        run_report(replace(config, methods=("kivi4",)), tmp_path / "run")
 
 
 def test_a_preset_below_the_curve_is_left_out_instead_of_shown_as_lossless(books: Books) -> None:
@@ -531,7 +510,7 @@ def test_a_preset_below_the_curve_is_left_out_instead_of_shown_as_lossless(books
 
 
 def test_pca_is_fitted_to_the_mixture_with_the_group_of_the_profile(
-    tmp_path: Path, console: Console, books: Books, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = calibrate(books.model, books.harbour[:24], "layers:2", progress=False)
     pairs.save(tmp_path / "pairs.safetensors")
@@ -547,7 +526,7 @@ def test_pca_is_fitted_to_the_mixture_with_the_group_of_the_profile(
         CONFIG, tasks=(), profiles=(str(tmp_path / "pairs.safetensors"),), sequences=2,
         methods=("pca", "cuvee/pairs@balanced"),
     )  # fmt: skip
-    data = run_report(config, tmp_path / "run", console)
+    data = run_report(config, tmp_path / "run")
     assert data["profiles"]["pairs"]["id"] == pairs.id.hex() and data["tasks"] == data["scores"] == []
     assert {e["family"] for e in data["quality"]} == {"bf16", "pca/layers:2", "cuvee/pairs"} and not data["skipped"]
     bits = [e["bits_per_value"] for e in data["quality"] if e["family"] == "pca/layers:2"]
@@ -558,13 +537,13 @@ def test_pca_is_fitted_to_the_mixture_with_the_group_of_the_profile(
 
 
 def test_kinds_of_text_are_compared_apart(
-    config: ReportConfig, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    config: ReportConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cuvee.eval.report.comparing.LEAST_OF_KIND", 2)
     kinds = replace(
         config, tasks=(), evaluation=("orchard", "lantern"), sequences=7, methods=("kivi4", "cuvee/layer", "pca")
     )
-    data = run_report(kinds, tmp_path / "run", console)
+    data = run_report(kinds, tmp_path / "run")
     assert data["text"]["kinds"] == [
         {"text": "orchard", "reread": False, "rows": [1, 3]},
         {"text": "orchard", "reread": True, "rows": [0, 2]},
@@ -581,12 +560,10 @@ def test_kinds_of_text_are_compared_apart(
     assert {e["family"] for e in data["sizes"]} == {"cuvee/layer", "pca/layer"}
 
 
-def test_large_models_are_asked_fewer_documents(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_models_are_asked_fewer_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuvee.eval.report.report_plan.SMALL_PARAMETERS", 1_000_000)
     monkeypatch.setattr("cuvee.eval.report.report_plan.LARGE_LIMIT", 3)
-    data = run_report(replace(CONFIG, methods=("kivi2",), limit=None), tmp_path / "run", console)
+    data = run_report(replace(CONFIG, methods=("kivi2",), limit=None), tmp_path / "run")
     assert data["configuration"]["limit"] == 3 and {s["docs"] for s in data["scores"]} == {3}
 
 
@@ -625,12 +602,12 @@ def test_a_run_that_is_told_to_stop_goes_on_later(config: ReportConfig, tmp_path
     assert data["complete"] and data["quality"][: len(half["quality"])] == half["quality"]
 
 
-def test_controls_say_which_tasks_show_nothing(tmp_path: Path, console: Console) -> None:
+def test_controls_say_which_tasks_show_nothing(tmp_path: Path) -> None:
     """One task of ours without a context apart from its question, and line retrieval, which has one."""
     config = replace(
         CONFIG, methods=("kivi2",), tasks=(TASK, "cuvee_lines_100"), metadata=("lines=10",), controls=True, limit=4
     )
-    data = run_report(config, tmp_path / "run", console)
+    data = run_report(config, tmp_path / "run")
     scored = {task["name"]: [s["key"] for s in data["scores"] if s["task"] == task["name"]] for task in data["tasks"]}
     assert scored == {TASK: ["bf16", "kivi2", "destroyed"], "cuvee_lines_100": ["bf16", "kivi2", "destroyed", "absent"]}
     absent = next(s for s in data["scores"] if s["key"] == "absent")

@@ -8,8 +8,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from rich.console import Console
+
 from cuvee.eval.quality import PerSequence, Quality
 from cuvee.eval.report import plot, rendering, report_run
+from cuvee.eval.report.report_config import ReportConfig
 from cuvee.eval.report.schema import REPORT_FORMAT, REPORT_VERSION, Report
 
 
@@ -57,8 +60,8 @@ def entry(key: str, bits: float, kl: float, kind: str = "point", **changes: Any)
     return {"key": key, "family": family, "label": f"{key} label", "kind": kind, "setting": setting, **measured}
 
 
-def run_report(*given: Any, **more: Any) -> dict[str, Any]:
-    return report_run.run_report(*given, **more).to_dict()
+def run_report(config: ReportConfig, out: Path, console: Console | None = None, **more: Any) -> dict[str, Any]:
+    return report_run.run_report(config, out, console or Console(quiet=True), **more).to_dict()
 
 
 def write_report(data: Mapping[str, Any], folder: Path) -> None:
