@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard, constants
@@ -60,7 +61,7 @@ def test_a_push_is_one_commit(hub: FakeHub) -> None:
 def test_the_card_is_one_that_the_hub_reads_and_is_not_replaced(hub: FakeHub) -> None:
     pushed = push()
     shown = hub.files["README.md"].decode()
-    card = ModelCard(shown)
+    card: Any = ModelCard(shown)
     assert card.data.to_dict() == {"library_name": "cuvee", "tags": ["cuvee", "kv-cache", "synthetic"]}
     assert f"cuvee profile pull MODEL {WHERE}#{pushed} -o" in card.text and WEIGHTS in card.text
     hub.commit({"README.md": b"mine"})

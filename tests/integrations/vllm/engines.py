@@ -943,12 +943,11 @@ def start_engine(model: str | Path, **options: Any) -> Any:
 
 def end_engine(llm: Any) -> None:
     """Shut an engine down; vLLM 0.32 asks what it kills for a name, and gives up if that has just ended by itself."""
-    from psutil import NoSuchProcess
-
+    psutil: Any = importlib.import_module("psutil")
     core = llm.llm_engine.engine_core
     try:
         core.shutdown()
-    except NoSuchProcess:
+    except psutil.NoSuchProcess:
         for process in core.resources.engine_manager.processes:
             process.kill()
             process.join()
