@@ -209,7 +209,7 @@ def test_a_failed_push_leaves_no_half_profile(folder: Path, monkeypatch: pytest.
         for number in range(2):
             with pytest.raises(StoreError, match="No space left on device"):
                 push(str(folder), small_profile(number))
-    assert [path.name for path in (folder / FOLDER).iterdir()] == [f"{IDENTITY}.safetensors"]
+    assert {path.name for path in (folder / FOLDER).iterdir()} == {f"{IDENTITY}.safetensors", f"{IDENTITY}.md"}
     assert pull(folder, IDENTITY).id == small_profile().id
 
 
