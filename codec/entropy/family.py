@@ -32,6 +32,10 @@ DIGITS = 30  # of decimal numbers
 # Trade-off of rate-distortion optimized quantization, in squared steps per bit. The tangent of the rate-distortion
 # curve at high rate is 2 ln 2 / 12 = 0.116. On books-3m 0.06, 0.10 and 0.14 measured alike, 0.10 best at KL 0.0065.
 RD_LAMBDA = 0.10
+# The weight, in frequencies, from which a fitted table has an entry for a level. An entry takes a frequency of 1, which
+# costs every symbol of the table 0.0004 bits; an escape takes 76 bits where an entry takes 12. Compared with 0.5, blobs
+# of SmolLM2-135M at 0.5 to 2.5 bits a value are 1 to 2% smaller on a novel, and 1 to 5% on code, chats and JSON.
+LEAST_WEIGHT = 0.03
 ROUNDS = 4  # of quantizing and refitting, as tables and thresholds depend on each other
 
 
@@ -145,14 +149,15 @@ def _logistic_frequencies(table: int, dead_zone: Decimal) -> U16:
     spread = Decimal(2) ** (Decimal(LOWEST + table * _TABLE) / OCTAVE) * root3_over_pi
     edges = [1 / (1 + ((level + dead_zone) / spread).exp()) for level in range(128)]
     weight = [1 - 2 * edges[0]] + [edges[level - 1] - edges[level] for level in range(1, 128)]
-    return _frequencies(np.array([float(w) for w in weight]))
+    return _frequencies(np.array([float(w) for w in weight]), 0.5)
 
 
-def _frequencies(weight: npt.NDArray[np.float64]) -> U16:
-    """Turn weights of the levels 0 … 127 (of each sign) into a table, symmetric up to rounding, with escaped tails."""
+def _frequencies(weight: npt.NDArray[np.float64], least: float) -> U16:
+    """Turn weights of the levels 0 … 127 (of each sign) into a table, symmetric up to rounding; levels beyond the last
+    with a weight of `least` frequencies are escaped.
+    """
     weight = weight / (weight[0] + 2 * weight[1:].sum())
-    # Below half the table's resolution, a level is cheaper as an escape than as a table entry.
-    reach = int(np.flatnonzero(weight >= 0.5 / TOTAL)[-1]) if weight[0] < 1 else 0
+    reach = int(np.flatnonzero(weight >= least / TOTAL)[-1]) if weight[0] < 1 else 0
     reach = max(reach, 1)
     counts = np.zeros(SYMBOLS)
     counts[: reach + 1] = np.maximum(weight[: reach + 1], 1e-9)
@@ -211,7 +216,7 @@ def fit_family(
         # A little of the parametric family fills gaps in tables with few samples.
         weight = counts + prior * (64.0 / prior.sum(1, keepdims=True))
         weight[:, 1:] /= 2
-        freq = np.stack([_frequencies(row) for row in weight])
+        freq = np.stack([_frequencies(row, LEAST_WEIGHT) for row in weight])
         shrink = np.clip(shortfall / np.maximum(number, 1), -0.25, 0.25) * (number / (number + 64))
         tables = _with_raw_bits(freq)
         dead_zone, rounding = _thresholds(tables, shrink.astype(np.float32))

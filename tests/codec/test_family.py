@@ -205,6 +205,15 @@ def fitted(request: pytest.FixtureRequest) -> tuple[str, Family]:
     return request.param, fit_family([samples(request.param, seed=1)], STEPS)
 
 
+def test_a_level_is_escaped_only_where_an_entry_of_its_table_costs_more() -> None:
+    y = np.random.default_rng(1).standard_normal((1, 100_000)).astype(np.float32)
+    y[0, :8] = 20.0  # a weight of 0.16 frequencies per sign: an escape, of 76 bits, would cost more than an entry
+    family = fit_family([(y, np.zeros(1, np.int16))], [0])
+    (table,) = scale_codes(np.zeros(1, np.int16), 0)
+    freq = family.tables.freq[table]
+    assert freq[20] and not freq[40]
+
+
 def test_a_fitted_family_codes_its_kind_smaller(fitted: tuple[str, Family]) -> None:
     kind, family = fitted
     y, scale = samples(kind, seed=2)
