@@ -209,7 +209,8 @@ def test_a_failed_push_leaves_no_half_profile(folder: Path, monkeypatch: pytest.
         for number in range(2):
             with pytest.raises(StoreError, match="No space left on device"):
                 push(str(folder), small_profile(number))
-    assert [path.name for path in (folder / FOLDER).iterdir()] == [f"{IDENTITY}.safetensors"]
+    assert sorted(path.suffix for path in (folder / FOLDER).glob(f"{IDENTITY}.*")) == [".md", ".safetensors"]
+    assert len([*(folder / FOLDER).iterdir()]) == 2
     assert pull(folder, IDENTITY).id == small_profile().id
 
 
