@@ -8,8 +8,8 @@
 
 Other presses drop tokens, layer by layer. This one keeps all, and replaces the whole cache by what its blobs decode
 to. So it cannot be part of a `ComposedPress`. kvpress is not imported: its pipeline calls this context manager alone.
-
-Run with: @@@
+Both were run: the pipeline and `evaluate.py` of kvpress 0.5.5, beside transformers 5.24, on a CPU, over questions in
+RULER's form, with books-3m (lossless, and at a profile's quality) and SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from cuvee.codec.errors import InputError
 from cuvee.integrations.transformers.caches import decode_cache, encode_cache
 
 __all__ = ["CuveePress"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,7 +64,8 @@ class CuveePress:
 
     @compression_ratio.setter
     def compression_ratio(self, value: float) -> None:  # kvpress's evaluation sets that of every press that has one
-        _log.warning("compression_ratio: is measured, %s is ignored: choose the codec's quality instead", value)
+        remedy = "choose the codec's quality instead"
+        logging.getLogger(__name__).warning("compression_ratio: is measured, %s is ignored: %s", value, remedy)
 
     @contextmanager
     def __call__(self, model: PreTrainedModel) -> Iterator[None]:
