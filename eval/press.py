@@ -8,8 +8,9 @@
 
 Other presses drop tokens, layer by layer. This one keeps all, and replaces the whole cache by what its blobs decode
 to. So it cannot be part of a `ComposedPress`. kvpress is not imported: its pipeline calls this context manager alone.
-Both were run: the pipeline and `evaluate.py` of kvpress 0.5.5, beside transformers 5.24, on a CPU, over questions in
-RULER's form, with books-3m (lossless, and at a profile's quality) and SmolLM2-135M-Instruct.
+Both were run: the pipeline and `evaluate.py` of kvpress 0.5.5, on a CPU, over questions in RULER's form, with books-3m
+(lossless, and at a profile's quality) and SmolLM2-135M-Instruct. kvpress asks for transformers before 5.3, and its
+`KnormPress` fails with 5.24; this one runs beside 5.2 and 5.24.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class CuveePress:
                 remedy = "prefill it in one call, from an empty cache"
                 raise InputError(f"past_key_values: must hold the context's {tokens} tokens, got {held}: {remedy}")
             blobs = encode_cache(self.codec, cache, ids, self.chunk_tokens)
-            decoded: Any = decode_cache(self.codec, blobs, model, cache.layers[0].keys.device)
+            # Not of the model, which decode_cache may run to measure its cache: this hook would see that.
+            decoded: Any = decode_cache(self.codec, blobs, model.config, cache.layers[0].keys.device)
             for layer, again in zip(cache.layers, decoded.layers, strict=True):
                 self.raw_bytes += layer.keys.nbytes + layer.values.nbytes
                 layer.keys, layer.values = again.keys, again.values
