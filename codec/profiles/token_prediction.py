@@ -196,9 +196,11 @@ class PredictionCache:
     def __init__(self, table: TokenTable, embedding_map: TokenMap | CoefficientMap, sinks: int, limit: int) -> None:
         self._table, self._map, self._sinks = table, embedding_map, sinks
         size, dtype = embedding_map.size, embedding_map.dtype
-        # Pages that were not written take no memory.
-        self._rows = torch.empty(1 + min(limit // (dtype.itemsize * size), table.vocabulary), size, dtype=dtype)
-        self._rows[0] = 0
+        # Threads outside of inference mode, which is a thread's own, may not write to a tensor that was made in it.
+        with torch.inference_mode(mode=False):
+            # Pages that were not written take no memory.
+            self._rows = torch.empty(1 + min(limit // (dtype.itemsize * size), table.vocabulary), size, dtype=dtype)
+            self._rows[0] = 0
         self._used = 1
         self._row_of = np.full(table.vocabulary, -1, np.int64)
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -24,7 +24,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
-    LinearAttentionCacheLayerMixin,
     QuantizedLayer,
     StaticLayer,
 )
@@ -40,6 +39,8 @@ ATTENTION = "attention"  # tensor of the indices of the layers whose keys and va
 _CROSS = "cross"
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)  # hold nothing else, and fill themselves
 _NUMBERS = (bool, int, float)
+# Of linear attention; transformers before 5.5 has none.
+_LINEAR: type = getattr(cache_utils, "LinearAttentionCacheLayerMixin", CacheLayerMixin)
 _Units = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -269,7 +270,7 @@ def _number(tensor: torch.Tensor) -> bool | int | float | None:
 
 def _inside(place: Any) -> Any:
     """Return what holds the parts of a layer, a dict or a list, by key; nothing of anything else."""
-    if isinstance(place, CacheLayerMixin | LinearAttentionCacheLayerMixin):
+    if isinstance(place, (CacheLayerMixin, _LINEAR)):
         return vars(place)
     return place if isinstance(place, dict | list) else {}
 

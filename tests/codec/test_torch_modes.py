@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.predicting import predicting
 from tests.recognizing import small_model
 from transformers import LlamaForCausalLM
 
@@ -99,6 +100,15 @@ def test_every_door_does_the_same_in_every_mode(world: World, mode: str, tmp_pat
             assert isinstance(ours, torch.Tensor) and ours.dtype == expected.dtype and torch.equal(ours, expected)
         else:
             assert ours == expected
+
+
+def test_predictions_that_began_in_inference_mode_go_on_outside(world: World) -> None:
+    """As in its threads: the mode is a thread's own."""
+    codec, (chunk,) = cuvee.Codec(predicting(world.profile), step=0.5), world.chunks()
+    with torch.inference_mode():
+        codec.encode(chunk.slice(0, 8))
+    fresh = cuvee.Codec(predicting(world.profile), step=0.5)
+    assert codec.encode(chunk) == fresh.encode(chunk)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -17,7 +17,7 @@ TOKENS = 192
 
 def prefilled(model: Any, ids: torch.Tensor, press: CuveePress) -> Any:
     cache = DynamicCache(config=model.config)
-    with press(model), torch.no_grad():
+    with press(model), torch.inference_mode():  # as kvpress's evaluation does
         model.model(input_ids=ids, past_key_values=cache)
     return cache
 
@@ -37,6 +37,16 @@ def test_the_cache_is_what_blobs_decode_to(books: Any, quality: str) -> None:
     assert press.stored_bytes == sum(map(len, blobs))
     assert press.raw_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in exact.layers)
     assert press.compression_ratio == 1 - press.stored_bytes / press.raw_bytes > (0.1 if quality == "lossless" else 0.8)
+
+
+def test_the_evaluation_may_set_a_ratio_which_stays_what_was_measured(
+    books: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    press = CuveePress(cuvee.Codec(books.profile, "lossless"))
+    press.compression_ratio = 0.5
+    assert press.compression_ratio == 0 and "0.5 is ignored" in caplog.text
+    prefilled(books.model, books.orchard[:1, :40], press)
+    assert 0 < press.compression_ratio < 0.5
 
 
 def test_nothing_is_compressed_afterwards_and_a_filled_cache_is_refused(books: Any) -> None:

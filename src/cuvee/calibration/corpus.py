@@ -234,13 +234,17 @@ def _no_progress_bar() -> Iterator[None]:
 
 @contextmanager
 def as_input_error(what: str) -> Iterator[None]:
-    """Convert a library's ValueError about unreadable files into an InputError that names the files."""
+    """Turn a library's ValueError about unreadable files into an InputError, and have its OSErrors name the files."""
     try:
         yield
     except ValueError as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{what}: {error}") from error
+    except OSError as error:
+        if error.errno is not None or what in str(error):
+            raise
+        raise OSError(f"{what}: {error}") from error
 
 
 def read_corpus(name: str, model_name: str) -> Corpus:

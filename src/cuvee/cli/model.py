@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +26,10 @@ def model_path(model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_
     """
     from cuvee.calibration.corpus import model_path as find
 
-    print(find(model))
+    path = find(model)
+    if path == model and "/" not in model and not Path(model).exists():
+        typer.echo(f"note: {model} is neither bundled nor a folder here: an engine looks for it on the hub", err=True)
+    print(path)
 
 
 @app.command("check")

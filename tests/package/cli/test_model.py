@@ -14,7 +14,9 @@ from cuvee.calibration.bundled import bundled_model_path
 
 def test_model_path_prints_what_engines_take() -> None:
     assert run("model", "path", "books-3m").stdout == f"{bundled_model_path()}\n"
-    assert run("model", "path", "org/name").stdout == "org/name\n"
+    other, mistyped = run("model", "path", "org/name"), run("model", "path", "boks-3m")
+    assert (other.stdout, other.stderr, mistyped.stdout) == ("org/name\n", "", "boks-3m\n")
+    assert "boks-3m is neither bundled nor a folder here" in mistyped.stderr
     fails("model", "path", "./none", match="./none: no such model folder")
 
 
