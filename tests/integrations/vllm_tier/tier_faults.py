@@ -107,9 +107,13 @@ class Offloading(Driven):
         self.revive()
 
     def revive(self) -> None:
-        """As if the engine had been started anew, after a step that failed. vLLM has lost what the step reported."""
+        """As if the engine had been started anew, after a step that failed. vLLM has lost what the step reported, and
+        0.33 waits for it for ever.
+        """
         self.step()
         self._reset()
+        getattr(self.core.scheduler.connector.connector_scheduler, "_reset_fence", {}).clear()
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
         self.tier._failed = False
 
     @contextmanager
