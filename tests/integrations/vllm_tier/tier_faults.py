@@ -363,6 +363,7 @@ def run_offloading(model: Path, folder: Path) -> None:
     engine.close()
     compare(model, record, engine.answered)
     dying = Offloading(model, Deadly(open_store(f"file://{folder / 'stores' / 'killed'}", guarded=False)))
+    Path(dying.manager.primary_tier._mmap_region.mmap_path).unlink()  # which vLLM leaves behind when it is killed
     dying.ask(KILLED)
     dying.settle()
 
