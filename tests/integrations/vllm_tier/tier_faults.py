@@ -107,9 +107,13 @@ class Offloading(Driven):
         self.revive()
 
     def revive(self) -> None:
-        """As if the engine had been started anew, after a step that failed. vLLM has lost what the step reported."""
+        """As if the engine had been started anew, after a step that failed. vLLM has lost what the step reported, and
+        0.33 waits for it for ever.
+        """
         self.step()
         self._reset()
+        getattr(self.core.scheduler.connector.connector_scheduler, "_reset_fence", {}).clear()
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
         self.tier._failed = False
 
     @contextmanager
@@ -359,6 +363,7 @@ def run_offloading(model: Path, folder: Path) -> None:
     engine.close()
     compare(model, record, engine.answered)
     dying = Offloading(model, Deadly(open_store(f"file://{folder / 'stores' / 'killed'}", guarded=False)))
+    Path(dying.manager.primary_tier._mmap_region.mmap_path).unlink()  # which vLLM leaves behind when it is killed
     dying.ask(KILLED)
     dying.settle()
 
