@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.vllm.sides import BLOCK, CHUNK, IDENTITY, LAYOUT, patience
+from tests.waiting import wait_until
 
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.identity.records import RecordStore
@@ -40,10 +41,12 @@ def digest(number: int) -> bytes:
 
 
 def serve(store: Store, identity: Identity, *numbers: int) -> dict[str, float]:
-    """An engine's life: it stores entries, and ends. Its gauges by label."""
+    """An engine's life: it counts, stores entries, and ends. Its gauges by label."""
     recorder = Recorder()
     records = engine(store, recorder)
     records.use(identity)
+    if store.shared:  # a first count that saw what is stored here would be followed by one that counts it
+        wait_until(lambda: ("identity_entries", "other") in recorder.totals())
     for number in numbers:
         store.put(store_key("", digest(number)), b"x")
         records.note("", digest(number))
