@@ -149,6 +149,7 @@ def _logistic_frequencies(table: int, dead_zone: Decimal) -> U16:
     spread = Decimal(2) ** (Decimal(LOWEST + table * _TABLE) / OCTAVE) * root3_over_pi
     edges = [1 / (1 + ((level + dead_zone) / spread).exp()) for level in range(128)]
     weight = [1 - 2 * edges[0]] + [edges[level - 1] - edges[level] for level in range(1, 128)]
+    # Not LEAST_WEIGHT: these tables must stay as they are, or unlearned profiles would be others.
     return _frequencies(np.array([float(w) for w in weight]), 0.5)
 
 

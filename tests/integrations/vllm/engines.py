@@ -286,6 +286,11 @@ class Answer:
     told: dict[str, Any] | None = None
 
 
+def cached(answers: Sequence[Answer]) -> list[int]:
+    """The prompt tokens that were not computed, of each answer."""
+    return [answer.cached for answer in answers]
+
+
 @dataclass(frozen=True, slots=True)
 class Ran:
     """What an engine did: the answers of each step, its Prometheus counters after each, what it logged."""

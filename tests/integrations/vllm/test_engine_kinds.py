@@ -40,6 +40,7 @@ from tests.integrations.vllm.engines import (
     EngineFailure,
     Ran,
     Step,
+    cached,
     distance,
     distinct_chunks,
     ids,
@@ -270,10 +271,6 @@ def assert_same(kind: str, answers: Sequence[Answer], expected: Sequence[Answer]
     assert allowed < 0.05, "the reference does not agree with itself"
     distances = [distance(answer, other) for answer, other in zip(answers, expected, strict=True)]
     assert max(distances) <= allowed, distances
-
-
-def cached(answers: Sequence[Answer]) -> list[int]:
-    return [answer.cached for answer in answers]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,6 +28,7 @@ from tests.integrations.vllm.engines import (
     Engine,
     Ran,
     Step,
+    cached,
     distance,
     ids,
     need_vllm,
@@ -117,10 +118,6 @@ def loaded(folder: Path, first: Mapping[str, Ran]) -> Mapping[str, Ran]:
 def assert_same(answers: Sequence[Answer], expected: Sequence[Answer], within: float = 0.0) -> None:
     distances = [distance(answer, other) for answer, other in zip(answers, expected, strict=True)]
     assert max(distances) <= within, distances
-
-
-def cached(answers: Sequence[Answer]) -> list[int]:
-    return [answer.cached for answer in answers]
 
 
 @pytest.mark.parametrize("kind", KINDS)
