@@ -14,6 +14,7 @@ import pickle
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -337,16 +338,19 @@ SCENARIOS: Scenarios = {
 
 
 class Deadly(FaultStore):
-    """Ends its process in the third put, while others are under way. `inner`: has what was put before."""
+    """Ends its process in the third put, once another is done. `inner`: has what was put before."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__()
-        self._inner, self._puts = inner, itertools.count(1)
+        self._inner, self._puts, self._done = inner, itertools.count(1), threading.Event()
 
     def put(self, key: str, blob: bytes) -> bool:
         if next(self._puts) == 3:
+            self._done.wait()  # all three may have begun at the same moment
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._inner.put(key, blob)
+        stored = self._inner.put(key, blob)
+        self._done.set()
+        return stored
 
 
 def run_offloading(model: Path, folder: Path) -> None:
