@@ -146,6 +146,8 @@ class ReportPlan:
             "dtype": model.dtype,
             "prefix": self.prefix,
             "profiles": {name: profile.id.hex() for name, profile in self.profiles.items()},
+            # A profile's id does not cover its curve, which decides the step of a quality.
+            "curves": {name: _digest([p.to_dict() for p in profile.points]) for name, profile in self.profiles.items()},
             "methods": list(config.methods),
             "tasks": list(config.tasks),
             "limit": self.limit if config.tasks else None,
@@ -161,11 +163,9 @@ class ReportPlan:
             hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest(),
             self._kinds(),
         )
-        plain = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        digest = hashlib.blake2b(plain.encode(), digest_size=16, person=b"cuvee-report").hexdigest()
         profiles = {Path(path).stem: self._profile_entry(path) for path in config.profiles}
         return Report(
-            REPORT_FORMAT, REPORT_VERSION, False, digest, command, decided, environment, model, text, profiles
+            REPORT_FORMAT, REPORT_VERSION, False, _digest(decided), command, decided, environment, model, text, profiles
         )
 
     def _profile_entry(self, path: str) -> ProfileEntry:
@@ -174,3 +174,9 @@ class ReportPlan:
         return ProfileEntry(
             profile.id.hex(), profile.group, profile.source, size, bits, max(profile.lengths, default=None)
         )
+
+
+def _digest(values: object) -> str:
+    """Return a digest of what JSON can hold."""
+    plain = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(plain.encode(), digest_size=16, person=b"cuvee-report").hexdigest()

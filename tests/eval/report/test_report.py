@@ -263,11 +263,14 @@ def test_a_profile_that_was_exchanged_is_noticed(
     done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path, books: Books
 ) -> None:
     own = books.profile
-    other = Profile(own.layout, own.group, own.source, own.family, own.learned, min_step_index=own.min_step_index)
-    assert other.id != own.id
-    other.save(tmp_path / "layer.safetensors")
-    with pytest.raises(InputError, match=r"differs in profiles"):
-        run_report(replace(config, profiles=(str(tmp_path / "layer.safetensors"),)), done[0])
+    plain = Profile(own.layout, own.group, own.source, own.family, own.learned, min_step_index=own.min_step_index)
+    other_curve = own.with_curve(own.points[1:], own.lengths)
+    assert plain.id != own.id == other_curve.id
+    asked = replace(config, profiles=(str(tmp_path / "layer.safetensors"),))
+    for other, what in ((plain, "profiles"), (other_curve, "curves")):
+        other.save(tmp_path / "layer.safetensors")
+        with pytest.raises(InputError, match=f"differs in .*{what}"):
+            run_report(asked, done[0])
 
 
 @pytest.mark.parametrize("methods", [(), ("kivi4", "cuvee")])
