@@ -199,10 +199,12 @@ def save_tiny_model(family: str, path: Path, seed: int = 0, **changes: Any) -> P
 def cuvee(store: str | Sequence[str], **options: Any) -> dict[str, Any]:
     """`kv_transfer_config` of our connector; lossless, and loads whatever it finds, unless told otherwise.
 
-    Threads that store do not give way: beside another engine on the same cores, they would wait for seconds.
+    Threads that store do not give way, and lookups may be late: beside another engine on the same cores, both would
+    wait for seconds.
     """
     extra: dict[str, Any] = {
-        "store": store, "quality": "lossless", "decide": "always", "chunk_tokens": 128, "store_niceness": 0, **options,
+        "store": store, "quality": "lossless", "decide": "always", "chunk_tokens": 128, "store_niceness": 0,
+        "lookup_timeout": 30.0, **options,
     }  # fmt: skip
     return {
         "kv_connector": "CuveeConnector",
