@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -417,15 +417,16 @@ def load_hangs(engine: Driven) -> None:
         prompt, other = prompt_of(f"load hangs {aborted}", 12), prompt_of(f"load hangs {aborted}, another", 14)
         engine.store_and_forget(prompt)
         with engine.counting() as counted:
-            with engine.load_timeout(0.2), engine.faults.hanging("get"):
+            with ExitStack() as stack:
+                stack.enter_context(engine.faults.hanging("get"))
+                name = engine.submit(prompt)
+                while not engine.faults.waiting:
+                    engine.step()
+                stack.enter_context(engine.load_timeout(0.2))
                 if aborted:
-                    name = engine.submit(prompt)
-                    while not engine.faults.waiting:
-                        engine.step()
                     engine.abort(name)
                 else:
-                    engine.ask(prompt)
-                    assert engine.faults.waiting
+                    assert len(engine.finish()[name].tokens) == ANSWER
                     engine.forget()
                 # Another request takes nearly all blocks, most of which the load was to fill.
                 name = engine.submit(other, 40)
