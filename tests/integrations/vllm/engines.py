@@ -58,8 +58,9 @@ _SHARED = {
 }
 # Their states are smaller than the pages of a block of 32 tokens, so that the engine does not make larger blocks.
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 1}
-# On a CPU, vLLM 0.32 and 0.33 raise where a step of Mamba 2 spans several of these.
-_MAMBA2["mamba_chunk_size"] = 2048
+# On a CPU, vLLM 0.32 and 0.33 raise where a step of Mamba 2 spans several of these. transformers, which shows once how
+# the model caches, multiplies matrices of that size: at 2048 it takes 50 seconds.
+_MAMBA2["mamba_chunk_size"] = MAX_MODEL_LEN
 _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("FalconH1Config", {**_MAMBA2, "mamba_d_ssm": 128}),
     "gemma3": (
