@@ -741,9 +741,10 @@ def _sleep(llm: Any, changed: bool) -> None:
         memory: dict[int, torch.Tensor] = {}  # layers share it
         for layer in get_layers_from_vllm_config(runner.vllm_config, Attention).values():
             old = layer.kv_cache
-            values = old.untyped_storage().nbytes() // old.element_size()
-            noise = memory.setdefault(old.untyped_storage().data_ptr(), torch.randn(values).to(old.dtype))
-            layer.kv_cache = new = noise.as_strided(old.shape, old.stride(), old.storage_offset())
+            held = old.untyped_storage()
+            if held.data_ptr() not in memory:
+                memory[held.data_ptr()] = torch.randn(held.nbytes() // old.element_size()).to(old.dtype)
+            layer.kv_cache = new = memory[held.data_ptr()].as_strided(old.shape, old.stride(), old.storage_offset())
             runner.kv_caches = [new if cache is old else cache for cache in runner.kv_caches]
 
     def wake_up(tags: list[str] | None = None) -> None:
