@@ -36,16 +36,17 @@ os.environ["COLUMNS"] = "120"
 MAX_POSITIONS = 4096
 BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # Workers that take whole files finish together only if no long one comes last. Engines alternate with what computes:
-# two engines at a time wait for each other. The first two files compile different things: notebooks come third, when
-# the engines have filled Numba's cache, rather than compile the same loops at the same time.
+# two engines at a time wait for each other. The first two files compile different things, the second in a cache of its
+# own: notebooks come third, when the engines have filled Numba's cache, rather than compile the same loops at the same
+# time.
 LONGEST = (
-    "integrations/vllm/test_engine_kinds", "kernels/test_static_costs", "package/test_notebooks",
+    "integrations/vllm/test_engine_kinds", "package/cli/test_warmup", "package/test_notebooks",
     "integrations/vllm/test_engine", "eval/report/test_report", "integrations/vllm/blending/test_engine_blend",
-    "kernels/test_transform", "package/cli/test_warmup", "codec/test_sections",
-    "codec/test_hostile", "integrations/vllm/test_serve", "learning/test_calibrate", "eval/test_tasks",
-    "integrations/vllm/test_guard", "integrations/vllm/test_docs", "integrations/vllm_tier/test_engine_tier",
-    "integrations/vllm/test_faults", "kernels/test_backend", "kernels/test_hostile", "fuzz/test_soak",
-    "package/cli/test_profile", "package/test_package", "package/test_docs",
+    "kernels/test_transform", "codec/test_sections", "codec/test_hostile", "integrations/vllm/test_serve",
+    "learning/test_calibrate", "integrations/vllm/test_guard", "integrations/vllm/test_docs",
+    "integrations/vllm_tier/test_engine_tier", "integrations/vllm/test_faults", "kernels/test_backend",
+    "fuzz/test_soak", "package/cli/test_profile", "package/test_package", "package/test_docs",
+    "kernels/test_static_costs", "eval/test_tasks",  # long if nightly tests run
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {

@@ -248,6 +248,8 @@ def test_layers_decoded_together_come_back(tokens: int, at: slice) -> None:
     blob, places, want = blob_of(tokens)
     of_blob = [memoryview(blob)[place] for place in places]
     assert np.shares_memory(joined(of_blob)[0], np.frombuffer(blob, np.uint8)), "nothing is copied"
+    given = bytearray(blob)
+    assert not joined([memoryview(given)[place] for place in places])[0].flags.writeable, "the loops are those of bytes"
     apart = [memoryview(bytes(section)) for section in of_blob]
     for name in stage_names():
         for sections in (of_blob, of_blob[:5] + apart[5:]):

@@ -36,7 +36,8 @@ def joined(sections: Sequence[memoryview]) -> tuple[npt.NDArray[np.uint8], I64]:
     """
     sizes = np.array([len(section) for section in sections], np.int64)
     spans = np.empty((len(sections), 2), np.int64)
-    owner = memoryview(sections[0].obj)
+    # Read-only, as `bytes` are: for arrays that may be written Numba would compile all loops once more, for 20 seconds.
+    owner = memoryview(sections[0].obj).toreadonly()
     if sizes.min() and owner.c_contiguous and all(section.obj is owner.obj for section in sections):
         whole = np.frombuffer(owner, np.uint8)
         spans[:, 0] = [np.frombuffer(section, np.uint8).ctypes.data for section in sections]

@@ -515,7 +515,7 @@ def test_a_preset_below_the_curve_is_left_out_instead_of_shown_as_lossless(books
 def test_pca_is_fitted_to_the_mixture_with_the_group_of_the_profile(
     tmp_path: Path, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = calibrate(books.model, books.harbour[:24], "layers:2", progress=False)
+    pairs = calibrate(books.model, books.harbour[:, :144], "layers:2", progress=False)
     pairs.save(tmp_path / "pairs.safetensors")
     learned: list[int] = []
     fit = PcaTransform.fit
@@ -540,9 +540,11 @@ def test_pca_is_fitted_to_the_mixture_with_the_group_of_the_profile(
 
 
 def test_kinds_of_text_are_compared_apart(
-    config: ReportConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: ReportConfig, books: Books, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cuvee.eval.report.comparing.LEAST_OF_KIND", 2)
+    few = {"harbour": books.harbour[:12, :128]}  # which PCA is fitted to here: the whole mixture takes seconds
+    monkeypatch.setattr("cuvee.eval.report.report_plan.mixture", lambda *_, **__: few)
     kinds = replace(
         config, tasks=(), evaluation=("orchard", "lantern"), sequences=7, methods=("kivi4", "cuvee/layer", "pca")
     )

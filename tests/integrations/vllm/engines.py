@@ -58,8 +58,9 @@ _SHARED = {
 }
 # Their states are smaller than the pages of a block of 32 tokens, so that the engine does not make larger blocks.
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 1}
-# On a CPU, vLLM 0.32 and 0.33 raise where a step of Mamba 2 spans several of these.
-_MAMBA2["mamba_chunk_size"] = 2048
+# On a CPU, vLLM 0.32 and 0.33 raise where a step of Mamba 2 spans several of these. transformers, which shows once how
+# the model caches, multiplies matrices of that size: at 2048 it takes 50 seconds.
+_MAMBA2["mamba_chunk_size"] = MAX_MODEL_LEN
 _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("FalconH1Config", {**_MAMBA2, "mamba_d_ssm": 128}),
     "gemma3": (
@@ -742,9 +743,10 @@ def _sleep(llm: Any, changed: bool) -> None:
         memory: dict[int, torch.Tensor] = {}  # layers share it
         for layer in get_layers_from_vllm_config(runner.vllm_config, Attention).values():
             old = layer.kv_cache
-            values = old.untyped_storage().nbytes() // old.element_size()
-            noise = memory.setdefault(old.untyped_storage().data_ptr(), torch.randn(values).to(old.dtype))
-            layer.kv_cache = new = noise.as_strided(old.shape, old.stride(), old.storage_offset())
+            held = old.untyped_storage()
+            if held.data_ptr() not in memory:
+                memory[held.data_ptr()] = torch.randn(held.nbytes() // old.element_size()).to(old.dtype)
+            layer.kv_cache = new = memory[held.data_ptr()].as_strided(old.shape, old.stride(), old.storage_offset())
             runner.kv_caches = [new if cache is old else cache for cache in runner.kv_caches]
 
     def wake_up(tags: list[str] | None = None) -> None:

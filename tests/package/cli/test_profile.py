@@ -193,6 +193,9 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     assert arguments == {**defaults, "dtype": torch.float32}
     assert {kind: len(tokens[kind]) for kind in ("prose", "code", "a=b")} == {"prose": 10, "code": 8, "a=b": 10}
     assert len({tuple(row[4:8].tolist()) for row in tokens["prose"]}) <= 4, "one sentence over and over"
+    # Neither is looked at below: reading all texts, and having the model write some, takes seconds.
+    monkeypatch.setattr(kinds, "more_text", lambda *_: more)
+    monkeypatch.setattr(kinds, "sample_text", lambda *_, **__: tokens[kinds.SAMPLES])
     _, group, arguments = learned("--sequences", "24", "--group", "layers:2", "--dtype", "bfloat16")
     assert (group, arguments["dtype"]) == ("layers:2", torch.bfloat16)
     assert learned("--sequences", "24", "--tensor-parallel")[2]["tensor_parallel"] is True
