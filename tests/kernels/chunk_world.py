@@ -86,7 +86,8 @@ class Cache:
 def make_cache(layout: KVLayout, tokens: int, kind: str, element: torch.dtype, device: torch.device) -> Cache:
     """A cache of a kind: `dense`, one block; or pages, of 16 tokens or `single` ones.
 
-    These are named by their axes in memory (blocks, tokens, heads, dimensions), with a 2 if keys and values are packed.
+    These are named by their axes in memory (blocks, tokens, heads, dimensions), with a 2 if keys and values are packed,
+    and a + if 8 bytes follow each head: of two heads, the second does not begin at a multiple of 16 bytes.
     """
     block = {"dense": tokens + 3, "single": 1}.get(kind, 16)
     blocks = 1 if kind == "dense" else -(-tokens // block) + 2
@@ -96,9 +97,13 @@ def make_cache(layout: KVLayout, tokens: int, kind: str, element: torch.dtype, d
         for size in (layer.head_dim, layer.value_dim):
             sizes = {"b": blocks, "t": block, "h": layer.kv_heads, "d": size * (2 if "2" in kind else 1)}
             shape = [sizes[axis] for axis in axes]
-            memory = torch.full((int(np.prod(shape)) * element.itemsize,), POISON, dtype=torch.uint8, device=device)
+            head = block * sizes["d"] + 8 // element.itemsize if "+" in kind else int(np.prod(shape[2:]))
+            memory = torch.full(
+                (shape[0] * shape[1] * head * element.itemsize,), POISON, dtype=torch.uint8, device=device
+            )
             raw.append(memory)
-            view = memory.view(element).view(shape).permute([axes.index(axis) for axis in "bthd"])
+            strides = [shape[1] * head, head, shape[3], 1]
+            view = memory.view(element).as_strided(shape, strides).permute([axes.index(axis) for axis in "bthd"])
             units.append(view[..., size:] if "2" in kind else view)
     order = torch.randperm(blocks * block, generator=torch.Generator().manual_seed(5))
     slots = torch.arange(2, 2 + tokens) if kind == "dense" else order[:tokens]
