@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.base import (
     Medium,
     OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
@@ -45,6 +46,7 @@ from cuvee.integrations.core.refusals import check_uniform
 from cuvee.integrations.identity.checkpoint import naming_of_weights, read_layout
 from cuvee.integrations.identity.engine_config import vllm_options
 from cuvee.integrations.pages import COUNTED, Counts, PageStore, PageStores
+from cuvee.integrations.pages.counts import GAUGES
 from cuvee.integrations.pages.opaque import LAYOUT
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.weight_calls import watch_calls
@@ -147,6 +149,7 @@ class CuveeTier(SecondaryTierManager):
         if given.enable_kv_events and not wanted:
             logger.warning("cuvee: enable_kv_events has no effect, because vLLM's KV events are switched off")
         self._closed = False
+        _ = self._pages  # whose identity is recorded from now on
         self._lookups = _Lookups(tier_type, self._find_stored)
 
     def _known_rows(self, path: str, config: Any, view: memoryview) -> tuple[KVLayout, ChunkRows]:
@@ -339,7 +342,9 @@ class CuveeTier(SecondaryTierManager):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Return vLLM's definitions of the tier's counters."""
         return {
-            _METRICS + name: OffloadingCounterMetadata(text, ("what",) if labelled else ())
+            _METRICS + name: (OffloadingGaugeMetadata if name in GAUGES else OffloadingCounterMetadata)(
+                text, ("what",) if labelled else ()
+            )
             for name, (labelled, text) in COUNTED.items()
         }
 
@@ -350,7 +355,8 @@ class CuveeTier(SecondaryTierManager):
             if new:
                 stats = OffloadingConnectorStats()
                 for (name, label), value in new.items():
-                    stats.increase_counter(_METRICS + name, value, (label,) if label else ())
+                    add = stats.set_gauge if name in GAUGES else stats.increase_counter
+                    add(_METRICS + name, value, (label,) if label else ())
                 return stats
         return None
 
