@@ -44,6 +44,7 @@ LONGEST = (
     "kernels/test_transform", "package/cli/test_warmup", "codec/test_sections",
     "codec/test_hostile", "integrations/vllm/test_serve", "learning/test_calibrate", "eval/test_tasks",
     "integrations/vllm/test_guard", "integrations/vllm/test_docs", "integrations/vllm_tier/test_engine_tier",
+    "integrations/lmcache/test_engine",
     "integrations/vllm/test_faults", "kernels/test_backend", "kernels/test_hostile", "fuzz/test_soak",
     "package/cli/test_profile", "package/test_package", "package/test_docs",
 )  # fmt: skip

@@ -35,7 +35,6 @@ pytestmark = [*NEED_LMCACHE, pytest.mark.slow]
 
 PROMPTS = [ids(6 * CHUNK + 7, 1), ids(3 * CHUNK + 5, 2)]
 CHUNKS = 6 + 3
-QUIET = {"LMCACHE_TRACK_USAGE": "false"}
 SERVER = [sys.executable, "-c", "from lmcache.cli.main import main; main()", "server"]
 
 
@@ -66,7 +65,7 @@ class Server:
         }  # fmt: skip
         command = [*SERVER, "--no-l1-use-lazy", "--disable-metrics"]
         command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-        with serving(folder / "server.txt", command, http, page="status", **QUIET) as url:
+        with serving(folder / "server.txt", command, http, page="status", LMCACHE_TRACK_USAGE="false") as url:
             yield cls(url, port)
 
     def settled(self, counter: str) -> dict[str, float]:
@@ -94,7 +93,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping[str, Ran], li
             engines = [Engine(name, model, [Step(PROMPTS)], server.options)]
             if name == "stored":
                 engines.append(Engine("reference", model, [Step(PROMPTS)] * 2))
-            results = run_engines(folder / name, engines, fresh=True, **QUIET)
+            results = run_engines(folder / name, engines, fresh=True, LMCACHE_TRACK_USAGE="false")
             done |= {engine.name: results[engine.name] for engine in engines}
             counters.append(server.settled("saved_pages" if name == "stored" else "identity_entries{same}"))
     return done, counters
