@@ -175,23 +175,27 @@ class IdentityRecord:
 
 
 def identity_fields(
-    identity: Identity, layout: KVLayout, chunk_tokens: int, key_ids: Sequence[bytes] = ()
+    identity: Identity, layout: KVLayout | None, chunk_tokens: int, key_ids: Sequence[bytes] = (), *, engine: str
 ) -> dict[str, str]:
     """Return what determines the keys of an engine's entries besides tokens, tenant, adapter and images, by name.
 
     Args:
         identity: of the engine's blobs.
-        layout: that the identity names.
+        layout: that the identity names; None of opaque pages, which have none.
         chunk_tokens: tokens per chunk.
         key_ids: of the secrets, that of the writing secret first; none without secrets.
+        engine: names the engine and its way of naming chunks.
     """
     weights, dtype, options, live = _parts(identity.model)
-    named: dict[str, Any] = {
-        "weights": weights, "dtype": dtype, "weights_changed": live, "tokenizer": identity.tokenizer,
-        "layout": identity.layout.hex(), "cache_dtype": layout.dtype, "model_type": layout.model_type,
-        "layers": len(layout.layers), "max_positions": layout.max_positions,
-        "profile": identity.profile.hex(), "quality": identity.quality, "tensor_parallel_size": identity.shards,
-        "chunk_tokens": chunk_tokens, "secret": key_ids[0].hex() if key_ids else "",
+    known: dict[str, Any] = {} if layout is None else {
+        "cache_dtype": layout.dtype, "model_type": layout.model_type, "layers": len(layout.layers),
+        "max_positions": layout.max_positions,
+    }  # fmt: skip
+    named = {
+        "engine": engine, "weights": weights, "dtype": dtype, "weights_changed": live,
+        "tokenizer": identity.tokenizer, "layout": identity.layout.hex(), **known, "profile": identity.profile.hex(),
+        "quality": identity.quality, "tensor_parallel_size": identity.shards, "chunk_tokens": chunk_tokens,
+        "secret": key_ids[0].hex() if key_ids else "",
     }  # fmt: skip
     fields = {name: shown_value(name, value) for name, value in named.items() if value not in ("", None)}
     options = dict(_flat("options", options))

@@ -401,7 +401,8 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
     def _opaque_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
         """Return the page store of objects of bytes, which name their shapes and dtypes themselves."""
-        return self._pages.opaque("objects", key.cache_salt or self._options.tenant, counts)
+        tenant = key.cache_salt or self._options.tenant
+        return self._pages.opaque("objects", tenant, counts, main=not key.object_group_id)
 
     def _known_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
         """Return the page store of a key's rank and salt.

@@ -20,15 +20,24 @@ COUNTED: dict[str, tuple[bool, str]] = {
     "loaded_blob_bytes": (False, "Bytes of restored chunks in the store."),
     "encode_seconds": (False, "Seconds that threads coded."),
     "decode_seconds": (False, "Seconds that threads decoded."),
-    "failures": (True, "Failures, by what failed: lookup, fetch, decode, encode, store, positions or weights."),
+    "failures": (
+        True, "Failures, by what failed: lookup, fetch, decode, encode, store, positions, weights or records.",
+    ),
     "weights_changed": (False, "How often vLLM's weights may have changed; what was stored before is not found."),
     "contained": (True, "Errors that were kept from the engine, by the call in which they happened."),
-}
+    "identity_entries": (
+        True, "About how many entries a shared store has of this engine's identity (same), and of others that it keeps "
+        "records of (other): cuvee store explain says how they differ.",
+    ),
+}  # fmt: skip
 """What `Counts` holds by name: whether it has a label, and what it counts. A chunk is a page of the engine."""
+
+GAUGES = frozenset({"identity_entries"})
+"""Those of them that are no sums: they go up and down."""
 
 
 class Counts:
-    """Sums by name and label. Safe to use from several threads.
+    """Sums and gauges by name and label. Safe to use from several threads.
 
     The names are those of `COUNTED`, and `refused_pages`: pages of a kind that the adapter does not support. All begin
     at 0.
@@ -58,13 +67,18 @@ class Counts:
         if self._all is not None:
             self._all.count(name, value, label)
 
+    def gauge(self, name: str, value: float, label: str = "") -> None:
+        """Set the gauge of this name and label."""
+        with self._lock:
+            self._sums[f"{name}{{{label}}}"] = self._new[name, label] = value
+
     def take_new(self) -> dict[tuple[str, str], float]:
-        """Return what was added since the last call, by name and label."""
+        """Return what was added since the last call, by name and label, and the gauges that were set."""
         with self._lock:
             new, self._new = self._new, {}
-        return {key: value for key, value in new.items() if value}
+        return {key: value for key, value in new.items() if value or key[0] in GAUGES}
 
     def snapshot(self) -> dict[str, float]:
-        """Return all sums that are not 0, by `name` or `name{label}`."""
+        """Return all that is not 0, by `name` or `name{label}`."""
         with self._lock:
             return {name: value for name, value in self._sums.items() if value}

@@ -61,8 +61,14 @@ class Waiters(NamedTuple):
 
 # Reads entries of a call, in order; returns how many up to the first that failed, and its error.
 Read = Callable[[Sequence[Found]], tuple[int, CuveeError | None]]
+# Told tenant and digest of an entry.
+Note = Callable[[str, bytes], object]
 # Encodes a page by its number in a call, bound to these bytes; None: its position is needed, and not known.
 Encode = Callable[[int, bytes], bytes | None]
+
+
+def no_note(tenant: str, page: bytes) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,7 @@ class Entries:
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that anything else may take: writing, for all pages of a call together.
         valid: whether the names still are those of the engine's weights.
+        note: told tenant and digest of pages that were stored.
     """
 
     io: ChunkIO
@@ -94,6 +101,7 @@ class Entries:
     lookup_timeout: float
     load_timeout: float
     valid: Callable[[], bool]
+    note: Note
 
     @property
     def together(self) -> int:
@@ -269,6 +277,7 @@ class Entries:
             return False
         for name, value in (("saved_pages", 1), ("raw_bytes", nbytes), ("blob_bytes", len(entry))):
             self.counts.count(name, value)
+        self.note(self.names.tenant, page)
         return True
 
     # The store ------------------------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import suppress
 from functools import partial
 from threading import Event, Lock
+from typing import Any
 from uuid import uuid4
 
 from cuvee.codec.codec import Codec
@@ -15,10 +17,14 @@ from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.core.guard import Recorder
-from cuvee.integrations.identity.checkpoint import naming_with_profile
+from cuvee.integrations.identity.checkpoint import VOLATILE, naming_with_profile, read_config
+from cuvee.integrations.identity.identity_records import IdentityRecords
+from cuvee.integrations.identity.identity_records import Recorder as Gauges
+from cuvee.integrations.identity.records import IdentityRecord, about_model, identity_fields
 from cuvee.integrations.identity.weights_name import Make, Named, WeightsName
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages import opaque
+from cuvee.integrations.pages.entries import Note, no_note
 from cuvee.integrations.pages.page_store import PageStore
 from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profiles.collection import find_profile
@@ -34,6 +40,9 @@ _FEW_TOKENS = 64  # per page, below which entries are notably larger and slower 
 class PageStores:
     """The page stores of all ranks and tenants that one process serves. They share a store and its threads.
 
+    A shared store keeps a record of their identity (`IdentityRecords`): that of the pages that the engine asks for
+    first once the weights have a name. Of several ranks, the first one keeps it.
+
     Args:
         options: of the adapter; `PageStore` has its timeouts.
         layout: of the whole model; its dtype is that of the engine's cache. None: no page has a known order, so all are
@@ -44,7 +53,7 @@ class PageStores:
             weights, unless `options.check_model` is false; they are compared in the background, too.
         engine: names the engine and its way of naming pages; entries of other engines are never found.
         page_tokens: tokens per page of the engine.
-        counts: as in `PageStore`.
+        counts: as in `PageStore`; takes the gauge `identity_entries`, too.
         positions: whether the engine tells the positions of pages.
         rank: one of the ranks, whose codec shows at once whether the options can be met.
         ranks: its tensor-parallel size.
@@ -70,12 +79,12 @@ class PageStores:
         checkpoint: tuple[str, str | None],
         engine: str,
         page_tokens: int,
-        counts: Recorder,
+        counts: Gauges,
         positions: bool = True,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self._options, self._engine, self._page_tokens = options, engine, page_tokens
+        self._options, self._engine, self._page_tokens, self._checkpoint = options, engine, page_tokens, checkpoint
         self._secrets = options.secrets() or None
         self._opaque = Codec.without_profile(opaque.LAYOUT, threads=1, key=self._secrets)
         self._layout = layout or opaque.LAYOUT
@@ -101,8 +110,11 @@ class PageStores:
                 "cuvee: each page of %d tokens has an entry of its own; pages of %d or more take less space and time",
                 page_tokens, _FEW_TOKENS,
             )  # fmt: skip
+        store = open_store(options.store)
+        self._records = IdentityRecords(self._record, store, codec.key_ids, counts)
+        self._recorded: tuple[Named, Identity] | None = None
         self._any = PageStore(  # of no name: `of` makes others beside it
-            codec, open_store(options.store), self._names(codec, ranks, options.tenant, None), counts=counts,
+            codec, store, self._names(self._identity(codec, ranks, None), options.tenant), counts=counts,
             layout=codec.profile.layout if layout is None else layout.shard(rank, ranks), shard=rank,
             threads=options.threads, lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
             valid=lambda: False,
@@ -132,12 +144,15 @@ class PageStores:
             ProfileError: a profile that cannot be cut for these ranks.
         """
         codec, named = self._codec(rank, ranks), self._weights.current
-        names, layout = self._names(codec, ranks, tenant, named), self._layout.shard(rank, ranks)
+        identity, layout = self._identity(codec, ranks, named), self._layout.shard(rank, ranks)
         return self._any.beside(
-            codec, names, layout, shard=rank, counts=counts, valid=partial(self._weights.holds, named)
-        )
+            codec, self._names(identity, tenant), layout, shard=rank, counts=counts,
+            valid=partial(self._weights.holds, named), note=self._note(named, identity, rank),
+        )  # fmt: skip
 
-    def opaque(self, description: str, tenant: str, counts: Recorder | None = None, *, rank: int = 0) -> PageStore:
+    def opaque(
+        self, description: str, tenant: str, counts: Recorder | None = None, *, rank: int = 0, main: bool = True
+    ) -> PageStore:
         """Return the page store of opaque pages, as `of` returns that of pages whose order is known.
 
         Args:
@@ -145,13 +160,15 @@ class PageStores:
             tenant: as in `of`.
             counts: as in `of`.
             rank: of several that hold pages of one name.
+            main: whether they are not beside others, which the record of the identity is of.
         """
         named = self._weights.current
         told = hashlib.blake2b(description.encode(), digest_size=32, person=b"cuvee-opaque").digest()
-        names = self._names(self._opaque, 1, tenant, named, told)
+        identity = self._identity(self._opaque, 1, named, told)
         return self._any.beside(
-            self._opaque, names, opaque.LAYOUT, shard=rank, counts=counts, valid=partial(self._weights.holds, named)
-        )
+            self._opaque, self._names(identity, tenant), opaque.LAYOUT, shard=rank, counts=counts,
+            valid=partial(self._weights.holds, named), note=self._note(named if main else None, identity, rank),
+        )  # fmt: skip
 
     def withdraw(self, reason: str) -> None:
         """Have no page found, loaded or stored until `rename`, because the engine's weights may be others."""
@@ -174,8 +191,9 @@ class PageStores:
             self._weights.make(partial(self._name, suffix=suffix))
 
     def close(self) -> None:
-        """Close all of them, as `PageStore.close` does."""
+        """Close all of them, as `PageStore.close` does, after at most five seconds in which entries are counted."""
         self._weights.close()
+        self._records.close(self._options.load_timeout)
         self._any.close()
 
     def _name(self, stop: Event, suffix: str = "") -> str:
@@ -192,10 +210,27 @@ class PageStores:
                 )  # fmt: skip
             return self._codecs[rank, ranks]
 
-    def _names(
-        self, codec: Codec, ranks: int, tenant: str, named: Named | None, layout: bytes | None = None
-    ) -> PageNames:
-        identity = Identity(
+    def _note(self, named: Named | None, identity: Identity, rank: int) -> Note:
+        """Return what is told of entries of an identity; the first of a name gets a record."""
+        if named is None or rank:
+            return no_note
+        with self._lock:
+            if self._recorded is None or self._recorded[0] is not named:
+                self._recorded = named, identity
+                self._records.use(identity)
+            return self._records.note if self._recorded[1] == identity else no_note
+
+    def _record(self, identity: Identity) -> IdentityRecord:
+        """Return the record of an identity, without entries."""
+        layout = self._layout if identity.layout == self._layout.fingerprint else None
+        fields = identity_fields(identity, layout, self._page_tokens, self._opaque.key_ids, engine=self._engine)
+        (path, revision), config = self._checkpoint, dict[str, Any]()
+        with suppress(InputError):
+            config = read_config(path, revision=revision).to_dict()
+        return IdentityRecord(fields, about_model(path, revision, config, VOLATILE))
+
+    def _identity(self, codec: Codec, ranks: int, named: Named | None, layout: bytes | None = None) -> Identity:
+        return Identity(
             model="unnamed" if named is None else named.text,
             tokenizer="",  # the engine's names of pages are made of token ids
             layout=layout or self._layout.fingerprint,
@@ -203,5 +238,7 @@ class PageStores:
             quality=codec.quality_name,
             shards=ranks,
         )
+
+    def _names(self, identity: Identity, tenant: str) -> PageNames:
         # An engine's adapter may delete all that it stored, so it has tenants of its own.
         return PageNames(identity, Scope(tenant=f"{self._engine}:{tenant}"), self._engine, self._page_tokens)

@@ -27,7 +27,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.chunk_io import ChunkIO, expected_sizes
 from cuvee.integrations.core.entry_keys import EntryKeys
 from cuvee.integrations.core.guard import Once, Recorder
-from cuvee.integrations.pages.entries import Encode, Entries, Found, Read, Waiters
+from cuvee.integrations.pages.entries import Encode, Entries, Found, Note, Read, Waiters, no_note
 from cuvee.integrations.pages.opaque import OpaquePage, decode_opaque, encode_opaque
 from cuvee.integrations.pages.recognition import Recognizer
 from cuvee.integrations.stores import Store
@@ -105,18 +105,19 @@ class PageStore:
         self._once = Once(logger)
         self._lock = Lock()
         self._recognizers: dict[Codec, Recognizer | None] = {}  # each takes a while to make
-        self._serve(codec, names, layout or codec.profile.layout, shard, counts, valid)
+        self._serve(codec, names, layout or codec.profile.layout, shard, counts, valid, no_note)
 
     def _serve(
-        self, codec: Codec, names: PageNames, layout: KVLayout, shard: int, counts: Recorder, valid: Callable[[], bool]
-    ) -> None:
+        self, codec: Codec, names: PageNames, layout: KVLayout, shard: int, counts: Recorder, valid: Callable[[], bool],
+        note: Note,
+    ) -> None:  # fmt: skip
         """Serve this rank and tenant."""
         self._valid = valid
         self.layout, self._names, self._counts = layout, names, counts
         self._entries = Entries(
             ChunkIO(codec, self._coders), self._store, self._waiters, EntryKeys(codec.key_ids, shard), names,
             self._recognizer(codec), counts, self._once, self._lookup_timeout, self._load_timeout,
-            valid,
+            valid, note,
         )  # fmt: skip
 
     def _recognizer(self, codec: Codec) -> Recognizer | None:
@@ -135,6 +136,7 @@ class PageStore:
         shard: int = 0,
         counts: Recorder | None = None,
         valid: Callable[[], bool] | None = None,
+        note: Note = no_note,
     ) -> Self:
         """Return a page store of another rank or tenant that shares this one's store, threads and end.
 
@@ -148,9 +150,10 @@ class PageStore:
             shard: its tensor-parallel rank.
             counts: told what happens there; default: as here.
             valid: of its names; default: as here.
+            note: told tenant and digest of each page that is stored there; default: nobody is.
         """
         other = copy.copy(self)
-        other._serve(codec, names, layout, shard, counts or self._counts, valid or self._valid)
+        other._serve(codec, names, layout, shard, counts or self._counts, valid or self._valid, note)
         return other
 
     def stored(self, names: Sequence[bytes]) -> list[bool]:

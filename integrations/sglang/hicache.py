@@ -99,6 +99,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         self._attached = stores, cache
         self._stores, self._rank = stores, (rank, ranks)
         watch_updates(self)
+        self._pages("kv")  # whose identity is recorded from now on
 
     def _known(self, model: ServedModel, rank: int, ranks: int) -> tuple[KVLayout, PagedCache]:
         """Return the model's layout, and the pool as keys and values of a rank.
@@ -324,7 +325,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         if name == "kv" and cache is not None:
             return stores.of(*self._rank, self._options.tenant)
         pool = self._pool(name)
-        return stores.opaque(pool.description, self._options.tenant, rank=pool.rank)
+        return stores.opaque(pool.description, self._options.tenant, rank=pool.rank, main=name == "kv")
 
     @property
     def _there(self) -> tuple[PageStores, PagedCache | None]:

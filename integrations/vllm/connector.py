@@ -55,9 +55,9 @@ from cuvee.integrations.vllm.weights import Weights, named_weights
 # vLLM imports this module before its workers start. On a CPU they call `vars` on all modules, which fails for a module
 # of llvmlite's. So whatever imports Numba is imported later.
 if TYPE_CHECKING:
+    from cuvee.integrations.identity.identity_records import IdentityRecords
     from cuvee.integrations.vllm.blending.executing import PageBlender
     from cuvee.integrations.vllm.pages.draft_layers import Drafts
-    from cuvee.integrations.vllm.scheduler.identity_records import IdentityRecords
     from cuvee.integrations.vllm.scheduler.side import SchedulerSide
     from cuvee.integrations.vllm.worker.side import WorkerSide
 
@@ -113,8 +113,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        from cuvee.integrations.identity.identity_records import IdentityRecords
         from cuvee.integrations.identity.lora_files import Adapters, watch_loads
-        from cuvee.integrations.vllm.scheduler.identity_records import IdentityRecords
         from cuvee.integrations.vllm.scheduler.side import SchedulerSide
         from cuvee.integrations.vllm.setup import Setup
 
@@ -153,7 +153,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             adapters = Adapters()
             if vllm_config.lora_config is not None:
                 watch_loads(adapters, Executor)
-            self._records = IdentityRecords(self._setup, self._store, self._recorder)
+            self._records = IdentityRecords(
+                self._setup.record, self._store, self._setup.options.key_ids(), self._recorder
+            )
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or self._setup.block_tokens
             self._scheduler = SchedulerSide(
                 self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",

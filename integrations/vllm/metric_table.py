@@ -37,7 +37,7 @@ _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.
 _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _KINDS = ("chunk", "tail", "segment", "drafts", "state")
-_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "refinement", "drafts", "weights")
+_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend", "refinement", "drafts", "weights", "records")
 _UNCACHED = ("embeddings", "streamed", "media", "salt", "adapter", "unnamed", "error")
 _ENTRIES = (
     "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "reset", "stats",

@@ -261,7 +261,8 @@ class Setup:
 
     def record(self, identity: Identity) -> IdentityRecord:
         """Return the record of an engine with this identity, without entries."""
-        fields = identity_fields(identity, self.layout, self.options.chunk_tokens, self.options.key_ids())
+        tokens, key_ids = self.options.chunk_tokens, self.options.key_ids()
+        fields = identity_fields(identity, self.layout, tokens, key_ids, engine="vllm")
         return IdentityRecord(fields, self.about)
 
     def identity(self, vllm_config: Any) -> Identity:

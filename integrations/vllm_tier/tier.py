@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.base import (
     Medium,
     OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
@@ -45,6 +46,7 @@ from cuvee.integrations.core.refusals import check_uniform
 from cuvee.integrations.identity.checkpoint import naming_of_weights, read_layout
 from cuvee.integrations.identity.engine_config import vllm_options
 from cuvee.integrations.pages import COUNTED, Counts, PageStore, PageStores
+from cuvee.integrations.pages.counts import GAUGES
 from cuvee.integrations.pages.opaque import LAYOUT
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.weight_calls import watch_calls
@@ -109,11 +111,12 @@ class CuveeTier(SecondaryTierManager):
         config = offloading_spec.config
         path, engine = given.model or str(config.model.name), of_connector("vllm_config")
         refuse_names(engine, given)
+        revision = None if engine is None or given.model else engine.model_config.revision
         # Released at the end, because vLLM cannot release its memory while others refer to it.
         self._rows: ChunkRows | OpaqueRows | None = None
         layout = None
         try:
-            layout, self._rows = self._known_rows(path, config, primary_kv_view)
+            layout, self._rows = self._known_rows(path, revision, config, primary_kv_view)
         except UnsupportedModelError as error:
             logger.warning("cuvee: chunks are stored as bytes, without loss and without a profile: %s", error)
             self._rows = OpaqueRows(offloading_spec, primary_kv_view, of_connector("kv_cache_config"))
@@ -127,9 +130,9 @@ class CuveeTier(SecondaryTierManager):
             naming_of_weights(
                 path, (layout or LAYOUT).torch_dtype if engine is None else engine.model_config.dtype,
                 None if engine is None else vllm_options(engine, named=given.model_id is not None),
-                model_id=given.model_id, load_format=_load_format(engine),
+                model_id=given.model_id, revision=revision, load_format=_load_format(engine),
             ),
-            checkpoint=(path, None), engine=_ENGINE, page_tokens=self._tokens, counts=self._counts, positions=False,
+            checkpoint=(path, revision), engine=_ENGINE, page_tokens=self._tokens, counts=self._counts, positions=False,
         )  # fmt: skip
         watch_calls(EngineCore, self._withdraw)
         self._failed = False
@@ -147,16 +150,17 @@ class CuveeTier(SecondaryTierManager):
         if given.enable_kv_events and not wanted:
             logger.warning("cuvee: enable_kv_events has no effect, because vLLM's KV events are switched off")
         self._closed = False
+        _ = self._pages  # whose identity is recorded from now on
         self._lookups = _Lookups(tier_type, self._find_stored)
 
-    def _known_rows(self, path: str, config: Any, view: memoryview) -> tuple[KVLayout, ChunkRows]:
+    def _known_rows(self, path: str, revision: str | None, config: Any, view: memoryview) -> tuple[KVLayout, ChunkRows]:
         """Return the model's layout, and the rows as keys and values.
 
         Raises:
             UnsupportedModelError: their order is not known.
         """
-        layout = read_layout(path, cache_dtype(config))
-        check_model(path)
+        layout = read_layout(path, cache_dtype(config), revision=revision)
+        check_model(path, revision)
         check_uniform(layout)
         shape = row_shape(config, layout, self.block_size_bytes)
         return layout, ChunkRows(row_memory(view, layout), layout, shape)
@@ -339,7 +343,9 @@ class CuveeTier(SecondaryTierManager):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Return vLLM's definitions of the tier's counters."""
         return {
-            _METRICS + name: OffloadingCounterMetadata(text, ("what",) if labelled else ())
+            _METRICS + name: (OffloadingGaugeMetadata if name in GAUGES else OffloadingCounterMetadata)(
+                text, ("what",) if labelled else ()
+            )
             for name, (labelled, text) in COUNTED.items()
         }
 
@@ -350,7 +356,8 @@ class CuveeTier(SecondaryTierManager):
             if new:
                 stats = OffloadingConnectorStats()
                 for (name, label), value in new.items():
-                    stats.increase_counter(_METRICS + name, value, (label,) if label else ())
+                    add = stats.set_gauge if name in GAUGES else stats.increase_counter
+                    add(_METRICS + name, value, (label,) if label else ())
                 return stats
         return None
 

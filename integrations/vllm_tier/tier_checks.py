@@ -82,13 +82,13 @@ def refuse_names(engine: Any, options: TierOptions) -> None:
         )
 
 
-def check_model(path: str) -> None:
+def check_model(path: str, revision: str | None = None) -> None:
     """Tell a model with windows: its chunks may lack blocks that no window reaches any more.
 
     Raises:
         UnsupportedModelError: some layer has a sliding window.
     """
-    config = read_config(path)
+    config = read_config(path, revision=revision)
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds and getattr(config, "sliding_window", None) is not None:
         kinds = {"sliding_attention"}

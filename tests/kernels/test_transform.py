@@ -80,7 +80,8 @@ PAGES = [
         for kind in ("bthd", "bhtd", "tbhd", "bhdt", "hbtd", "bdht", "bthd2", "bhtd2", "single")
         for own in ELEMENTS[: 5 if kind == "bhtd" else 2]
     ),
-    ("32", "bhtd+", torch.float16), ("80", "bthd", torch.float8_e4m3fn), ("odd", "bhtd", torch.bfloat16), ("odd", "bhtd", torch.float8_e5m2),
+    ("32", "bhtd+", torch.float16),
+    ("80", "bthd", torch.float8_e4m3fn), ("odd", "bhtd", torch.bfloat16), ("odd", "bhtd", torch.float8_e5m2),
     ("partial", "bthd", torch.float16), ("interleaved", "bhdt", torch.float8_e4m3fn), ("256", "bthd", torch.bfloat16),
 ]  # fmt: skip
 KEPT = torch.arange(48) != HOLE

@@ -45,6 +45,10 @@ vLLM offloads from GPUs only. In the tier's **engine** cells all of its offloadi
 answer: connector, scheduler, tiering manager, primary tier in shared memory, and the worker with its plan of copies.
 Replaced is the copy itself between device and host, with the streams and events that order it, by threads that move
 bytes in host memory (`tests/integrations/vllm_tier/cpu_copies.py`).
+
+In LMCache's **engine** cells nothing is replaced. LMCache's own connector runs in vLLM's CPU engine, and LMCache's
+server in a process of its own; on a CPU the connector copies pages in the engine's process and sends them to the server
+(`--supported-transfer-mode engine_driven`). Not run: the server's copies from a GPU.
 """
 
 

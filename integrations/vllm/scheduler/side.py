@@ -24,6 +24,7 @@ from typing import Any
 from cuvee.blend.segmentation import LineBreaks
 from cuvee.integrations.core.costs import prefill_quantities
 from cuvee.integrations.core.guard import Guard
+from cuvee.integrations.identity.identity_records import IdentityRecords
 from cuvee.integrations.identity.lora_files import Adapters
 from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.stores import Store
@@ -36,7 +37,6 @@ from cuvee.integrations.vllm.request_params import wants_reason
 from cuvee.integrations.vllm.scheduler.blends import SchedulerBlends
 from cuvee.integrations.vllm.scheduler.events import EventPair, SchedulerEvents
 from cuvee.integrations.vllm.scheduler.explaining import explanation
-from cuvee.integrations.vllm.scheduler.identity_records import IdentityRecords
 from cuvee.integrations.vllm.scheduler.loads import ASK_AGAIN, NOT_ASKED, PrefixMatch, SchedulerLoads
 from cuvee.integrations.vllm.scheduler.request_record import NOTHING, RequestRecord, RequestTable
 from cuvee.integrations.vllm.scheduler.requests import Requests

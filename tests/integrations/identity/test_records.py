@@ -38,7 +38,7 @@ def named(layout: KVLayout = LAYOUT, **changes: Any) -> Identity:
 
 
 def record(layout: KVLayout = LAYOUT, chunk: int = 256, keys: tuple[bytes, ...] = (), **changes: Any) -> IdentityRecord:
-    return IdentityRecord(identity_fields(named(layout, **changes), layout, chunk, keys))
+    return IdentityRecord(identity_fields(named(layout, **changes), layout, chunk, keys, engine="vllm"))
 
 
 def key(number: int, tenant: str = "somebody") -> str:
@@ -79,7 +79,8 @@ def test_every_field_of_an_identity_is_in_a_record() -> None:
     base = named(profile=b"q", quality="step:1")
     for name, value in changes.items():
         other = replace(base, **(value if isinstance(value, dict) else {name: value}))
-        assert identity_fields(other, LAYOUT, 256) != identity_fields(base, LAYOUT, 256), name
+        fields = [identity_fields(each, LAYOUT, 256, engine="vllm") for each in (other, base)]
+        assert fields[0] != fields[1], name
 
 
 def test_weights_that_differ_are_explained_by_the_two_models() -> None:

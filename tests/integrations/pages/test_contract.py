@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.pages.adapters import ADAPTERS, L2, MOST, Adapter, HiCache, Tier
+from tests.integrations.pages.adapters import ADAPTERS, L2, MODEL, MOST, Adapter, HiCache, Tier
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.recognizing import cached, ids_of, learned_profile, small_model
+from tests.waiting import wait_until
+from typer.testing import CliRunner
 
+from cuvee.cli import app
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
@@ -23,6 +29,7 @@ from cuvee.integrations.identity.file_digests import file_digests
 from cuvee.integrations.identity.weight_fingerprints import _fingerprints
 from cuvee.integrations.pages.entries import Entries
 from cuvee.integrations.stores import StoreError
+from cuvee.integrations.stores.disk import DiskStore
 
 PAGES = 6
 Make = Callable[..., Adapter]
@@ -191,6 +198,78 @@ def test_others_find_nothing(make: Make, other: dict[str, Any]) -> None:
     assert stranger.found(PAGES) == 0 == stranger.load(PAGES)
     stranger.save(PAGES)
     assert stranger.load(PAGES) == PAGES == make().load(PAGES)
+
+
+# Why engines do not share ---------------------------------------------------------------------------------------------
+
+
+def test_engines_that_do_not_share_see_each_others_entries_and_how_they_differ(
+    make: Make, kind: type[Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the log, in a gauge, and by a command. None of them tells a secret, a tenant or a folder."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("cuvee.integrations.pages.opening.open_store", lambda urls: DiskStore(tmp_path / "kv"))
+    monkeypatch.setenv("KV_SECRET", "known to engines only")
+    own = {"tenant": "customer-17", "key_env": "KV_SECRET"}
+    tuned = tmp_path / "of-alice" / "tuned"
+    shutil.copytree(MODEL, tuned)
+    config = json.loads((tuned / "config.json").read_text())
+    (tuned / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 300}))
+
+    def serve(pages: int, options: dict[str, Any], **given: Any) -> tuple[str, dict[str, float]]:
+        """An engine's life: it asks for a page, stores some, and ends. What it logged, and its counters."""
+        a = make(options, **given)
+        a.found(1)
+        wait_until(lambda: any("entries of this identity" in line for line in caplog.messages))
+        a.save(pages)
+        a.close()
+        (line,) = (line for line in caplog.messages if "entries of this identity" in line)
+        caplog.clear()
+        return line, a.counters
+
+    serve(PAGES, own)
+    line, counters = serve(2, own, dtype=torch.float16)
+    assert f"and {PAGES} of others (1), which differ in: " in line and "cache_dtype (1)" in line
+    assert counters["identity_entries{other}"] == PAGES
+    line, counters = serve(1, {**own, "model": str(tuned)})
+    assert "weights (2)" in line and "config.max_position_embeddings (2)" in line
+    line, counters = serve(PAGES, own)
+    assert f"has {PAGES} entries of this identity" in line
+    assert counters["identity_entries{same}"] == PAGES and counters["identity_entries{other}"] == 3
+
+    mine = line.partition("of this identity (")[2][:8]
+    command = ["store", "explain", f"file://{tmp_path}/kv", "--identity", mine]
+    told = CliRunner().invoke(app, [*command, "--json"])
+    first, *others = json.loads(told.stdout)["identities"]
+    assert first["entries"] == PAGES and first["fields"]["engine"] == {
+        Tier: "vllm-tier", L2: "lmcache-l2", HiCache: "sglang-hicache"
+    }[kind]  # fmt: skip
+    assert [each["entries"] for each in others] == [2, 1]
+    assert others[0]["differs"]["cache_dtype"] == ["bfloat16", "float16"]
+    assert others[1]["about"]["model"] == "tuned"
+    kept = b"".join(file.read_bytes() for file in (tmp_path / "kv").rglob("*") if file.is_file()).decode("latin-1")
+    shown = told.stdout + CliRunner().invoke(app, command).stdout + kept
+    assert '"fields"' in kept and mine in shown
+    assert not [each for each in ("customer-17", "known to engines only", "of-alice") if each in shown]
+
+
+def test_a_store_that_cannot_be_counted_costs_one_line(
+    make: Make, store: DictStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(tenant: str) -> Any:
+        raise StoreError("it is down")
+
+    monkeypatch.setattr(store, "shared", True)
+    monkeypatch.setattr(store, "keys", fail)
+    a = make()
+    a.found(1)
+    wait_until(lambda: a.counters.get("failures{records}", 0) == 1)
+    a.save(2)
+    assert a.load(2) == 2, "it is served all the same"
+    a.close()
+    assert a.counters["failures{records}"] == 2
+    lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len([line for line in lines if "cannot be counted: it is down" in line]) == 1
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------

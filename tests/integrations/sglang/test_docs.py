@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.integrations.readme_tables import check_options, rows
 from tests.integrations.sglang.real_sglang import need_sglang, real
 
+from cuvee.integrations.identity import identity_records
 from cuvee.integrations.pages import COUNTED, entries, opening
 from cuvee.integrations.sglang import host_pool
 
@@ -43,7 +44,9 @@ def test_the_command_is_what_sglang_takes() -> None:
 def test_every_failure_that_is_counted_is_documented() -> None:
     calls = r'[.]_fail\(\s*"([a-z]+)"|wait_for[(,]\s*"[a-z_]+", "([a-z]+)"|[.]_ask\("[a-z_]+", "([a-z]+)"'
     counted = {next(filter(None, each)) for each in re.findall(calls, inspect.getsource(entries))}
-    counted |= set(re.findall(r'"failures", label="([a-z]+)"', inspect.getsource(opening)))
+    counted |= set(
+        re.findall(r'"failures", label="([a-z]+)"', inspect.getsource(opening) + inspect.getsource(identity_records))
+    )
     page = (Path(__file__).parents[3] / "docs" / "reference" / "pages.md").read_text(encoding="utf-8")
     table = " ".join(row[1] for row in rows(page, "Failures"))
     assert set(re.findall(r"failures\{([a-z]+)\}", table)) == counted

@@ -542,8 +542,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(log: Path, command: Sequence[str], port: int, **variables: str) -> Iterator[str]:
-    """Run vLLM's OpenAI server by a command, beside its log; yield its URL, and stop it as an operator would."""
+def serving(log: Path, command: Sequence[str], port: int, *, page: str = "health", **variables: str) -> Iterator[str]:
+    """Run vLLM's OpenAI server, or one that shows another page once it serves, by a command, beside its log; yield its
+    URL, and stop it as an operator would.
+    """
     apart = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables)
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -553,7 +555,7 @@ def serving(log: Path, command: Sequence[str], port: int, **variables: str) -> I
     try:
         while True:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                urllib.request.urlopen(f"{url}/{page}", timeout=5).close()
                 break
             if process.poll() is not None or time.monotonic() > deadline:
                 raise EngineFailure(f"the server did not start\n{_last(log.read_text(errors='replace'))}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import random
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.identity.test_checkpoint import cached
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier.real_tiers import (
     BLOCK,
     CHUNK,
+    MODEL,
     Engine,
     Worker,
     key_of,
@@ -31,7 +35,9 @@ from tests.waiting import wait_until
 
 from cuvee.codec.errors import CuveeError, InputError, UnsupportedModelError
 from cuvee.integrations.identity.file_digests import file_digests
+from cuvee.integrations.identity.records import RecordStore, differences
 from cuvee.integrations.pages import PageStore
+from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.vllm_tier import tier_checks
 
 
@@ -321,7 +327,10 @@ def test_counts_are_vllms_metrics(engine: Callable[..., Engine]) -> None:
     assert {name.partition(":('")[0] for name in stats if "cuvee" in name} <= set(definitions)
     assert e.tier.get_stats() is None
     e.load([1])
+    e.tier._counts.gauge("identity_entries", 3, "same")
+    e.tier._counts.gauge("identity_entries", 0, "other")
     again = e.manager.get_stats().reduce()
+    assert [again[f"vllm:cuvee_tier_identity_entries:('{label}',)"] for label in ("same", "other")] == [3, 0]
     assert "vllm:cuvee_tier_saved_pages" not in again and again["vllm:cuvee_tier_loaded_pages"] == 1
 
 
@@ -541,6 +550,32 @@ def test_the_engines_options_are_in_the_names(engine: Callable[..., Engine], tmp
         engine(where, engine=other("model_class_overrides", print))
     assert engine({**where, "model_id": "mine"}, engine=other("model_class_overrides", print)).lookup([1]) == 0
     assert engine(where, blocks=4).lookup([1]) == 0 and engine(where).lookup([1]) == 1
+
+
+def test_a_revision_of_a_hub_id_names_its_own_weights(
+    engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the records of both say which they are."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    where, plain = {"store": f"file://{tmp_path}/store"}, engine().engine
+    config = json.loads((Path(MODEL) / "config.json").read_text())
+    for number, revision in enumerate(("main", "tuned")):
+        folder = shutil.copytree(MODEL, tmp_path / revision)
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 300 + number}))
+        cached(tmp_path, folder, revision)
+
+    def of(revision: str) -> Engine:
+        changed = copy.copy(plain)
+        changed.model_config = copy.copy(changed.model_config)
+        changed.model_config.revision = revision
+        return engine(where, engine=changed, model="org/name")
+
+    of("main").save([1])
+    assert of("tuned").lookup([1]) == 0 and of("main").lookup([1]) == 1
+    with closing(DiskStore(tmp_path / "store")) as store:
+        wait_until(lambda: len(RecordStore(store).read()[0]) == 2)
+        one, other = RecordStore(store).read()[0]
+        assert {*differences(one, other)["revision"]} == {"main", "tuned"}
 
 
 def test_names_that_do_not_tell_the_content_are_refused(engine: Callable[..., Engine]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from cuvee.integrations.core.entry_keys import EntryKeys
 from cuvee.integrations.core.guard import Once
+from cuvee.integrations.core.guard import Recorder as Counters
 from cuvee.integrations.core.niceness import LOWEST_PRIORITY, give_way
 from cuvee.integrations.identity.records import (
     SAMPLE,
@@ -22,8 +24,6 @@ from cuvee.integrations.identity.records import (
     differences,
 )
 from cuvee.integrations.stores import Store
-from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.setup import Setup
 from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -34,19 +34,30 @@ _MOST_NOTED = 8 * SAMPLE
 _MOST_NAMED = 8  # fields in the log
 
 
+class Recorder(Counters, Protocol):
+    """Counts events, and keeps figures that go up and down."""
+
+    def gauge(self, name: str, value: float, label: str = "") -> None:
+        """Set a figure."""
+        ...
+
+
 class IdentityRecords:
     """The record of an engine's identity. Only `close` waits.
 
     Args:
-        setup: of the engine.
-        store: of its entries.
-        recorder: takes the gauge `identity_entries`.
+        make: returns the record of an identity, without entries. May read files.
+        store: of the entries.
+        key_ids: of the secrets, as in `EntryKeys`.
+        recorder: takes the gauge `identity_entries`, and counts `failures` of kind "records".
     """
 
-    def __init__(self, setup: Setup, store: Store, recorder: Recorder) -> None:
-        self._setup, self._recorder = setup, recorder
+    def __init__(
+        self, make: Callable[[Identity], IdentityRecord], store: Store, key_ids: Sequence[bytes], recorder: Recorder
+    ) -> None:
+        self._make, self._recorder = make, recorder
         self._records = RecordStore(store)
-        self._keys = EntryKeys(setup.options.key_ids())
+        self._keys = EntryKeys(key_ids)
         self._changed = threading.Condition()
         self._identity: Identity | None = None
         self._noted: list[tuple[str, bytes]] = []
@@ -72,13 +83,13 @@ class IdentityRecords:
         if self._thread is not None and int.from_bytes(digest[:8]) < self._bound and len(self._noted) < _MOST_NOTED:
             self._noted.append((tenant, digest))
 
-    def close(self) -> None:
-        """Count once more, for at most five seconds, and stop."""
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Count once more, for at most five seconds, or fewer, and stop."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(min(timeout, _CLOSE_SECONDS))
 
     def _run(self) -> None:
         give_way(LOWEST_PRIORITY)
@@ -92,6 +103,7 @@ class IdentityRecords:
                     self._refresh(identity, noted, first=counted is not identity)
                     counted = identity
                 except Exception as error:
+                    self._recorder.count("failures", label="records")
                     self._once("failed", "cuvee: entries of this identity and of others cannot be counted: %s", error)
             if closed:
                 return
@@ -106,7 +118,7 @@ class IdentityRecords:
         """Count the entries of all identities, and write this one's record if it says something new."""
         record = self._record
         if first or record is None:
-            record = self._record = self._setup.record(identity)
+            record = self._record = self._make(identity)
         found, problems = self._records.read()
         for line in problems:
             self._once("bad", "cuvee: a record of an identity in the store is passed over: %s", line)

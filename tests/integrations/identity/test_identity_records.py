@@ -14,13 +14,13 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, IDENTITY, LAYOUT, patien
 from tests.waiting import wait_until
 
 from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.identity.identity_records import IdentityRecords
 from cuvee.integrations.identity.records import RecordStore
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.scheduler.identity_records import IdentityRecords
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.naming.identity import Identity, store_key
 
@@ -33,7 +33,7 @@ def engine(store: Store, recorder: Recorder | None = None) -> IdentityRecords:
     setup = Setup(
         options, LAYOUT, Profile.unlearned(LAYOUT), "lossless", BLOCK, 1, True, True, True, about=about
     )  # fmt: skip
-    return IdentityRecords(setup, store, recorder or Recorder())
+    return IdentityRecords(setup.record, store, (), recorder or Recorder())
 
 
 def digest(number: int) -> bytes:
