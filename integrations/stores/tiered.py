@@ -53,7 +53,7 @@ class TieredStore(Store):
         stores: at least one store, fastest first, none of them a `TieredStore`. They are closed with this store.
 
     Raises:
-        InputError: `stores` is empty.
+        InputError: `stores` is empty, or holds what is not a store, as a URL.
     """
 
     name = "tiered"
@@ -61,6 +61,8 @@ class TieredStore(Store):
     def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
             raise InputError("stores: must hold at least one store, got none")
+        if other := [store for store in stores if not isinstance(store, Store)]:
+            raise InputError(f"stores: must hold stores, got {type(other[0]).__name__}: open_store(URL) makes one")
         self.shared = any(store.shared for store in stores)
         self._tiers: list[_Tier] = []
         for level, store in enumerate(stores):

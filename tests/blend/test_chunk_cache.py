@@ -221,6 +221,12 @@ def test_a_store_that_gives_up_is_no_failure(model: Any, caplog: pytest.LogCaptu
     assert not caplog.records
 
 
+def test_the_url_of_a_store_is_refused(model: Any) -> None:
+    """And not shown, for it may hold a password."""
+    with pytest.raises(InputError, match=r"^store: must have get, put and delete, got str: open_store\(URL\) makes one$"):
+        make(model, "redis://:secret@host/0")  # type: ignore[arg-type]
+
+
 def test_a_codec_with_refinements_is_refused(model: Any) -> None:
     with pytest.raises(InputError, match=r"^codec: must have no refinements, .*: make it without refinements="):
         make(model, codec=Codec(fitted_codec(model).profile, step=0.1, refinements=1))
