@@ -142,7 +142,8 @@ class ChunkCache:
         self._layout, self._vocabulary = checked.layout, checked.vocabulary
         # Otherwise each call would fail as if the store were down, and be counted as that.
         if not all(callable(getattr(store, name, None)) for name in ("get", "put", "delete")):
-            raise InputError(f"store: must have get, put and delete, got {type(store).__name__}: open_store(URL) makes one")
+            got = type(store).__name__
+            raise InputError(f"store: must have get, put and delete, got {got}: open_store(URL) makes one")
         codec.profile.check_layout(self._layout)
         if are_others(codec.profile.model, model):
             raise ProfileMismatchError(

@@ -223,7 +223,9 @@ def test_a_store_that_gives_up_is_no_failure(model: Any, caplog: pytest.LogCaptu
 
 def test_the_url_of_a_store_is_refused(model: Any) -> None:
     """And not shown, for it may hold a password."""
-    with pytest.raises(InputError, match=r"^store: must have get, put and delete, got str: open_store\(URL\) makes one$"):
+    with pytest.raises(
+        InputError, match=r"^store: must have get, put and delete, got str: open_store\(URL\) makes one$"
+    ):
         make(model, "redis://:secret@host/0")  # type: ignore[arg-type]
 
 
