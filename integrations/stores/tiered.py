@@ -61,8 +61,9 @@ class TieredStore(Store):
     def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
             raise InputError("stores: must hold at least one store, got none")
-        if other := [store for store in stores if not isinstance(store, Store)]:
-            raise InputError(f"stores: must hold stores, got {type(other[0]).__name__}: open_store(URL) makes one")
+        given: Sequence[object] = stores
+        if other := [type(store).__name__ for store in given if not isinstance(store, Store)]:
+            raise InputError(f"stores: must hold stores, got {other[0]}: open_store(URL) makes one")
         self.shared = any(store.shared for store in stores)
         self._tiers: list[_Tier] = []
         for level, store in enumerate(stores):
