@@ -121,9 +121,9 @@ class ChunkCache:
             segments. A chunk may then have been computed behind any text.
 
     Raises:
-        InputError: the contexts have the wrong shape or dtype, tokens outside the vocabulary, or leave no position for
-            a chunk; the codec's backend does not serve the model's device, or it has refinements; the model is in
-            training mode.
+        InputError: `store` is not one, but its URL for example; the contexts have the wrong shape or dtype, tokens
+            outside the vocabulary, or leave no position for a chunk; the codec's backend does not serve the model's
+            device, or it has refinements; the model is in training mode.
         ProfileMismatchError: the codec's profile belongs to another model.
         UnsupportedModelError: the model cannot be blended.
     """
@@ -140,6 +140,10 @@ class ChunkCache:
     ) -> None:
         checked = TransformersModel(model)
         self._layout, self._vocabulary = checked.layout, checked.vocabulary
+        # Otherwise each call would fail as if the store were down, and be counted as that.
+        if not all(callable(getattr(store, name, None)) for name in ("get", "put", "delete")):
+            got = type(store).__name__
+            raise InputError(f"store: must have get, put and delete, got {got}: open_store(URL) makes one")
         codec.profile.check_layout(self._layout)
         if are_others(codec.profile.model, model):
             raise ProfileMismatchError(

@@ -55,7 +55,8 @@ class Segment:
             integers = array.dtype.kind in "iu"
             ids = torch.from_numpy(array.astype(np.int64)) if integers else torch.empty(0, dtype=torch.float32)
         if ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise InputError("tokens: must be a row of at least one integer, the token ids of the segment")
+            got = f"{ids.dtype} {list(ids.shape)}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+            raise InputError(f"tokens: must be a row of at least one integer, the segment's token ids, got {got}")
         given: object = chunk
         if not isinstance(given, bytes | KVChunk | None):
             raise InputError(f"chunk: must be a blob, a KVChunk or None for text, got {type(given).__name__}")

@@ -1,16 +1,7 @@
-"""A press for NVIDIA's kvpress, whose pipeline, evaluation and leaderboard can then measure cuvee.
-
-    pipe = pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer)
-    pipe(context, question=question, press=CuveePress(codec))["answer"]
-
-    # for its evaluation, in evaluation/evaluate_registry.py
-    PRESS_REGISTRY["cuvee"] = CuveePress(cuvee.Codec(cuvee.Profile.load("model.safetensors"), "balanced"))
+"""A press for NVIDIA's kvpress, whose pipeline and evaluation can then measure cuvee (docs/guides/reports.md).
 
 Other presses drop tokens, layer by layer. This one keeps all, and replaces the whole cache by what its blobs decode
 to. So it cannot be part of a `ComposedPress`. kvpress is not imported: its pipeline calls this context manager alone.
-Both were run: the pipeline and `evaluate.py` of kvpress 0.5.5, on a CPU, over questions in RULER's form, with books-3m
-(lossless, and at a profile's quality) and SmolLM2-135M-Instruct. kvpress asks for transformers before 5.3, and its
-`KnormPress` fails with 5.24; this one runs beside 5.2 and 5.24.
 """
 
 from __future__ import annotations
@@ -46,7 +37,6 @@ class CuveePress:
 
     Args:
         codec: of the model's profile.
-        chunk_tokens: tokens per blob.
 
     Attributes:
         raw_bytes: of the keys and values of all contexts so far.
@@ -54,7 +44,6 @@ class CuveePress:
     """
 
     codec: Codec
-    chunk_tokens: int = 256
     raw_bytes: int = 0
     stored_bytes: int = 0
 
@@ -65,8 +54,7 @@ class CuveePress:
 
     @compression_ratio.setter
     def compression_ratio(self, value: float) -> None:  # kvpress's evaluation sets that of every press that has one
-        remedy = "choose the codec's quality instead"
-        logging.getLogger(__name__).warning("compression_ratio: is measured, %s is ignored: %s", value, remedy)
+        logging.getLogger(__name__).warning("compression_ratio: is measured, %s is ignored: choose a quality", value)
 
     @contextmanager
     def __call__(self, model: PreTrainedModel) -> Iterator[None]:
@@ -77,7 +65,7 @@ class CuveePress:
             if (held := cache.get_seq_length()) != (tokens := ids.shape[1]):
                 remedy = "prefill it in one call, from an empty cache"
                 raise InputError(f"past_key_values: must hold the context's {tokens} tokens, got {held}: {remedy}")
-            blobs = encode_cache(self.codec, cache, ids, self.chunk_tokens)
+            blobs = encode_cache(self.codec, cache, ids)
             # Not of the model, which decode_cache may run to measure its cache: this hook would see that.
             decoded: Any = decode_cache(self.codec, blobs, model.config, cache.layers[0].keys.device)
             for layer, again in zip(cache.layers, decoded.layers, strict=True):

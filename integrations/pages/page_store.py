@@ -58,6 +58,9 @@ class PageStore:
     Attributes:
         layout: as given.
 
+    Raises:
+        InputError: `store` is not one, but its URL for example.
+
     Example:
         >>> import torch
         >>> from cuvee import Codec, KVLayout, LayerLayout, PagedCache
@@ -94,6 +97,9 @@ class PageStore:
         load_timeout: float = 30.0,
         valid: Callable[[], bool] = lambda: True,
     ) -> None:
+        # Otherwise each call would fail as if the store were down, and be counted as that.
+        if not isinstance(store, Store):
+            raise InputError(f"store: must be a Store, got {type(store).__name__}: open_store(URL) makes one")
         self._store = store
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
         # Threads of their own, so that a lookup waits for no write, which an engine has no need to wait for.

@@ -53,7 +53,7 @@ class TieredStore(Store):
         stores: at least one store, fastest first, none of them a `TieredStore`. They are closed with this store.
 
     Raises:
-        InputError: `stores` is empty.
+        InputError: `stores` is empty, or holds what is not a store, as a URL.
     """
 
     name = "tiered"
@@ -61,6 +61,9 @@ class TieredStore(Store):
     def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
             raise InputError("stores: must hold at least one store, got none")
+        given: Sequence[object] = stores
+        if other := [type(store).__name__ for store in given if not isinstance(store, Store)]:
+            raise InputError(f"stores: must hold stores, got {other[0]}: open_store(URL) makes one")
         self.shared = any(store.shared for store in stores)
         self._tiers: list[_Tier] = []
         for level, store in enumerate(stores):

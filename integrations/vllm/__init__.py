@@ -20,27 +20,32 @@ def register() -> None:
 
 
 def _checking(find_class: Any) -> Any:
-    """Have vLLM miss a profile while it reads its options: before it loads a model, and not minutes later."""
+    """Have vLLM refuse options while it reads its own: before it loads a model, and not minutes later."""
 
     def find(config: Any) -> Any:
         if config.kv_connector == "CuveeConnector":
-            check_profile(config.kv_connector_extra_config)
+            check_options(config.kv_connector_extra_config)
         return find_class(config)
 
     return staticmethod(find)
 
 
-def check_profile(options: dict[str, Any]) -> None:
-    """Find out without a model whether there is a file where option `profile` names one.
+def check_options(options: dict[str, Any]) -> None:
+    """Find out without a model whether options, store URLs and the path of a profile can be right; nothing is opened.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no file where option `profile` names one.
+        InputError: an unknown option, or a value that cannot be right.
+        ImportError: the package of a store's client is missing.
     """
     from cuvee.integrations.profiles.location import names_collection
+    from cuvee.integrations.stores import open_store
+    from cuvee.integrations.vllm.connector_config import Options
 
-    profile = options.get("profile")
-    if isinstance(profile, str) and not names_collection(profile) and not Path(profile).is_file():
-        raise FileNotFoundError(errno.ENOENT, "profile: no such file", profile)
+    read = Options.from_dict(options)
+    if read.profile is not None and not names_collection(read.profile) and not Path(read.profile).is_file():
+        raise FileNotFoundError(errno.ENOENT, "profile: no such file", read.profile)
+    open_store(read.store).close()  # which neither connects nor touches a disk
 
 
 # Imported on first use: the other modules here work without vLLM. Hidden from type checkers: they would accept any

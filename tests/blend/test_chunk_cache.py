@@ -221,6 +221,14 @@ def test_a_store_that_gives_up_is_no_failure(model: Any, caplog: pytest.LogCaptu
     assert not caplog.records
 
 
+@pytest.mark.parametrize("store", ["redis://:secret@host/0", {}])
+def test_what_is_not_a_store_is_refused(model: Any, store: Any) -> None:
+    """And not shown, for a URL may hold a password."""
+    got = rf"^store: must have get, put and delete, got {type(store).__name__}: open_store\(URL\) makes one$"
+    with pytest.raises(InputError, match=got):
+        make(model, store)
+
+
 def test_a_codec_with_refinements_is_refused(model: Any) -> None:
     with pytest.raises(InputError, match=r"^codec: must have no refinements, .*: make it without refinements="):
         make(model, codec=Codec(fitted_codec(model).profile, step=0.1, refinements=1))

@@ -1,8 +1,12 @@
-"""Test the documentation: its Python runs, its commands parse, the navigation lists every page, the site builds."""
+"""Test the documentation: its Python runs, its commands parse, the navigation lists every page, the site builds.
+
+What a block holds otherwise is named in `NOT_RUN_HERE`, with the test that reads it or why none can.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import pkgutil
 import re
@@ -24,6 +28,7 @@ from tests.integrations.stores import test_stores as contract
 
 from cuvee.cli import app
 from cuvee.integrations.stores.base import Store
+from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.metric_table import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -32,9 +37,48 @@ PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 FIRST = "getting-started.md"  # writes the profile that the other pages load
 BLOCK = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
-# `cuvee eval` hands its arguments on to lm-eval. Results name the commands of their day.
-FOREIGN = "cuvee eval "
-OF_THEIR_DAY = ("eval/results/README.md", "CHANGELOG.md")
+FOREIGN = "cuvee eval "  # it hands its arguments on to lm-eval
+ROOMS = ("blend", "codec", "docs", "eval", "integrations", "kernels", "notebooks")
+# But for results and the changelog, which name the commands of their day.
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(page for room in ROOMS for page in (ROOT / room).rglob("*.md")))
+    if path.name != "CHANGELOG.md" and "results" not in path.parts
+)
+PYTHON_RUNS = ("README.md", "integrations/stores/README.md")  # in test_readme.py and integrations/vllm/test_docs.py
+DRAWING = "a drawing"
+NOT_RUN_HERE = {  # document -> how a block begins -> where else, or why not
+    "docs/concepts/data-flow.md": {" LEARN ": DRAWING, " RequestRecord": DRAWING},
+    "docs/guides/operating.md": {
+        "ENV NUMBA_CACHE_DIR": "a part of a Dockerfile, which needs Docker",
+        "cuvee store explain file:///var/cache/kv\n": "cli/test_store.py, with what it prints",
+    },
+    "docs/guides/vllm-cpu.md": {
+        "uv venv": "integrations/vllm/test_cpu_page.py",
+        "cat > chat.jinja": "there",
+        "export VLLM_CPU": "there",
+        "python - > prompt.json": "there",
+        "curl -sS --fail http://localhost:8000/v1": "there",
+        "curl -sS --fail http://localhost:8000/metrics": "there",
+    },
+    "docs/index.md": {"keys, values --remove": DRAWING},
+    "docs/recipes/deploy.md": {"spec:": "test_deploy.py"},
+    "eval/tasks/README.md": {"include: LM_EVAL": "eval/test_tasks.py has tasks of this form"},
+    "integrations/lmcache/README.md": {"lmcache server": "integrations/lmcache/test_docs.py"},
+    "integrations/sglang/README.md": {"python -m sglang": "integrations/sglang/test_docs.py"},
+    "integrations/vllm/README.md": {
+        "redis-server": "a server, and an engine whose options are read here",
+        "vllm serve MODEL …": "other options take the place of the dots",
+        '"kv_transfer_params"': "a field of a request: integrations/vllm/scheduler/test_deadlines.py",
+        "rate(vllm:": "integrations/vllm/test_docs.py, by the names of metrics",
+        "export CUVEE_KEY": "other options take the place of the dots",
+    },
+    "kernels/README.md": {
+        "decode   class": DRAWING,
+        "cache = PagedCache": "needs a GPU: tests/kernels does the same in the emulator",
+        "python3 -m pip": "for a machine with a GPU and without a network",
+    },
+}
 
 
 def blocks(page: str, *kinds: str) -> list[str]:
@@ -122,12 +166,9 @@ def commands(text: str) -> list[str]:
     return found
 
 
-def of_pages() -> list[tuple[str, str]]:
-    """Return (file, command) for every page and every file that a page includes."""
-    files = {f"docs/{page}" for page in PAGES}
-    files |= {name for page in PAGES for name in INCLUDE.findall((DOCS / page).read_text(encoding="utf-8"))}
-    files -= set(OF_THEIR_DAY)
-    return [(name, line) for name in sorted(files) for line in commands((ROOT / name).read_text(encoding="utf-8"))]
+def of_documents() -> list[tuple[str, str]]:
+    """Return (file, command) for every document."""
+    return [(name, line) for name in DOCUMENTS for line in commands((ROOT / name).read_text(encoding="utf-8"))]
 
 
 def parse(line: str) -> None:
@@ -161,10 +202,34 @@ def parse(line: str) -> None:
         raise ValueError(f"{given} arguments, more are needed")
 
 
-@pytest.mark.parametrize(("file", "line"), of_pages())
+@pytest.mark.parametrize(("file", "line"), of_documents())
 def test_commands_parse(file: str, line: str) -> None:
     if not line.startswith(FOREIGN):
         parse(line)
+
+
+# Commands of cuvee and make are tested here, what pip installs in test_install.py, and what engines get below.
+TESTED = re.compile(r"(cuvee |make |uv pip install |#|$)")
+TRANSFER = re.compile(r"vllm serve [^']*--kv-transfer-config\s+'(\{.*?\})'", re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_no_test_runs_is_named(document: str) -> None:
+    left = []
+    for _, kind, code in BLOCK.findall((ROOT / document).read_text(encoding="utf-8")):
+        lines = TRANSFER.sub("", code.replace("\\\n", " ")).splitlines()
+        runs = kind == "python" and (document.startswith("docs/") or document in PYTHON_RUNS)
+        if not runs and (kind or not all(TESTED.match(line) for line in lines)):
+            left.append(code)
+    named = NOT_RUN_HERE.get(document, {})
+    assert [[start for start in named if code.startswith(start)] for code in left] == [[start] for start in named]
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if "vllm_tier" not in name])  # has a test of its own
+def test_engines_take_what_a_document_passes(document: str) -> None:
+    for transfer in map(json.loads, TRANSFER.findall((ROOT / document).read_text(encoding="utf-8"))):
+        assert (transfer["kv_connector"], transfer["kv_role"]) == ("CuveeConnector", "kv_both")
+        Options.from_dict(transfer["kv_connector_extra_config"])
 
 
 # --- the site
@@ -191,10 +256,11 @@ def test_files_that_pages_show_and_targets_that_they_name_exist() -> None:
         text = (DOCS / page).read_text(encoding="utf-8")
         for name in INCLUDE.findall(text):
             assert (ROOT / name).is_file(), f"{page}: {name}"
-        for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
-            assert f"\n{target}:" in makefile, f"{page}: make {target}"
         for names in re.findall(r"--targets ([\w,]+)", text):
             assert set(names.split(",")) <= set(TARGETS), f"{page}: --targets {names}"
+    for name in DOCUMENTS:
+        for target in re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE):
+            assert f"\n{target}:" in makefile, f"{name}: make {target}"
 
 
 def test_members_that_the_reference_lists_exist() -> None:

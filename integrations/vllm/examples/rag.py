@@ -1,10 +1,11 @@
 """Ask a question about the text files of a folder, through the OpenAI API of a server that blends.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "CuveeConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"store": "file:///var/cache/kv", "quality": "lossless", "blend": {}}}'
+    vllm serve MODEL --enable-prompt-tokens-details --kv-transfer-config '{"kv_connector": "CuveeConnector",
+        "kv_role": "kv_both", "kv_connector_extra_config": {"store": "file:///var/cache/kv", "blend": {}}}'
     python rag.py http://localhost:8000/v1 FOLDER "What is the question?"
 
-The first question computes the documents. Later ones find them, in whatever order they come.
+The first question computes the documents, which are stored in the background. Later ones find them, in whatever order
+they come.
 Needs `pip install openai`.
 """
 

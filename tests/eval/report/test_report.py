@@ -36,11 +36,12 @@ from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.baselines.pca import PcaTransform
 from cuvee.eval.baselines.quantizers import CacheGen, Kivi
 from cuvee.eval.machine import hardware
-from cuvee.eval.methods import BASELINES
+from cuvee.eval.methods import BASELINES, family_label
 from cuvee.eval.quality import CodecMethod, Method, Quality, QualityBench
 from cuvee.eval.report.candidates import Candidate, codec_candidates, select
 from cuvee.eval.report.comparing import ANCHORS
 from cuvee.eval.report.report_config import ReportConfig, quick_config
+from cuvee.eval.report.report_plan import ReportPlan
 from cuvee.eval.report.scoring import TaskScorer
 from cuvee.eval.stats import paired_difference
 from cuvee.learning.calibrate import calibrate
@@ -501,6 +502,20 @@ def test_only_the_methods_asked_for_are_measured(done: tuple[Path, dict[str, Any
     assert data["configuration"]["methods"] == ["kivi4", "int8", "cuvee/lossless"]
     with pytest.raises(InputError, match="differs in methods"):
         run_report(replace(config, methods=("kivi4",)), tmp_path / "run")
+
+
+def test_without_a_profile_pca_has_a_basis_per_layer_and_nothing_is_said_of_profiles(tmp_path: Path) -> None:
+    config = replace(CONFIG, methods=("pca", "cuvee/lossless", "kivi4"), sequences=2, tasks=())
+    assert {c.family for c in ReportPlan(config).candidates} == {"bf16", "kivi4", "pca/layer", "cuvee/lossless"}
+    data = run_report(replace(config, methods=config.methods[1:]), tmp_path / "run")
+    assert data["profiles"] == data["configuration"]["profiles"] == {} and data["sizes"] == []
+    measured = {e["key"]: e for e in data["quality"]}
+    assert measured["cuvee/lossless"]["kl"] == pytest.approx(measured["bf16"]["kl"], abs=1e-9)
+    assert 10 < measured["cuvee/lossless"]["bits_per_value"] < 13
+    written = (tmp_path / "run" / "report.md").read_text()
+    assert family_label("cuvee/lossless") in written and "\n## Profiles" not in written and "None" not in written
+    with pytest.raises(InputError, match="'cuvee/mine@small' is not known"):
+        ReportPlan(replace(config, methods=("cuvee/mine@small",)))
 
 
 def test_a_preset_below_the_curve_is_left_out_instead_of_shown_as_lossless(books: Books) -> None:

@@ -118,6 +118,11 @@ def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 # Positions and tokens ------------------------------------------------------------------------------------------------
 
 
+def test_the_url_of_a_store_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^store: must be a Store, got str: open_store\(URL\) makes one$"):
+        Desk("redis://:secret@host/0")  # type: ignore[arg-type]
+
+
 def test_pages_at_another_position_are_not_those_that_were_stored(
     desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -521,6 +521,8 @@ def test_tiers_of_one_name_are_told_apart() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(InputError, match=r"^stores: must hold at least one"):
         TieredStore([])
+    with pytest.raises(InputError, match=r"^stores: must hold stores, got str: open_store\(URL\) makes one$"):
+        TieredStore(["redis://:secret@host/0"])  # type: ignore[list-item]
 
 
 def test_a_blob_is_let_go_once_written(three: Three) -> None:

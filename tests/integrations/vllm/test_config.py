@@ -9,7 +9,7 @@ import pytest
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import make_keys
-from cuvee.integrations.vllm import check_profile
+from cuvee.integrations.vllm import check_options
 from cuvee.integrations.vllm.connector_config import Options
 
 
@@ -175,11 +175,17 @@ def test_a_secret_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Options.from_dict({"key_file": "/a\0b"}).secrets()
 
 
-def test_a_profile_is_missed_without_a_model(tmp_path: Path) -> None:
+def test_wrong_options_are_found_without_a_model(tmp_path: Path) -> None:
     """As vLLM has it done while it reads its own options (`test_cpu_page.py`)."""
     (tmp_path / "p.safetensors").write_bytes(b"")
-    for profile in (str(tmp_path / "p.safetensors"), "hf://owner/name#" + "0" * 32, f"{tmp_path}#{'0' * 32}", 7):
-        check_profile({"profile": profile})
-    check_profile({})
+    for profile in (str(tmp_path / "p.safetensors"), "hf://owner/name#" + "0" * 32, f"{tmp_path}#{'0' * 32}"):
+        check_options({"profile": profile, "store": f"file://{tmp_path}/new?max_gb=1"})
+    check_options({})
+    check_options({"store": ["memory://?max_gb=1", "redis://nowhere.invalid/0"]})
+    assert [path.name for path in tmp_path.iterdir()] == ["p.safetensors"], "nothing was opened"
     with pytest.raises(FileNotFoundError, match=r"profile: no such file: '.*none'"):
-        check_profile({"profile": str(tmp_path / "none")})
+        check_options({"profile": str(tmp_path / "none")})
+    wrong = {"stor": "memory://", "store": "fle:///var/cache/kv", "decide": "alway", "profile": 7}
+    for name, value in wrong.items():
+        with pytest.raises(InputError, match=f"{'url' if name == 'store' else name}.*"):
+            check_options({name: value})

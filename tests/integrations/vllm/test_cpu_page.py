@@ -86,7 +86,16 @@ def test_the_command_vllm_fails_as_the_page_says(tmp_path: Path) -> None:
     assert status != 0 and "PackageNotFoundError: No package metadata was found for vllm" in said
 
 
-def test_a_profile_that_is_not_there_is_refused_while_vllm_reads_its_options(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"profile": "nowhere.safetensors"}, "no such file: 'nowhere.safetensors'"),
+        ({"store": "fle:///var/cache/kv"}, "got fle://; did you mean file://?"),
+    ],
+)
+def test_wrong_options_are_refused_while_vllm_reads_its_own(
+    options: dict[str, str], message: str, tmp_path: Path
+) -> None:
     """Before there is an engine that could load a model."""
     need_vllm()
     script = tmp_path / "configure.py"
@@ -94,8 +103,8 @@ def test_a_profile_that_is_not_there_is_refused_while_vllm_reads_its_options(tmp
         "from vllm.engine.arg_utils import EngineArgs\n"
         "from vllm.config import KVTransferConfig\n"
         "transfer = KVTransferConfig(kv_connector='CuveeConnector', kv_role='kv_both',\n"
-        "    kv_connector_extra_config={'profile': 'nowhere.safetensors'})\n"
+        f"    kv_connector_extra_config={options!r})\n"
         f"EngineArgs(model={str(bundled_model_path())!r}, kv_transfer_config=transfer).create_engine_config()\n"
     )
     status, said = run_script(tmp_path, str(script))
-    assert status != 0 and "no such file: 'nowhere.safetensors'" in said.splitlines()[-1]
+    assert status != 0 and message in "".join(said.splitlines()[-2:])  # pydantic adds a line

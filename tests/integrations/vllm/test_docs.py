@@ -81,9 +81,10 @@ def test_urls_of_the_table_open(url: str) -> None:
     open_store(url).close()
 
 
-def test_the_stores_example_runs(tmp_path: Path) -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", STORES, re.DOTALL)  # the other one is of chunks in parts
-    exec(compile(code.replace("/var/cache/kv", str(tmp_path)), "README", "exec"), {})
+def test_the_examples_of_stores_run(tmp_path: Path) -> None:
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", STORES, re.DOTALL):
+        exec(compile(code.replace("/var/cache/kv", str(tmp_path)), "README", "exec"), names)
     assert [path for path in tmp_path.rglob("12ab") if path.is_file()]
 
 
