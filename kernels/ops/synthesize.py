@@ -13,7 +13,7 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import CHUNK, ELEMENTS, JOB, TILE
 from cuvee.kernels.ops.arguments import CacheView, CenterTable, ChunkBatch, RotationTables, TileTable, TokenOrder
-from cuvee.kernels.ops.pages import saturated, store_pairs, token_offsets, turn_pairs
+from cuvee.kernels.ops.pages import rotate_pairs, saturated, store_pairs, token_offsets
 from cuvee.kernels.ops.transform import _WINDOW, _sorted_columns
 
 MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 heads
@@ -88,9 +88,9 @@ def _finish(  # type: ignore[no-untyped-def]
     mean = means + tl.multiple_of(tl.load(tile + TILE.COLUMN), 2 * PAIRS)
     if PREDICTED:
         center = tl.load(center_rows + row, mask=inside, other=0).to(tl.int64)
-        own = mean + (center * columns)[:, None] + pair[None, :]
-        a += tl.load(own)
-        b += tl.load(own + PAIRS)
+        addresses = mean + (center * columns)[:, None] + pair[None, :]
+        a += tl.load(addresses)
+        b += tl.load(addresses + PAIRS)
     else:
         position = tl.load(chunk + CHUNK.SOURCE)
         if position + start >= sinks:
@@ -99,12 +99,12 @@ def _finish(  # type: ignore[no-untyped-def]
             b += tl.load(mean + PAIRS + pair)[None, :]
         else:
             source = tl.minimum(row - tl.load(chunk + CHUNK.FIRST) + position, sinks).to(tl.int32)
-            own = mean + (source * columns)[:, None] + pair[None, :]
-            a += tl.load(own)
-            b += tl.load(own + PAIRS)
+            addresses = mean + (source * columns)[:, None] + pair[None, :]
+            a += tl.load(addresses)
+            b += tl.load(addresses + PAIRS)
     angle = tl.load(tile + TILE.ANGLE)
     if angle >= 0:
-        a, b = turn_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
+        a, b = rotate_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
     a, b = saturated(a, True, ELEMENT), saturated(b, True, ELEMENT)
     store_pairs(places, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, HALF, ALIGNED, FIRST)
 
@@ -188,7 +188,7 @@ def synthesize(
 ) -> None:
     """Write a cache in one pass: inverse transform, mean or center, rotation, rounding.
 
-    A program computes one tile of `block_t` tokens: the stages `synthesize` and `place`. A slot beyond the cache
+    A program computes one tile of `block_t` tokens: the stages `synthesize` and `scatter`. A slot beyond the cache
     is flagged (Status.SLOT) and not written, like one of -1.
 
     Args:
