@@ -78,7 +78,7 @@ def synthesis_config(
 
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
-    a, b, means, center_rows, chunk, start, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
+    a, b, means, center_rows, chunk, start, cos, sin, row, inside, units, scales, tile, offset, exists, sinks, columns,
     angles, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
     PREDICTED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -106,14 +106,14 @@ def _finish(  # type: ignore[no-untyped-def]
     if angle >= 0:
         a, b = rotate_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
     a, b = saturated(a, True, ELEMENT), saturated(b, True, ELEMENT)
-    store_pairs(places, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, HALF, ALIGNED, FIRST)
+    store_pairs(units, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, HALF, ALIGNED, FIRST)
 
 
 @triton.jit(
     do_not_specialize=["sections", "first_section", "tile_count", "group", "chunk_count", "token_blocks", "sinks"]
 )
 def _synthesize(  # type: ignore[no-untyped-def]
-    y, jobs, tiles, basis, means, center_rows, chunks, slots, cos, sin, places, scales, status, classes, order,
+    y, jobs, tiles, basis, means, center_rows, chunks, slots, cos, sin, units, scales, status, classes, order,
     block_ranks, sections, first_section, tile_count, group, chunk_count, token_blocks, sinks, columns, angles,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, PREDICTED: tl.constexpr,
@@ -158,18 +158,18 @@ def _synthesize(  # type: ignore[no-untyped-def]
         y_at += BLOCK_R * stride
         basis_at += BLOCK_R * basis_stride
     row = tl.load(chunk + CHUNK.FIRST) + token
-    offset, exists = token_offsets(places, tl.load(tile + TILE.UNIT), slots, row, inside, status + job_index)
+    offset, exists = token_offsets(units, tl.load(tile + TILE.UNIT), slots, row, inside, status + job_index)
     # One half of the pairs after the other: means, angles and addresses of all would not fit registers.
     HALF: tl.constexpr = PAIRS // 2
     left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, 2, HALF)), (0, 1, 3, 2)))
     a, b = tl.split(tl.permute(left, (0, 2, 1)))
     _finish(
-        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists,
+        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, units, scales, tile, offset, exists,
         sinks, columns, angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, PREDICTED, 0,
     )  # fmt: skip
     a, b = tl.split(tl.permute(right, (0, 2, 1)))
     _finish(
-        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists,
+        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, units, scales, tile, offset, exists,
         sinks, columns, angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, PREDICTED, HALF,
     )  # fmt: skip
 
@@ -207,7 +207,7 @@ def synthesize(
     group = max(min(count // batch.sections, MAX_GROUP), 1)
     _synthesize[(count * chunks * token_blocks,)](
         y, jobs, tiles.tiles, basis, means, centers.rows, batch.chunks, cache.slots, rotations.cos, rotations.sin,
-        cache.places, cache.scales, batch.status, order.classes, order.order, order.block_ranks, batch.sections,
+        cache.units, cache.scales, batch.status, order.classes, order.order, order.block_ranks, batch.sections,
         batch.first_section, count, group, chunks, token_blocks, len(means) - 1, means.stride(0),
         rotations.cos.shape[1], BLOCK_T=config.block_t, BLOCK_R=config.block_r, ELEMENT=ELEMENTS[cache.element],
         UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs,
