@@ -223,9 +223,9 @@ class Recompute:
             keys, values = self._kv.layer(layer)
             after = model.layer(layer, hidden, rows, KVExchange(keys, values, positions))
             if layer in layers:
-                asked = model.queries(layer, hidden, rows).float()
-                scores = asked @ keys.float().repeat_interleave(len(asked) // len(keys), 0).transpose(1, 2)
-                scores.masked_fill_(~visible.to(asked.device), float("-inf"))
+                query = model.queries(layer, hidden, rows).float()
+                scores = query @ keys.float().repeat_interleave(len(query) // len(keys), 0).transpose(1, 2)
+                scores.masked_fill_(~visible.to(query.device), float("-inf"))
                 mass += scores.softmax(-1).sum((0, 1)).cpu()
             hidden = after
         self._query_token_layers += len(positions) * (max(layers) + 1)
@@ -255,7 +255,7 @@ class KVExchange:
 class _Correcting:
     """Corrects cached tokens by how others change, in the block that is computed and in those before it."""
 
-    def __init__(self, kv: PromptKV, found: Sequence[Correction], block: torch.Tensor) -> None:
+    def __init__(self, kv: PromptKV, estimators: Sequence[Correction], block: torch.Tensor) -> None:
         self._parts = [
             (
                 torch.searchsorted(block, each.observed).to(kv.cache.device),
@@ -263,7 +263,7 @@ class _Correcting:
                 each.estimate,
                 kv.adder(each.corrected),
             )
-            for each in found
+            for each in estimators
         ]
 
     def __call__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
