@@ -279,7 +279,7 @@ class _Run:
         leading_tokens = self.cached & (self.segment == 0) if leading else nothing
         self._check_tokens()
         placed = Placed(
-            self.tokens, self.segment, offset, self.cached, leading_tokens, known=nothing, end=len(self.tokens)
+            self.tokens, self.segment, offset, self.cached, leading_tokens, exact=nothing, end=len(self.tokens)
         )
         kv = _DenseKV(self.pages, torch.arange(len(self.tokens), device=self.model.device), self.cached)
         done = Recompute(self.model, kv, placed, correct=self.correct).run(self.selector)

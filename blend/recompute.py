@@ -95,7 +95,7 @@ class Placed:
 
     Attributes:
         tokens, segment, offset, cached, leading: as in `Prompt`.
-        known: tokens whose KV is in place and exact, which are neither computed nor selected; bool.
+        exact: tokens whose KV is in place and exact; they are neither computed nor selected; bool.
         end: tokens from here on are not computed here. Selectors see them nevertheless.
     """
 
@@ -104,7 +104,7 @@ class Placed:
     offset: torch.Tensor
     cached: torch.Tensor
     leading: torch.Tensor
-    known: torch.Tensor
+    exact: torch.Tensor
     end: int
 
 
@@ -182,7 +182,7 @@ class Recompute:
         prompt = Prompt(
             placed.tokens, placed.segment, placed.offset, placed.cached, placed.leading, self._layers, self._attend
         )
-        computed = ~placed.cached & ~placed.known
+        computed = ~placed.cached & ~placed.exact
         computed[placed.end :] = False
         computed[selector.select(prompt)] = True
         positions = computed.nonzero()[:, 0]
@@ -212,7 +212,7 @@ class Recompute:
         """See `Prompt.attend`."""
         placed, model = self._placed, self._model
         count = len(placed.tokens)
-        there = placed.cached | placed.known
+        there = placed.cached | placed.exact
         positions = (~there).nonzero()[:, 0][-queries:]
         there[positions] = True  # the rest of the text is not computed yet
         visible = (positions[:, None] >= torch.arange(count)) & there
