@@ -83,7 +83,7 @@ class DevicePredictor:
     def inputs(self, chunks: I64, following: Sequence[int]) -> tuple[I64, npt.NDArray[np.int64], F32]:
         """Return what `offsets` needs on the device: jobs, the index of each token's limit, and its level.
 
-        A level is the bias of a section, minus what a token's place in the cache takes off. `following` is, of each
+        A level is the bias of a section, minus what a token's position in the cache takes off. `following` is, of each
         chunk, the number of tokens after it.
         """
         tokens = int(chunks[:, ChunkField.TOKENS].sum())

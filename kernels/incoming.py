@@ -101,9 +101,9 @@ class Incoming:
     def read_layers(self, channels: I64) -> tuple[I64, I64, dict[str, I64], U16]:
         """Find the byte planes of all layers, and their streams.
 
-        `channels` are `[sections, P]`, of each plane. Returns the planes' fields of `byte_plane_parts`, with places in
-        the upload; the number of coded planes of each job; fields of jobs; and uint16 `[K, 256]`, the frequencies of
-        each coded plane.
+        `channels` are `[sections, P]`, of each plane. Returns the planes' fields of `byte_plane_parts`, with offsets
+        into the upload; the number of coded planes of each job; fields of jobs; and uint16 `[K, 256]`, the
+        frequencies of each coded plane.
         """
         layers = len(channels)
         planes = np.zeros((self.count, channels.shape[1], 4), np.int64)
@@ -139,7 +139,7 @@ class Incoming:
 def part_fields(parsed: I64, tokens: I64, moved: I64) -> dict[str, I64]:
     """Return what the fields of `coded_part` are as fields of jobs of this many tokens, by their names in lower case.
 
-    `moved` is how far from where they were found the bytes are in the upload.
+    `moved` is the distance from where the bytes were parsed to where they are in the upload.
     """
     per_stream, there = np.left_shift(1, parsed[:, coded_part.LOG2]), parsed[:, coded_part.STATES] > 0
     offsets = (coded_part.STATES, coded_part.LENGTHS, coded_part.WORDS, coded_part.CLASSES, coded_part.ESCAPES)

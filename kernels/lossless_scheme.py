@@ -116,14 +116,14 @@ class LosslessKernels:
         blocks = np.array([self.sections[index].blocks for index in sections], np.int64)
         channels = blocks.repeat(self._dtype.itemsize, 1)
         plane_fields, counts, fields, freq = incoming.read_layers(channels)
-        places, size = plane_offsets(counts, incoming.tokens)
+        offsets, size = plane_offsets(counts, incoming.tokens)
         coded, at = plane_fields[:, :, byte_plane_parts.CODED] > 0, plane_fields[:, :, byte_plane_parts.AT]
-        first = places[:, None] + plane_fields[:, :, byte_plane_parts.ROW] * incoming.tokens[:, None]
+        first = offsets[:, None] + plane_fields[:, :, byte_plane_parts.ROW] * incoming.tokens[:, None]
         table = self._empty_table(incoming.count, sections)
         table[:, BytePlaneField.REFERENCE] = np.where(coded, at, STORED).ravel()
         table[:, BytePlaneField.PLANE] = np.where(coded, first, at).ravel()
         of_planes = np.tile(channels, (incoming.count // len(sections), 1))[coded]
-        fields |= {"tokens": incoming.tokens, "planes": places}
+        fields |= {"tokens": incoming.tokens, "planes": offsets}
         jobs = job_table(incoming.count, **{**fields, **_one_class(incoming.count)})
         incoming.upload.add_arrays(
             {
@@ -222,9 +222,9 @@ class LosslessKernels:
         lines = np.where(coded, channels, 0).reshape(-1, of_job)  # of each byte plane, those that are coded
         kept = (channels.reshape(-1, of_job) - lines) * tokens[:, None]  # and the bytes that are stored
         planes, kept_bytes = lines.sum(1), kept.sum(1)
-        places, plane_bytes = plane_offsets(planes, tokens)
+        offsets, plane_bytes = plane_offsets(planes, tokens)
         kept_at, stored = running_offsets(kept_bytes, ALIGNMENT)
-        coded_at = places[:, None] + (np.cumsum(lines, 1) - lines) * tokens[:, None]
+        coded_at = offsets[:, None] + (np.cumsum(lines, 1) - lines) * tokens[:, None]
         stored_at = kept_at[:, None] + np.cumsum(kept, 1) - kept
         table[:, BytePlaneField.PLANE] = np.where(coded, coded_at.ravel(), stored_at.ravel())
         table[~coded, BytePlaneField.REFERENCE] = STORED
@@ -232,7 +232,7 @@ class LosslessKernels:
         of_jobs = np.split(used, np.cumsum(planes)[:-1])
         bits = [0.0 if tables is None else float(tables.entropy[job].sum()) for job in of_jobs]
         per_stream = np.array([tokens_per_stream(len(job), each) for job, each in zip(of_jobs, bits, strict=True)])
-        fields = {"tokens": tokens, "planes": places, **stream_fields(tokens, per_stream, planes, planes)}
+        fields = {"tokens": tokens, "planes": offsets, **stream_fields(tokens, per_stream, planes, planes)}
         jobs = job_table(len(tokens), **fields, **_one_class(len(tokens)))
         arrays: dict[str, npt.NDArray[Any]] = {
             "plans": _plans(planes), "tables": used, "table": table, "jobs": jobs,

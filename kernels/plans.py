@@ -82,17 +82,17 @@ def pack_plans(
         begin, width = np.cumsum(most) - most, int(most.sum())
         for k, (ranks, extent) in enumerate(zip(section.class_ranks, extents, strict=True)):
             plan = section.classed.plans[k] or _UNSERVED
-            rows, places = len(plan.shift), _runs(begin, np.array(ranks))
+            rows, y_rows = len(plan.shift), _runs(begin, np.array(ranks))
             last = int(_runs(begin, extent).max(initial=-1)) + 1
             table.append((plan.planes, rows, plane, row, last, map_at))
             tables.append(plan.tables)
             low = np.full(rows, -1, np.int32)
             low[plan.wide] = rows + np.arange(len(plan.wide))
-            ints.append(np.stack([plan.shift, low, places, np.zeros(rows)], axis=1))
+            ints.append(np.stack([plan.shift, low, y_rows, np.zeros(rows)], axis=1))
             at = plan.level_table
             floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
             row_map = np.full(width, -1, np.int32)
-            row_map[places] = np.arange(rows)
+            row_map[y_rows] = np.arange(rows)
             maps.append(row_map)
             plane, row, map_at = plane + plan.planes, row + rows, map_at + width
     steps = np.concatenate([section.classed.steps for part in parts for section in part.sections])

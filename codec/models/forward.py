@@ -112,7 +112,7 @@ def append_units(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: in
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A cache of several sequences: keys and values, as the layout names them, and what its layers hold beside.
+    """A cache of several sequences: keys and values, as the layout names them, and all else that its layers hold.
 
     Attributes:
         units: keys and values `[B, H, T, D]` of each layer.

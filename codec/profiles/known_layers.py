@@ -69,7 +69,7 @@ class _Unit:
         return values.float() - self._mean
 
     def _predicted(self, token_ids: I64 | None) -> torch.Tensor:
-        """Return what tokens have beside the mean, `[t, H, D]`; zeros without ids or a table."""
+        """Return the predictions for tokens, relative to the mean, `[t, H, D]`; zeros without ids or a table."""
         if token_ids is None or self._table is None or self._map is None:
             return torch.zeros(1, *self._mean.shape, dtype=torch.float32, device="cpu")
         unique_ids, index = np.unique(token_ids, return_inverse=True)

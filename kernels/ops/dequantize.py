@@ -165,7 +165,7 @@ def dequantize(
         max_rows: the largest extent of a plan.
         max_tokens: tokens of the longest job, at most 65,535 * 64.
         depth: MIN_DEPTH, 128 or 256.
-        base: float32, coefficients at the same places, which are added before rounding; None: nothing is.
+        base: float32, coefficients at the same offsets, which are added before rounding; None: nothing is.
     """
     jobs, plans, classes, planes = coded.jobs, coded.plans, coded.classes, coded.planes
     count = len(jobs)

@@ -124,7 +124,7 @@ def quantize(
         counts: int32 `[J, max_rows]`, written; zero where a job has no row.
         status: int32 `[J]`; gets `Status.TOO_LARGE` where a coefficient is `MAX_LEVEL` steps or more, or NaN.
         max_rows: rows of the largest job.
-        left: float32; gets, at the places of the coefficients, what their planes leave over. or None.
+        left: float32; gets, at the offsets of the coefficients, what their planes leave over. or None.
     """
     plans = coded.plans
     _quantize[(len(coded.jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
