@@ -257,7 +257,7 @@ class _Run:
                 f"logits_to_keep: must be 1 … {text}, the tokens of text at the end of this prompt, got "
                 f"{logits_to_keep!r}"
             )
-        self.kept = logits_to_keep
+        self.logits_to_keep = logits_to_keep
 
     def _check(self) -> None:
         low, high = (int(bound) for bound in torch.aminmax(self.tokens))
@@ -273,22 +273,22 @@ class _Run:
             )
 
     def run(self) -> BlendResult:
-        leading = self._place()
+        leading = self._write_chunks()
         offset = torch.arange(len(self.tokens)) - torch.tensor(self.starts)[self.segment]
         nothing = torch.zeros_like(self.cached)
         leading_tokens = self.cached & (self.segment == 0) if leading else nothing
         self._check_tokens()
         placed = Placed(
-            self.tokens, self.segment, offset, self.cached, leading_tokens, known=nothing, end=len(self.tokens)
+            self.tokens, self.segment, offset, self.cached, leading_tokens, exact=nothing, end=len(self.tokens)
         )
         kv = _DenseKV(self.pages, torch.arange(len(self.tokens), device=self.model.device), self.cached)
         done = Recompute(self.model, kv, placed, correct=self.correct).run(self.selector)
-        logits = self.model.logits(done.hidden[-self.kept :])
+        logits = self.model.logits(done.hidden[-self.logits_to_keep :])
         return BlendResult(self.tokens, self._cache(), logits, self._record(done, leading))
 
     # Cached KV -----------------------------------------------------------------------------------------------------
 
-    def _place(self) -> bool:
+    def _write_chunks(self) -> bool:
         """Put every chunk at its segment's position; return whether the first chunk is exact there."""
         layout, device, total = self.model.layout, self.model.device, len(self.tokens)
 
@@ -349,12 +349,12 @@ class _Run:
             return
         positions = torch.cat(list(probes.values()))
         expected = self.model.first_values(self.tokens[positions]).transpose(0, 1).flatten(1).float()
-        held = self.values[0][:, positions.to(self.model.device)].transpose(0, 1).flatten(1).float()
+        actual = self.values[0][:, positions.to(self.model.device)].transpose(0, 1).flatten(1).float()
         apart = torch.cdist(expected, expected)
         distances = apart[apart > 0]
         if not len(distances):
             return  # all probes are the same token, so there is nothing to compare
-        error = (expected - held).norm(dim=1) / distances.mean()
+        error = (expected - actual).norm(dim=1) / distances.mean()
         done = 0
         for index, probe in probes.items():
             # A few probes may differ by chance.

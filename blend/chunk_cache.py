@@ -290,7 +290,7 @@ class ChunkCache:
             self._model(input_ids=inputs, **cache_argument(self._model, cache), use_cache=True)
             # The positions are the same behind every context and rotation is linear, so rotated keys can be averaged.
             filled = [layer_units(*pair) for pair in zip(cache.layers, self._layout.layers, strict=True)]
-            new = [own[0, :, start:].float() for pair in filled for own in pair]
+            new = [unit[0, :, start:].float() for pair in filled for unit in pair]
             sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
         means = [
             (total / len(self._before)).transpose(0, 1).to(self._device, self._layout.torch_dtype) for total in sums

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.rope import cos_sin, turn
+from cuvee.codec.rope import cos_sin, rotate_by_tables
 
 if TYPE_CHECKING:
     from cuvee.blend.recompute import Placed
@@ -124,13 +124,13 @@ class Correction:
         self._layout = layout
         self._device = device
         self._estimates: list[_Estimate] = []
-        seen = done = 0
+        observed = corrected = 0
         for window in windows:
-            rows = slice(seen, seen + len(window.observed)), slice(done, done + len(window.corrected))
-            known = torch.cat((window.earlier, window.observed))
-            tensors = _weights(known - window.begin, window.corrected - window.begin)
+            rows = slice(observed, observed + len(window.observed)), slice(corrected, corrected + len(window.corrected))
+            positions = torch.cat((window.earlier, window.observed))
+            tensors = _weights(positions - window.begin, window.corrected - window.begin)
             self._estimates.append(_Estimate(*rows, *(each.to(device) for each in tensors)))
-            seen, done = rows[0].stop, rows[1].stop
+            observed, corrected = rows[0].stop, rows[1].stop
         self._tables: dict[Rope, tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def estimate(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,31 +145,31 @@ class Correction:
         """
         rope = self._layout.layers[layer].rope
         if rope is not None:
-            keys = turn(keys, rope, *self._rotations(rope)[0])
+            keys = rotate_by_tables(keys, rope, *self._rotations(rope)[0])
         changes = torch.cat((keys, values), 2)
         heads, size = changes.shape[1:]
         estimates = torch.empty(len(self.corrected), heads * size, device=self._device, dtype=torch.float32)
         for window, how in zip(self.windows, self._estimates, strict=True):
-            known = changes[how.observed]
+            observed = changes[how.observed]
             if len(window.earlier):
-                known = torch.cat((window.changes.pop(layer), known))
+                observed = torch.cat((window.changes.pop(layer), observed))
             if window.goes_on:
-                window.changes[layer] = known.clone()  # a view would hold the whole block's changes
+                window.changes[layer] = observed.clone()  # a view would hold the whole block's changes
             if not len(window.corrected):
                 continue
-            predicted = (how.others @ known.flatten(1)).view_as(known)
-            agreeing = (predicted * known / how.units).sum(0)
+            predicted = (how.others @ observed.flatten(1)).view_as(observed)
+            agreeing = (predicted * observed / how.units).sum(0)
             energy = predicted.square().sum(0)
-            trust = _trust(len(known))
+            trust = _trust(len(observed))
             scales = torch.empty_like(energy)
             # Head by head, so that ranks that hold some of the heads each need not agree.
             for part, most in ((slice(keys.shape[2]), trust * _KEYS), (slice(keys.shape[2], None), trust)):
                 share = agreeing[:, part].sum(1) / energy[:, part].sum(1).clamp_min(torch.finfo(torch.float32).tiny)
                 scales[:, part] = share.clamp(0, 1)[:, None] * most
-            torch.mm(how.weights, (known * scales).flatten(1), out=estimates[how.corrected])
+            torch.mm(how.weights, (observed * scales).flatten(1), out=estimates[how.corrected])
         added_keys, added_values = estimates.view(-1, heads, size).tensor_split([keys.shape[2]], 2)
         if rope is not None:
-            added_keys = turn(added_keys, rope, *self._rotations(rope)[1])
+            added_keys = rotate_by_tables(added_keys, rope, *self._rotations(rope)[1])
         return added_keys, added_values
 
     def _rotations(self, rope: Rope) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -184,9 +184,9 @@ class Correction:
         return self._tables[rope]
 
 
-def _trust(known: int) -> float:
+def _trust(count: int) -> float:
     """Return how far the estimates from this many tokens are believed."""
-    return known / (known + _TRUST)
+    return count / (count + _TRUST)
 
 
 def corrections(
@@ -245,8 +245,8 @@ def _groups(windows: Sequence[Window]) -> list[list[Window]]:
 
 def _weights(observed: torch.Tensor, corrected: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors of `_Estimate` for tokens at these offsets."""
-    own = _covariance(observed, observed)
-    inverse = torch.linalg.inv(own)
+    covariance = _covariance(observed, observed)
+    inverse = torch.linalg.inv(covariance)
     units = typical_change(observed)[:, None]
     others = torch.eye(len(observed), dtype=torch.float64) - inverse / inverse.diagonal()[:, None]
     return (others / units).float(), (_covariance(corrected, observed) @ inverse).float(), units[:, None].float()

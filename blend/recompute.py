@@ -95,7 +95,7 @@ class Placed:
 
     Attributes:
         tokens, segment, offset, cached, leading: as in `Prompt`.
-        known: tokens whose KV is in place and exact, which are neither computed nor selected; bool.
+        exact: tokens whose KV is in place and exact; they are neither computed nor selected; bool.
         end: tokens from here on are not computed here. Selectors see them nevertheless.
     """
 
@@ -104,7 +104,7 @@ class Placed:
     offset: torch.Tensor
     cached: torch.Tensor
     leading: torch.Tensor
-    known: torch.Tensor
+    exact: torch.Tensor
     end: int
 
 
@@ -182,7 +182,7 @@ class Recompute:
         prompt = Prompt(
             placed.tokens, placed.segment, placed.offset, placed.cached, placed.leading, self._layers, self._attend
         )
-        computed = ~placed.cached & ~placed.known
+        computed = ~placed.cached & ~placed.exact
         computed[placed.end :] = False
         computed[selector.select(prompt)] = True
         positions = computed.nonzero()[:, 0]
@@ -212,7 +212,7 @@ class Recompute:
         """See `Prompt.attend`."""
         placed, model = self._placed, self._model
         count = len(placed.tokens)
-        there = placed.cached | placed.known
+        there = placed.cached | placed.exact
         positions = (~there).nonzero()[:, 0][-queries:]
         there[positions] = True  # the rest of the text is not computed yet
         visible = (positions[:, None] >= torch.arange(count)) & there
@@ -223,9 +223,9 @@ class Recompute:
             keys, values = self._kv.layer(layer)
             after = model.layer(layer, hidden, rows, KVExchange(keys, values, positions))
             if layer in layers:
-                asked = model.queries(layer, hidden, rows).float()
-                scores = asked @ keys.float().repeat_interleave(len(asked) // len(keys), 0).transpose(1, 2)
-                scores.masked_fill_(~visible.to(asked.device), float("-inf"))
+                query = model.queries(layer, hidden, rows).float()
+                scores = query @ keys.float().repeat_interleave(len(query) // len(keys), 0).transpose(1, 2)
+                scores.masked_fill_(~visible.to(query.device), float("-inf"))
                 mass += scores.softmax(-1).sum((0, 1)).cpu()
             hidden = after
         self._query_token_layers += len(positions) * (max(layers) + 1)
@@ -255,7 +255,7 @@ class KVExchange:
 class _Correcting:
     """Corrects cached tokens by how others change, in the block that is computed and in those before it."""
 
-    def __init__(self, kv: PromptKV, found: Sequence[Correction], block: torch.Tensor) -> None:
+    def __init__(self, kv: PromptKV, estimators: Sequence[Correction], block: torch.Tensor) -> None:
         self._parts = [
             (
                 torch.searchsorted(block, each.observed).to(kv.cache.device),
@@ -263,7 +263,7 @@ class _Correcting:
                 each.estimate,
                 kv.adder(each.corrected),
             )
-            for each in found
+            for each in estimators
         ]
 
     def __call__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

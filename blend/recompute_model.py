@@ -143,10 +143,10 @@ class TransformersModel:
             states = attention.q_norm(states)
         cos, sin = (table[0, :, None].float() for table in rows.rotation)
         turning = cos.shape[-1]
-        turned, kept = states[..., :turning].float(), states[..., turning:].float()
+        turned, tail = states[..., :turning].float(), states[..., turning:].float()
         first, second = turned.chunk(2, -1)
         turned = turned * cos + torch.cat((-second, first), -1) * sin
-        rotated: torch.Tensor = torch.cat((turned, kept), -1).transpose(0, 1) * attention.scaling
+        rotated: torch.Tensor = torch.cat((turned, tail), -1).transpose(0, 1) * attention.scaling
         return rotated
 
     def first_values(self, tokens: torch.Tensor) -> torch.Tensor:

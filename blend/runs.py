@@ -90,12 +90,12 @@ def best_runs(
     finite = score.nan_to_num(0.0, posinf=torch.finfo(torch.float32).max, neginf=0.0)
     worth: F64 = finite.double().masked_fill(leading | ~cached, 0.0).numpy()
     low, high = 0.0, float((worth / costs).max())
-    best, taken = np.zeros(len(worth), np.uint8), np.zeros(len(worth), np.uint8)
+    best, choice = np.zeros(len(worth), np.uint8), np.zeros(len(worth), np.uint8)
     for _ in range(_HALVINGS):
         price = (low + high) / 2
-        if _viterbi()(worth, costs, free, price, price * run_overhead, taken) <= count + _ROUNDING:
+        if _viterbi()(worth, costs, free, price, price * run_overhead, choice) <= count + _ROUNDING:
             high = price
-            best[:] = taken
+            best[:] = choice
         else:
             low = price
     chosen = torch.from_numpy(best.astype(bool)) & cached
@@ -128,9 +128,9 @@ def _fill(
         left[at] = False
         chosen[at] = True
         missing -= float(costs[at])
-        for beside in (at - 1, at + 1):  # they need no run of their own any more
-            if 0 <= beside < len(left) and left[beside] and alone[beside]:
-                heapq.heappush(heap, (last[beside], -worth[beside] / costs[beside], False, beside))
+        for neighbor in (at - 1, at + 1):  # they need no run of their own any more
+            if 0 <= neighbor < len(left) and left[neighbor] and alone[neighbor]:
+                heapq.heappush(heap, (last[neighbor], -worth[neighbor] / costs[neighbor], False, neighbor))
 
 
 @cache
@@ -138,8 +138,8 @@ def _viterbi() -> Any:
     """Return the compiled loop; Numba is imported when it is first needed."""
     from cuvee.codec.stages.compiled.compiler import compiled
 
-    def loop(worth: F64, costs: F64, free: U8, price: float, start: float, taken: U8) -> float:
-        """Mark in `taken` the best choice at a price per cost and a price per run; return what its tokens cost."""
+    def loop(worth: F64, costs: F64, free: U8, price: float, start: float, choice: U8) -> float:
+        """Mark in `choice` the best choice at a price per cost and a price per run; return what its tokens cost."""
         between, touching, owing = 0, 1, 2  # between runs; in a run that touches text; in one that has to be paid for
         # The gain up to this token in each state, and the state before it that leads there.
         gain = np.array([0.0, -np.inf, -np.inf])
@@ -163,8 +163,8 @@ def _viterbi() -> Any:
         state = gain.argmax()
         total = 0.0
         for at in range(len(worth) - 1, -1, -1):
-            taken[at] = state != between and not free[at]
-            if taken[at]:
+            choice[at] = state != between and not free[at]
+            if choice[at]:
                 total += costs[at]
             state = before[at, state]
         return total

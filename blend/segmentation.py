@@ -123,9 +123,9 @@ class LineBreaks:
 
     def paragraphs(self, tokens: npt.NDArray[np.int64]) -> list[int]:
         """Return where paragraphs begin: at visible tokens behind at least two line breaks. The first begins at 0."""
-        known = (tokens >= 0) & (tokens < len(self.trailing))
-        at = np.where(known, tokens, 0)
-        trailing, blank = np.where(known, self.trailing[at], 0), known & self.blank[at]
+        in_vocabulary = (tokens >= 0) & (tokens < len(self.trailing))
+        at = np.where(in_vocabulary, tokens, 0)
+        trailing, blank = np.where(in_vocabulary, self.trailing[at], 0), in_vocabulary & self.blank[at]
         begins, lines, before = [0], 0, -1
         for position in np.flatnonzero((trailing > 0) | blank).tolist():
             if position != before + 1 or not blank[position]:

@@ -214,15 +214,15 @@ class Backends:
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        known = ["auto", *MODULES]
-        if name not in known:
-            raise InputError(f"backend: must be one of {known}, got {name!r}")
+        names = ["auto", *MODULES]
+        if name not in names:
+            raise InputError(f"backend: must be one of {names}, got {name!r}")
         self.name, self._threads = name, threads
-        self._known: dict[str, Backend] = {}
+        self._instances: dict[str, Backend] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the backends, which are made anew."""
-        return self.__dict__ | {"_known": {}}
+        return self.__dict__ | {"_instances": {}}
 
     def serve(self, device_type: str) -> bool:
         """Return whether `of` has a backend for tensors on `device_type`. If not, a copy on the CPU can be coded.
@@ -239,9 +239,9 @@ class Backends:
         Raises:
             InputError: there is none, or it cannot run here.
         """
-        if device_type not in self._known:
-            self._known[device_type] = self._make(self.name, device_type)
-        return self._known[device_type]
+        if device_type not in self._instances:
+            self._instances[device_type] = self._make(self.name, device_type)
+        return self._instances[device_type]
 
     def prepare(self, coding: Coding) -> None:
         """Build what a coding needs on the host, so that a step beyond the profile's plan fails here and not later."""
@@ -249,7 +249,7 @@ class Backends:
         host = self._make(self.name if of_host else "auto", "cpu")
         host.prepare(coding)
         if self.name in ("auto", host.name):
-            self._known["cpu"] = host
+            self._instances["cpu"] = host
 
     def _make(self, name: str, device_type: str) -> Backend:
         if name == "auto":

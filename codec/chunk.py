@@ -87,8 +87,8 @@ class KVChunk:
         self._hold(key_layers, value_layers, layout, start, ids, following)
 
     def _hold(self, *values: object) -> None:
-        for own, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, own.name, value)
+        for attribute, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, attribute.name, value)
 
     @classmethod
     def unchecked(

@@ -142,7 +142,7 @@ class Codec:
         """
         key = tuple(layers)
         if key not in self._of_layers:
-            secrets = [own.secret for own in self._keys] or None
+            secrets = [each.secret for each in self._keys] or None
             self._of_layers[key] = Codec(
                 self.profile.of_layers(key), self.quality, backend=self._backends.name, threads=self.threads,
                 refinements=self.refinements, key=secrets,

@@ -32,9 +32,9 @@ class Decoder:
 
     def decode(self, opened: OpenBlob, span: range, start: int | None, device: torch.device) -> KVChunk:
         """Decode the tokens `span` of a blob into new tensors."""
-        layout, kept = opened.layout, opened.start + span.start
+        layout, encoded_at = opened.layout, opened.start + span.start
         layers = range(layout.num_layers)
-        start = layout.check_move(kept, kept if start is None else start, len(span))
+        start = layout.check_move(encoded_at, encoded_at if start is None else start, len(span))
         coding = self._opener.coding(opened)
         backend = self._backends.of(device.type)
         with allocations(f"decoding {len(span)} tokens"):

@@ -42,16 +42,16 @@ class Encoder:
 
     def coding(self, dtype: str, ids: bool) -> Coding:
         """Return how the sections of chunks of a dtype are coded, with or without token ids."""
-        own = self._settings.of(ids)
-        return Coding(self._settings.profile, own, dtype, ids and not own.lossless)
+        setting = self._settings.of(ids)
+        return Coding(self._settings.profile, setting, dtype, ids and not setting.lossless)
 
     def requests(self, source: KVChunk | PagedChunks) -> list[EncodeRequest]:
-        """Return what to encode, with the ids that something is predicted from; errors as `IdCoding.known`."""
+        """Return what to encode, with the ids that something is predicted from; errors as `IdCoding.usable`."""
         chunks = [source] if isinstance(source, KVChunk) else source
         promised = self._promised
-        if promised is not None and any(own.start + own.tokens > promised for own in chunks):
+        if promised is not None and any(chunk.start + chunk.tokens > promised for chunk in chunks):
             warn_of_length(self._settings.profile.id, promised)
-        return [EncodeRequest(own, self._ids.known(own.token_ids)) for own in chunks]
+        return [EncodeRequest(chunk, self._ids.usable(chunk.token_ids)) for chunk in chunks]
 
     def encode(
         self, backend: Backend, layout: KVLayout, requests: Sequence[EncodeRequest], bound: Sequence[bytes]
@@ -59,18 +59,18 @@ class Encoder:
         """Return the parts of each chunk, bound to their associated data."""
         parts: list[tuple[bytes, ...]] = [()] * len(requests)
         for coding in self._codings(layout.dtype):
-            own = [at for at, request in enumerate(requests) if self._wanted(coding, layout, request, parts[at])]
+            which = [at for at, request in enumerate(requests) if self._wanted(coding, layout, request, parts[at])]
             if coding.setting.lossless:
-                others = [at for at, known in enumerate(parts) if known and at not in own]
-                own = sorted(own + self._repeating(backend, layout, requests, parts, others))
-            if not own:
+                others = [at for at, best in enumerate(parts) if best and at not in which]
+                which = sorted(which + self._repeating(backend, layout, requests, parts, others))
+            if not which:
                 continue
-            asked = [requests[at] if coding.predicted else replace(requests[at], token_ids=None) for at in own]
-            for at, request, sections in zip(own, asked, backend.encode(coding, asked), strict=True):
-                known, coded = parts[at], self._write(request, coding.setting, layout, sections, bound[at])
-                if not known or _size(coded) < _size(known) * (1 if coding.setting.lossless else MISLED_SHARE):
+            selected = [requests[at] if coding.predicted else replace(requests[at], token_ids=None) for at in which]
+            for at, request, sections in zip(which, selected, backend.encode(coding, selected), strict=True):
+                best, coded = parts[at], self._write(request, coding.setting, layout, sections, bound[at])
+                if not best or _size(coded) < _size(best) * (1 if coding.setting.lossless else MISLED_SHARE):
                     parts[at] = coded
-                    if known:
+                    if best:
                         _warn_of_size(coding.setting.lossless)
         return parts
 
@@ -94,7 +94,7 @@ class Encoder:
         values, counts = sampled([requests[at] for at in which])
         of_chunks = np.split(backend.to_host(values), np.cumsum(counts)[:-1])
         bits = [8 * _size(parts[at]) / (requests[at].source.tokens * layout.values_per_token) for at in which]
-        return [at for at, own, most in zip(which, of_chunks, bits, strict=True) if may_be_smaller(own, most)]
+        return [at for at, sample, most in zip(which, of_chunks, bits, strict=True) if may_be_smaller(sample, most)]
 
     def _codings(self, dtype: str) -> Iterator[Coding]:
         """Yield the ways to code chunks, each of which one call of a backend takes, from the best to the safest."""

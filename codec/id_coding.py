@@ -23,7 +23,7 @@ class IdCoding:
     def __init__(self, profile: Profile, used: bool) -> None:
         self._profile, self._used = profile, used
 
-    def known(self, ids: I64 | None) -> I64 | None:
+    def usable(self, ids: I64 | None) -> I64 | None:
         """Return the ids of a chunk; None if a token has none, or if nothing is predicted from them.
 
         Raises:

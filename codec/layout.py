@@ -207,7 +207,7 @@ class KVLayout:
     @classmethod
     def _of(cls, layers: Sequence[tuple[Any, ...]], **others: Any) -> KVLayout:
         """Make a layout, given the arguments of each `LayerLayout`."""
-        return cls(layers=tuple(LayerLayout(*own) for own in layers), **others)
+        return cls(layers=tuple(LayerLayout(*arguments) for arguments in layers), **others)
 
     def need_layers(self) -> None:
         """Raise InputError for a layout of states alone, which has no keys and values."""
@@ -254,26 +254,26 @@ class KVLayout:
         limit = self.max_positions
         if limit is None or start + tokens <= limit:
             return start
-        known = f"the {limit} positions of the model ({self.model_type}: KVLayout.max_positions, which from_config "
-        known += "takes from max_position_embeddings and the factor of scaled RoPE)"
+        allowed = f"the {limit} positions of the model ({self.model_type}: KVLayout.max_positions, which from_config "
+        allowed += "takes from max_position_embeddings and the factor of scaled RoPE)"
         remedy = "correct the model's configuration if it serves more"
         if start:
-            raise InputError(f"start: must leave room for {tokens} tokens among {known}, got {start}: {remedy}")
-        raise InputError(f"tokens: must be among {known}, got {tokens} tokens: {remedy}")
+            raise InputError(f"start: must leave room for {tokens} tokens among {allowed}, got {start}: {remedy}")
+        raise InputError(f"tokens: must be among {allowed}, got {tokens} tokens: {remedy}")
 
-    def check_move(self, kept: int, start: object, tokens: int) -> int:
-        """Return `start` if tokens that were encoded at position `kept` can move there.
+    def check_move(self, encoded_at: int, start: object, tokens: int) -> int:
+        """Return `start` if tokens that were encoded at position `encoded_at` can move there.
 
         Raises:
             InputError: the model has no such positions, or no RoPE.
         """
-        found = self.check_positions(start, tokens)
-        if found != kept and not self.relocatable:
+        checked = self.check_positions(start, tokens)
+        if checked != encoded_at and not self.relocatable:
             raise InputError(
-                f"start: must be {kept}, where the tokens were encoded, got {found}: {self.model_type} has no RoPE, so "
-                "its cache cannot move"
+                f"start: must be {encoded_at}, where the tokens were encoded, got {checked}: {self.model_type} has "
+                "no RoPE, so its cache cannot move"
             )
-        return found
+        return checked
 
     def shard_heads(self, rank: int, size: int) -> tuple[range, ...]:
         """Return the KV heads of a tensor-parallel rank, a range per layer, as vLLM assigns them.
@@ -384,7 +384,7 @@ def _exact(frequencies: Sequence[float]) -> Sequence[float]:
         return frequencies
     base = float(f"{frequencies[-1] ** (-count / (count - 1)):.5e}")  # bases have few digits
     exact = [base ** (-index / count) for index in range(count)]
-    alike = all(abs(own - value) <= 2e-6 * value for own, value in zip(frequencies, exact, strict=True))
+    alike = all(abs(frequency - value) <= 2e-6 * value for frequency, value in zip(frequencies, exact, strict=True))
     return exact if alike else frequencies
 
 

@@ -38,7 +38,7 @@ class Opener:
         verify_tag(blob, header, self._keys, associated_data)
         if len(refinements) > (most := 0 if header.lossless else MAX_REFINEMENTS):
             raise InputError(f"refinements: must be at most {most} of this blob, got {len(refinements)}")
-        finer = tuple(self._refinement(blob, header, given, associated_data) for given in refinements)
+        finer = tuple(self._refinement(blob, header, refinement, associated_data) for refinement in refinements)
         return OpenBlob(blob, header, layout, self, finer)
 
     def opened(self, blob: Bytes | OpenBlob, refinements: Sequence[Bytes], associated_data: bytes) -> OpenBlob:
@@ -53,10 +53,10 @@ class Opener:
             raise InputError(
                 "blob: must be opened by this codec, got an OpenBlob of another, which may have other keys: call open()"
             )
-        for name, given in (("refinements", refinements), ("associated_data", associated_data)):
-            if given:
+        for name, value in (("refinements", refinements), ("associated_data", associated_data)):
+            if value:
                 raise InputError(
-                    f"{name}: must be empty for an OpenBlob, got {len(given)}: pass it to open(), which verifies it"
+                    f"{name}: must be empty for an OpenBlob, got {len(value)}: pass it to open(), which verifies it"
                 )
         return blob
 
@@ -98,7 +98,7 @@ class Opener:
         if not isinstance(associated_data, Sequence) or len(associated_data) != count:
             got = len(associated_data) if isinstance(associated_data, Sequence) else type(associated_data).__name__
             raise InputError(f"associated_data: must be one for each of the {count} chunks, got {got}")
-        return [self.check_associated(own) for own in associated_data]
+        return [self.check_associated(data) for data in associated_data]
 
     def layout(self, dtype: str) -> KVLayout:
         """Return the layout of the model's caches of a dtype."""
@@ -106,31 +106,31 @@ class Opener:
             self._layouts[dtype] = replace(self._profile.layout, dtype=dtype)
         return self._layouts[dtype]
 
-    def _refinement(self, base: Bytes, header: Header, given: Bytes, associated_data: bytes) -> tuple[Bytes, Header]:
+    def _refinement(self, base: Bytes, header: Header, finer: Bytes, associated_data: bytes) -> tuple[Bytes, Header]:
         """Verify a refinement of a base."""
-        blob = contiguous_bytes(given)
-        own = read_header(blob)
-        verify_tag(blob, own, self._keys, associated_data)
-        if own.kind is not Kind.REFINEMENT or own.refines != header_digest(base):
+        blob = contiguous_bytes(finer)
+        finer_header = read_header(blob)
+        verify_tag(blob, finer_header, self._keys, associated_data)
+        if finer_header.kind is not Kind.REFINEMENT or finer_header.refines != header_digest(base):
             raise CorruptError("refinement: must be of this base, got one of another")
         shape, expected = (
             (each.dtype, each.tokens, each.start, each.values_per_token, each.layout, each.profile, each.schemes)
-            for each in (own, header)
+            for each in (finer_header, header)
         )
-        if shape != expected or own.step_index != header.step_index - FINER:
+        if shape != expected or finer_header.step_index != header.step_index - FINER:
             raise FormatError(
                 "refinement: must have the tokens, layout and profile of its base, at a quarter of the step"
             )
-        return blob, own
+        return blob, finer_header
 
     def _check_expected(self, header: Header, expected: Expected) -> None:
         """Raise CorruptError unless the blob holds these tokens, at the codec's quality or without loss."""
         setting = Setting(Scheme.LOSSLESS) if header.lossless else self._settings.of(header.token_id_bytes > 0)
-        found = header.tokens, header.start, header.dtype, header.lossless, header.step_index
+        actual = header.tokens, header.start, header.dtype, header.lossless, header.step_index
         start = header.start if expected.start is None else expected.start
         wanted = expected.tokens, start, expected.dtype, setting.lossless, setting.step_index
-        if found != wanted:
-            raise CorruptError(f"blob: must hold {_described(*wanted)}, got {_described(*found)}")
+        if actual != wanted:
+            raise CorruptError(f"blob: must hold {_described(*wanted)}, got {_described(*actual)}")
 
     def _check_header(self, header: Header) -> KVLayout:
         """Return the layout of a blob of the profile and its model; raise unless it is one."""

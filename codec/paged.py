@@ -56,11 +56,11 @@ class PagedCache:
         key_scales: Sequence[float] | None = None,
         value_scales: Sequence[float] | None = None,
     ) -> None:
-        for name, given in (
+        for name, entries in (
             ("keys", keys), ("values", values), ("key_scales", key_scales), ("value_scales", value_scales)
         ):  # fmt: skip
-            if given is not None and len(given) != layout.num_layers:
-                raise InputError(f"{name}: must have the {layout.num_layers} layers of the layout, got {len(given)}")
+            if entries is not None and len(entries) != layout.num_layers:
+                raise InputError(f"{name}: must have the {layout.num_layers} layers of the layout, got {len(entries)}")
         self._hold(
             layout, keys, values, _scales("key_scales", key_scales, layout),
             _scales("value_scales", value_scales, layout),
@@ -342,19 +342,19 @@ def _kind(pages: Pages) -> PageOrder | torch.Size:
 
 def _take(pages: Pages, places: _Places) -> torch.Tensor:
     """Return a copy `[T, H, D]` of the tokens at their places."""
-    place = places[_kind(pages)]
+    index = places[_kind(pages)]
     if isinstance(pages, PermutedPages):
-        return pages.take(place[0])
-    return _plain(pages)[place].view(pages.dtype)
+        return pages.take(index[0])
+    return _plain(pages)[index].view(pages.dtype)
 
 
 def _put(pages: Pages, places: _Places, part: torch.Tensor) -> None:
     """Write tokens `[T, H, D]` to their places."""
-    place = places[_kind(pages)]
+    index = places[_kind(pages)]
     if isinstance(pages, PermutedPages):
-        pages.put(place[0], part)
+        pages.put(index[0], part)
     else:
-        _plain(pages)[place] = _plain(part)
+        _plain(pages)[index] = _plain(part)
 
 
 def _converted(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -368,7 +368,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(name: str, scales: Sequence[float] | None, layout: KVLayout) -> tuple[float, ...]:
-    given = (1.0,) * layout.num_layers if scales is None else tuple(float(scale) for scale in scales)
-    if not all(0.0 < scale < float("inf") for scale in given):
-        raise InputError(f"{name}: must be positive and finite, got {given}")
-    return given
+    values = (1.0,) * layout.num_layers if scales is None else tuple(float(scale) for scale in scales)
+    if not all(0.0 < scale < float("inf") for scale in values):
+        raise InputError(f"{name}: must be positive and finite, got {values}")
+    return values

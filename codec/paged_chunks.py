@@ -64,15 +64,15 @@ class PagedChunks:
     def __post_init__(self) -> None:
         count = len(self.slots)
         for name in ("starts", "tokens", "following"):
-            given = getattr(self, name)
-            if given is not None and len(given) != count:
-                raise InputError(f"{name}: must be one for each of the {count} chunks in slots, got {len(given)}")
+            per_chunk = getattr(self, name)
+            if per_chunk is not None and len(per_chunk) != count:
+                raise InputError(f"{name}: must be one for each of the {count} chunks in slots, got {len(per_chunk)}")
         for at, start in zip(self.slots, self.starts, strict=True):
             if not len(self.cache.check_slots(at)):
                 raise InputError("slots: must name at least one token per chunk, got none")
             self.layout.check_positions(start, len(at))
-        for own in self.following or ():
-            check_following(own)
+        for each in self.following or ():
+            check_following(each)
 
     @property
     def layout(self) -> KVLayout:
@@ -88,9 +88,9 @@ class PagedChunks:
         count = len(self.slots)
         ids = [None] * count if self.tokens is None else self.tokens
         following = [0] * count if self.following is None else self.following
-        for at, start, given, after in zip(self.slots, self.starts, ids, following, strict=True):
-            known = None if given is None else as_token_ids(given, len(at))
-            yield PagedChunk(self.cache, at, start, known, after)
+        for at, start, raw_ids, after in zip(self.slots, self.starts, ids, following, strict=True):
+            checked = None if raw_ids is None else as_token_ids(raw_ids, len(at))
+            yield PagedChunk(self.cache, at, start, checked, after)
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -95,7 +95,7 @@ def rotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor) -> to
     if rope is None:
         return keys.float()
     cos, sin = cos_sin(rope, positions)
-    return turn(keys, rope, cos[:, None], sin[:, None])
+    return rotate_by_tables(keys, rope, cos[:, None], sin[:, None])
 
 
 def unrotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor) -> torch.Tensor:
@@ -105,10 +105,10 @@ def unrotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor) -> 
     cos, sin = cos_sin(rope, positions)
     # cos and sin include the scaling s, so the transpose of the rotation is s^2 times its inverse.
     square = rope.attention_scaling**2
-    return turn(keys, rope, cos[:, None] / square, sin[:, None] / -square)
+    return rotate_by_tables(keys, rope, cos[:, None] / square, sin[:, None] / -square)
 
 
-def turn(keys: torch.Tensor, rope: Rope, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_by_tables(keys: torch.Tensor, rope: Rope, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate keys `[T, H, D]` by tables that broadcast to `[T, H, rotary_dim / 2]`; return float32 `[T, H, D]`."""
     width = rope.rotary_dim
     rotated = keys[..., :width].float()

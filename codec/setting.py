@@ -94,15 +94,15 @@ class Settings:
         Raises:
             InputError, ProfileError: as `Setting.choose`; InputError for refinements of a lossless codec.
         """
-        own = Setting.choose(profile, quality, refinements)
-        if refinements and own.lossless:
+        setting = Setting.choose(profile, quality, refinements)
+        if refinements and setting.lossless:
             raise InputError(
                 f"refinements: must be 0 without loss, got {refinements}, and a quality that is lossless with this "
                 "profile"
             )
-        if own.lossless or not profile.plain_curve or not quality.limits_kl:
-            return cls(profile, own, own, quality.limits_kl)
-        return cls(profile, own, Setting.choose(profile, quality, refinements, plain=True), limits_kl=True)
+        if setting.lossless or not profile.plain_curve or not quality.limits_kl:
+            return cls(profile, setting, setting, quality.limits_kl)
+        return cls(profile, setting, Setting.choose(profile, quality, refinements, plain=True), limits_kl=True)
 
     def of(self, ids: bool) -> Setting:
         """Return how chunks with or without token ids are coded."""
@@ -110,9 +110,9 @@ class Settings:
 
     def misfits(self, header: Header, ids: bool) -> bool:
         """Return whether a chunk with or without token ids was coded in a safer way than such chunks are."""
-        own = self.of(ids)
-        predicted = ids and self.profile.token_table is not None and not own.lossless
-        return header.lossless != own.lossless or (header.token_id_bytes > 0) != predicted
+        setting = self.of(ids)
+        predicted = ids and self.profile.token_table is not None and not setting.lossless
+        return header.lossless != setting.lossless or (header.token_id_bytes > 0) != predicted
 
     def part_count(self, ids: bool) -> int:
         """Return how many parts chunks have, with or without token ids: without loss, there is only one."""
@@ -132,10 +132,10 @@ class Settings:
         One entry per part; `worst`: the KL is that of the worst kind of text, not the mean. One entry, without loss,
         for a codec that is lossless.
         """
-        own = self.predicted
-        if own.lossless:
+        setting = self.predicted
+        if setting.lossless:
             return (ExpectedPart(0.0, None),)
-        steps = [own.step_index - FINER * part for part in range(own.refinements + 1)]
+        steps = [setting.step_index - FINER * part for part in range(setting.refinements + 1)]
         curve = self.profile.measured()
         return tuple(ExpectedPart(curve.kl_at(step, worst), curve.bits_at(step)) for step in steps)
 

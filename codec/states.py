@@ -92,11 +92,11 @@ def decode_states(
         raise ProfileMismatchError("blob: must hold states of the profile's model, got those of another model")
     verify_tag(blob, header, keys, associated_data)
     sections = read_sections(blob, header, range(len(header.section_bytes)))
-    named = [_read_state(section, codec_of) for section in sections]
-    for (before, _), (after, _) in pairwise(named):
+    pairs = [_read_state(section, codec_of) for section in sections]
+    for (before, _), (after, _) in pairwise(pairs):
         if after <= before:
             raise FormatError(f"states: must be in order of their names, got {after} after {before}")
-    return States(header.tokens, dict(named), header.dtype)
+    return States(header.tokens, dict(pairs), header.dtype)
 
 
 def _plane_shape(values: int) -> tuple[int, int] | None:
@@ -122,11 +122,11 @@ def _write_state(name: str, tensor: torch.Tensor, codec_of: CodecOf) -> bytes:
         raise InputError(
             f"states: must have at most {MAX_DIMENSIONS} dimensions and less than 2 GiB each, got {name} {list(shape)}"
         )
-    own = tensor.detach().cpu().contiguous()
-    values = _coded(codec_of, own)
+    host = tensor.detach().cpu().contiguous()
+    values = _coded(codec_of, host)
     kind = STATE_DTYPES.index(tensor.dtype) | (0 if values is None else _CODED)
     if values is None:
-        values = own.reshape(-1).view(torch.uint8).numpy().tobytes()
+        values = host.reshape(-1).view(torch.uint8).numpy().tobytes()
     return b"".join((_HEAD.pack(len(coded), kind, len(shape)), coded, struct.pack(f"<{len(shape)}I", *shape), values))
 
 

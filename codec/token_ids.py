@@ -21,14 +21,14 @@ def as_token_ids(token_ids: object, tokens: int, name: str = "tokens") -> I64:
         InputError: another shape, no integers, or a negative id other than NO_TOKEN.
     """
     try:
-        given = token_ids.detach().cpu().numpy() if isinstance(token_ids, torch.Tensor) else np.asarray(token_ids)
+        array = token_ids.detach().cpu().numpy() if isinstance(token_ids, torch.Tensor) else np.asarray(token_ids)
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}: must be the ids of {tokens} tokens, got {type(token_ids).__name__}") from error
-    if given.dtype.kind not in "iu" or given.shape != (tokens,):
+    if array.dtype.kind not in "iu" or array.shape != (tokens,):
         raise InputError(
-            f"{name}: must be {tokens} integers, one id per token, got {given.dtype} of shape {list(given.shape)}"
+            f"{name}: must be {tokens} integers, one id per token, got {array.dtype} of shape {list(array.shape)}"
         )
-    ids = given.astype(np.int64)
+    ids = array.astype(np.int64)
     if ids.min() < NO_TOKEN:
         raise InputError(
             f"{name}: must be ids of the vocabulary, or {NO_TOKEN} for a token without one, got {ids.min()}"

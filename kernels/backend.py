@@ -54,7 +54,7 @@ class TritonBackend:
         self.devices = devices
         self.workspace_bytes = workspace_bytes
         self._schemes: OrderedDict[tuple[Any, ...], _Scheme] = OrderedDict()
-        self._held: list[tuple[Mark, tuple[object, ...]]] = []  # marks of work in flight, and the objects that it reads
+        self._in_flight: list[tuple[Mark, tuple[object, ...]]] = []  # marks of work, and the objects that it reads
         # A forked child has no use for them: CUDA does not work there.
         self._making, self._holding = threading.Lock(), threading.Lock()
 
@@ -88,12 +88,12 @@ class TritonBackend:
             weights = [scheme.decode_bytes(_check_tokens(request.opened.tokens)) for request in requests]
             runs = batches(weights, self.workspace_bytes // DECODE_SHARE, MAX_GRID)
             statuses = [scheme.decode(requests[run], cache, layers) for run in runs]
-            told = Download(join(statuses))
-        self._hold(told.mark, scheme, *(request.slots for request in requests))
+            download = Download(join(statuses))
+        self._hold(download.mark, scheme, *(request.slots for request in requests))
         used, numbers = touched(scheme.sections, layers), [request.number for request in requests]
 
         def check() -> None:
-            raise_status(told.wait(), scheme.sections[used.start : used.stop], numbers)
+            raise_status(download.wait(), scheme.sections[used.start : used.stop], numbers)
 
         return check
 
@@ -104,9 +104,9 @@ class TritonBackend:
         been allocated on another stream than the one that decodes, and be dropped while it runs.
         """
         with self._holding:
-            self._held = [each for each in self._held if not each[0].over]
+            self._in_flight = [each for each in self._in_flight if not each[0].over]
             if not until.over:
-                self._held.append((until, things))
+                self._in_flight.append((until, things))
 
     def _scheme(self, coding: Coding, cache: PagedCache) -> _Scheme:
         # A bfloat16 product is as precise as a bfloat16 or FP8 cache; float16 has a longer mantissa.

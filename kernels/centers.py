@@ -72,23 +72,23 @@ class TokenCenters:
                 raise InputError("token_ids: must be known in all chunks of a batch with predictions, got none")
             pairs.append(ids * count + np.minimum(start + np.arange(len(ids)), count - 1))
         unique, rows = np.unique(np.concatenate(pairs), return_inverse=True)
-        known, position = np.divmod(unique, count)
-        own = self._table.rows(known)
+        unique_ids, position = np.divmod(unique, count)
+        token_table = self._table.rows(unique_ids)
         return {
-            "embedding": own.embedding.numpy(), "row_scale": own.row_scale.numpy(), "position": position,
-            "rows": rows.astype(np.int32),
+            "embedding": token_table.embedding.numpy(), "row_scale": token_table.row_scale.numpy(),
+            "position": position, "rows": rows.astype(np.int32),
         }  # fmt: skip
 
     def centers(self, sent: Mapping[str, torch.Tensor], sections: range) -> Centers:
         """Return a batch's centers, of `lay_out`'s arrays on the device; only columns of `sections` are predicted."""
-        own, position = TokenTable(sent["embedding"], sent["row_scale"]), sent["position"]
+        token_table, position = TokenTable(sent["embedding"], sent["row_scale"]), sent["position"]
         shape = (len(position), self._means.shape[1])
         predictions = torch.zeros(shape, dtype=torch.bfloat16, device=self._means.device)
         end = int(self._bounds[sections.stop])
         for first in range(int(self._bounds[sections.start]), end, BLOCK_COLUMNS):
             at = slice(first, min(first + BLOCK_COLUMNS, end))
-            predictions[:, at] = TokenMap(self._weights[:, at], self._scale[at]).predict(own)
+            predictions[:, at] = TokenMap(self._weights[:, at], self._scale[at]).predict(token_table)
         predictions.masked_fill_(self._sinks[position], 0)
         table = self._means[position]
         table += predictions
-        return Centers(table, sent["rows"], position, own)
+        return Centers(table, sent["rows"], position, token_table)

@@ -15,7 +15,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.sections import Section
 from cuvee.kernels.jobs import I64, ChunkField, Status, TileField
 from cuvee.kernels.ops.arguments import CacheView
-from cuvee.kernels.ops.pages import contiguity, place_row
+from cuvee.kernels.ops.pages import contiguity, unit_row
 
 
 class CacheMemory:
@@ -25,37 +25,37 @@ class CacheMemory:
     nothing on the device for two streams to share.
 
     Attributes:
-        places: int64 `[2 * layers, len(PlaceField)]`, on the host.
+        units: int64 `[2 * layers, len(UnitField)]`, on the host.
         scales: float32 `[2 * layers]`, on the host.
     """
 
-    _known: ClassVar[WeakKeyDictionary[PagedCache, CacheMemory]] = WeakKeyDictionary()
+    _instances: ClassVar[WeakKeyDictionary[PagedCache, CacheMemory]] = WeakKeyDictionary()
 
     def __init__(self, cache: PagedCache) -> None:
         units = [tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair]
         scales = [scale for pair in zip(cache.key_scales, cache.value_scales, strict=True) for scale in pair]
-        self.places = np.array([place_row(tensor) for tensor in units], np.int64)
+        self.units = np.array([unit_row(tensor) for tensor in units], np.int64)
         self.scales = np.array(scales, np.float32)
         self.element = cache.dtype
 
     @classmethod
     def of(cls, cache: PagedCache) -> CacheMemory:
         """Return the description of a cache; it is made once."""
-        if cache not in cls._known:
-            cls._known[cache] = cls(cache)
-        return cls._known[cache]
+        if cache not in cls._instances:
+            cls._instances[cache] = cls(cache)
+        return cls._instances[cache]
 
-    def named(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays to send to the device, by name."""
-        return {"places": self.places, "scales": self.scales}
+        return {"units": self.units, "scales": self.scales}
 
     def view(self, sent: Mapping[str, torch.Tensor], slots: torch.Tensor, tiles: I64) -> CacheView:
         """Return the tokens at `slots` as a view for a launch over `tiles`, rows of `TileField` on the host.
 
-        `sent` are the arrays of `named`, on the device.
+        `sent` are the arrays of `arrays`, on the device.
         """
-        unit_stride, aligned = contiguity(self.places, tiles, self.element)
-        return CacheView(sent["places"], sent["scales"], slots, self.element, unit_stride, aligned)
+        unit_stride, aligned = contiguity(self.units, tiles, self.element)
+        return CacheView(sent["units"], sent["scales"], slots, self.element, unit_stride, aligned)
 
 
 def chunk_table(tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> I64:
@@ -75,8 +75,8 @@ def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def touched(sections: Sequence[Section], layers: range) -> range:
     """Return the range of sections that contain any of `layers`."""
-    found = [i for i, s in enumerate(sections) if s.first_layer < layers.stop and layers.start < s.end_layer]
-    return range(found[0], found[-1] + 1)
+    indices = [i for i, s in enumerate(sections) if s.first_layer < layers.stop and layers.start < s.end_layer]
+    return range(indices[0], indices[-1] + 1)
 
 
 def of_layers(tiles: I64, layers: range) -> I64:

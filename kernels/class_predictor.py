@@ -36,18 +36,18 @@ class DevicePredictor:
 
     def __init__(self, codings: Sequence[SectionCoding], layout: TileLayout, device: torch.device) -> None:
         learned = [coding.learned for coding in codings]
-        found = [(i, section, section.predictor) for i, section in enumerate(learned) if section.predictor is not None]
-        self.sections = np.array([i for i, _, _ in found], np.int64)
-        self.components = max(len(predictor.components) for _, _, predictor in found)
+        items = [(i, section, section.predictor) for i, section in enumerate(learned) if section.predictor is not None]
+        self.sections = np.array([i for i, _, _ in items], np.int64)
+        self.components = max(len(predictor.components) for _, _, predictor in items)
         self._of_all, self._device = len(learned), device
-        sinks = max(len(predictor.sinks) for _, _, predictor in found)
-        shape = (len(found), self.components)
+        sinks = max(len(predictor.sinks) for _, _, predictor in items)
+        shape = (len(items), self.components)
         scale, linear, square = np.ones(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         # Beyond the sinks there is no limit.
-        limits = np.full((len(found), sinks + 1), np.inf, np.float32)
-        self._blocks = np.zeros((len(found), len(BlockField)), np.int64)
+        limits = np.full((len(items), sinks + 1), np.inf, np.float32)
+        self._blocks = np.zeros((len(items), len(BlockField)), np.int64)
         packed, at = [], 0
-        for row, (index, section, predictor) in enumerate(found):
+        for row, (index, section, predictor) in enumerate(items):
             count = len(predictor.components)
             scale[row, :count], linear[row, :count] = predictor.scale, predictor.linear
             square[row, :count] = predictor.square
@@ -64,26 +64,26 @@ class DevicePredictor:
         )
         self._limits = torch.from_numpy(limits).to(device)
         # The number of positions in each section that are not predicted.
-        counts = [len(section.basis.sinks) for _, section, _ in found]
+        counts = [len(section.basis.sinks) for _, section, _ in items]
         self._sinks = torch.tensor(counts, dtype=torch.int64).to(device)[:, None, None]
-        self._codings = [codings[index] for index, _, _ in found]
-        self._predictors = [predictor for _, _, predictor in found]
-        self._energy = torch.tensor([[own.energy] for own in self._predictors], dtype=torch.float32).to(device)
+        self._codings = [codings[index] for index, _, _ in items]
+        self._predictors = [predictor for _, _, predictor in items]
+        self._energy = torch.tensor([[each.energy] for each in self._predictors], dtype=torch.float32).to(device)
 
     @lazy
     def _of_embedding(self) -> torch.Tensor:
         """The maps from embeddings to the components, float32 `[S, K, features]`; made when first needed."""
         maps = [coding.learned.coefficient_map() for coding in self._codings]
-        known = [own for own in maps if own is not None]
-        out = torch.zeros(len(maps), self.components, len(known[0].digits), dtype=torch.float32)
-        for row, own in enumerate(known):
-            out[row, : own.size] = own.matrix
+        present = [each for each in maps if each is not None]
+        out = torch.zeros(len(maps), self.components, len(present[0].digits), dtype=torch.float32)
+        for row, each in enumerate(present):
+            out[row, : each.size] = each.matrix
         return out.to(self._device)
 
-    def place(self, chunks: I64, following: Sequence[int]) -> tuple[I64, npt.NDArray[np.int64], F32]:
+    def inputs(self, chunks: I64, following: Sequence[int]) -> tuple[I64, npt.NDArray[np.int64], F32]:
         """Return what `offsets` needs on the device: jobs, the index of each token's limit, and its level.
 
-        A level is the bias of a section, minus what a token's place in the cache takes off. `following` is, of each
+        A level is the bias of a section, minus what a token's position in the cache takes off. `following` is, of each
         chunk, the number of tokens after it.
         """
         tokens = int(chunks[:, ChunkField.TOKENS].sum())
@@ -115,15 +115,15 @@ class DevicePredictor:
     ) -> torch.Tensor:
         """Return the octaves by which the step of each token may be coarser, float32 `[S, tokens]`.
 
-        `x`, float32 `[tokens, M]`, is from `gather`; `jobs`, `positions` and `levels` are from `place`. `centers` are
+        `x`, float32 `[tokens, M]`, is from `gather`; `jobs`, `positions` and `levels` are from `inputs`. `centers` are
         the batch's if x lacks predictions, which are added as the CPU adds them (`CoefficientMap`): not rounded to
         bfloat16.
         """
         y = torch.zeros(len(self.sections), self.components, len(x), dtype=torch.float32, device=self._device)
         analyze(x, jobs, self._device_blocks, self._basis, batch, y.flatten(), max_rank=self.components)
         if centers is not None:
-            own = centers.embeddings
-            predicted = self._of_embedding @ (own.embedding * own.row_scale[:, None]).T
+            token_table = centers.embeddings
+            predicted = self._of_embedding @ (token_table.embedding * token_table.row_scale[:, None]).T
             predicted *= centers.position >= self._sinks
             y += predicted[:, :, centers.rows.long()]
         u = y / self._scale

@@ -91,17 +91,17 @@ class Mark:
         if self._event is None:
             yield
             return
-        stream = _own_stream(self.device)
+        stream = _thread_stream(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             stream.wait_event(self._event)
             yield
 
 
-_own = threading.local()
+_of_thread = threading.local()
 
 
-def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    streams: dict[torch.device, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
+def _thread_stream(device: torch.device) -> torch.cuda.Stream:
+    streams: dict[torch.device, torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)
     return streams[device]
@@ -111,16 +111,16 @@ class Download:
     """A tensor on its way to the host; the copy begins at once, on the current stream. On the CPU it is not copied."""
 
     def __init__(self, source: torch.Tensor) -> None:
-        self._kept = source
+        self._host = source
         if not on_host(source.device):
-            self._kept = host_buffer(tuple(source.shape), source.dtype, source.device)
-            self._kept.copy_(source, non_blocking=True)
+            self._host = host_buffer(tuple(source.shape), source.dtype, source.device)
+            self._host.copy_(source, non_blocking=True)
         self.mark = Mark(source.device)
 
     def wait(self) -> npt.NDArray[Any]:
         """Wait for this copy and for nothing that came after it; from any thread, whatever its stream."""
         self.mark.wait()
-        return self._kept.numpy()
+        return self._host.numpy()
 
 
 @contextmanager

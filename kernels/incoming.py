@@ -51,7 +51,7 @@ class Incoming:
     def __init__(self, chunks: Sequence[DecodeRequest], sections: range, cache: PagedCache) -> None:
         opened = [chunk.opened for chunk in chunks]
         self.chunks = chunk_table(
-            [own.tokens for own in opened], [own.start for own in opened], [chunk.blob_start for chunk in chunks]
+            [one.tokens for one in opened], [one.start for one in opened], [chunk.blob_start for chunk in chunks]
         )
         self.count, self.parts = len(chunks) * len(sections), len(opened[0].parts)
         self.tokens = np.repeat(self.chunks[:, ChunkField.TOKENS], len(sections))
@@ -60,11 +60,11 @@ class Incoming:
         self._sections = sections
         self._memory = CacheMemory.of(cache)
         self.upload = Upload(cache.device)
-        self.upload.add_named({"chunks": self.chunks, **self._memory.named()})
+        self.upload.add_arrays({"chunks": self.chunks, **self._memory.arrays()})
         self.views: list[memoryview] = []
         self.names: list[str] = []
         begin: list[int] = []
-        flat = [(number, *own.parts[number]) for number in range(self.parts) for own in opened]
+        flat = [(number, *one.parts[number]) for number in range(self.parts) for one in opened]
         verified = for_each(
             lambda each: read_sections(each[1], each[2], sections), flat, sum(len(blob) for _, blob, _ in flat)
         )
@@ -85,45 +85,45 @@ class Incoming:
 
         Returns fields of jobs, by their names in lower case, and the classes of all jobs' tokens.
         """
-        found, classes = [], []
+        parsed, classes = [], []
         for number in range(self.parts * len(self.chunks)):
-            own = slice(number * len(self._sections), (number + 1) * len(self._sections))
-            tokens = int(self.tokens[own.start % self.count])
-            numbered = list(zip(self._sections, self.views[own], strict=True))
+            jobs = slice(number * len(self._sections), (number + 1) * len(self._sections))
+            tokens = int(self.tokens[jobs.start % self.count])
+            numbered = list(zip(self._sections, self.views[jobs], strict=True))
             index, problem = read_index(codings[number // len(self.chunks)], numbered, tokens)
-            self._check(problem, index.found, own)
-            found.append(index.found)
+            self._check(problem, index.parsed, jobs)
+            parsed.append(index.parsed)
             classes.append(index.classes.ravel())
-        all_found = np.concatenate(found)
-        begin = all_found[:, coded_part.STATES] - coded_part.HEADER_BYTES
-        return part_fields(all_found, np.tile(self.tokens, self.parts), self.begin - begin), np.concatenate(classes)
+        all_parsed = np.concatenate(parsed)
+        begin = all_parsed[:, coded_part.STATES] - coded_part.HEADER_BYTES
+        return part_fields(all_parsed, np.tile(self.tokens, self.parts), self.begin - begin), np.concatenate(classes)
 
     def read_layers(self, channels: I64) -> tuple[I64, I64, dict[str, I64], U16]:
         """Find the byte planes of all layers, and their streams.
 
-        `channels` are `[sections, P]`, of each plane. Returns the planes' fields of `byte_plane_parts`, with places in
-        the upload; the number of coded planes of each job; fields of jobs; and uint16 `[K, 256]`, the frequencies of
-        each coded plane.
+        `channels` are `[sections, P]`, of each plane. Returns the planes' fields of `byte_plane_parts`, with offsets
+        into the upload; the number of coded planes of each job; fields of jobs; and uint16 `[K, 256]`, the
+        frequencies of each coded plane.
         """
         layers = len(channels)
         planes = np.zeros((self.count, channels.shape[1], 4), np.int64)
-        found, moved = np.zeros((self.count, byte_plane_parts.STEPS + 1), np.int64), np.zeros(self.count, np.int64)
+        parsed, moved = np.zeros((self.count, byte_plane_parts.STEPS + 1), np.int64), np.zeros(self.count, np.int64)
         freq = []
         for first in range(0, self.count, layers):
-            own, problem = slice(first, first + layers), np.zeros(coded_part.PROBLEM_FIELDS, np.int64)
-            data, spans = joined(self.views[own])
-            byte_plane_parts.index(data, spans, channels, self.tokens[first], planes[own], found[own], problem)
-            self._check(problem, found[own], own)
-            freq.append(np.zeros((np.count_nonzero(planes[own, :, byte_plane_parts.CODED]), SYMBOLS), np.uint16))
-            _read_frequencies(data, planes[own], channels, freq[-1])
-            moved[own] = self.begin[own] - spans[:, 0]
+            jobs, problem = slice(first, first + layers), np.zeros(coded_part.PROBLEM_FIELDS, np.int64)
+            data, spans = joined(self.views[jobs])
+            byte_plane_parts.index(data, spans, channels, self.tokens[first], planes[jobs], parsed[jobs], problem)
+            self._check(problem, parsed[jobs], jobs)
+            freq.append(np.zeros((np.count_nonzero(planes[jobs, :, byte_plane_parts.CODED]), SYMBOLS), np.uint16))
+            _read_frequencies(data, planes[jobs], channels, freq[-1])
+            moved[jobs] = self.begin[jobs] - spans[:, 0]
         planes[:, :, byte_plane_parts.AT] += moved[:, None]
-        return planes, found[:, byte_plane_parts.STEPS], part_fields(found, self.tokens, moved), np.concatenate(freq)
+        return planes, parsed[:, byte_plane_parts.STEPS], part_fields(parsed, self.tokens, moved), np.concatenate(freq)
 
-    def _check(self, problem: I64, found: I64, jobs: slice) -> None:
+    def _check(self, problem: I64, parsed: I64, jobs: slice) -> None:
         """Raise the error about the first damaged one of some jobs, all of one chunk, if there is one."""
         if problem[coded_part.RULE]:
-            error = coded_part.problem_error(problem, found, int(self.tokens[jobs.start % self.count]))
+            error = coded_part.problem_error(problem, parsed, int(self.tokens[jobs.start % self.count]))
             text, name = str(error), self.names[jobs][problem[coded_part.SECTION]]
             raise type(error)(text.replace("a section" if "a section" in text else "section", name, 1))
 
@@ -136,20 +136,20 @@ class Incoming:
         return self._memory.view(sent, self.slots, tiles)
 
 
-def part_fields(found: I64, tokens: I64, moved: I64) -> dict[str, I64]:
+def part_fields(parsed: I64, tokens: I64, moved: I64) -> dict[str, I64]:
     """Return what the fields of `coded_part` are as fields of jobs of this many tokens, by their names in lower case.
 
-    `moved` is how far from where they were found the bytes are in the upload.
+    `moved` is the distance from where the bytes were parsed to where they are in the upload.
     """
-    per_stream, there = np.left_shift(1, found[:, coded_part.LOG2]), found[:, coded_part.STATES] > 0
-    places = (coded_part.STATES, coded_part.LENGTHS, coded_part.WORDS, coded_part.CLASSES, coded_part.ESCAPES)
-    states, lengths, words, classes, escapes = (np.where(there, found[:, place] + moved, 0) for place in places)
+    per_stream, there = np.left_shift(1, parsed[:, coded_part.LOG2]), parsed[:, coded_part.STATES] > 0
+    offsets = (coded_part.STATES, coded_part.LENGTHS, coded_part.WORDS, coded_part.CLASSES, coded_part.ESCAPES)
+    states, lengths, words, classes, escapes = (np.where(there, parsed[:, field] + moved, 0) for field in offsets)
     return {
-        "states": states // 4, "lengths": lengths // 2, "words": words // 2, "word_count": found[:, coded_part.COUNT],
-        "escapes": escapes // 4, "escape_count": found[:, coded_part.LISTED],
+        "states": states // 4, "lengths": lengths // 2, "words": words // 2, "word_count": parsed[:, coded_part.COUNT],
+        "escapes": escapes // 4, "escape_count": parsed[:, coded_part.LISTED],
         "streams": np.where(there, -(-tokens // per_stream), 0), "per_stream": per_stream,
-        "long_lengths": found[:, coded_part.WIDE] // 4, "class_words": classes // 2,
-        "class_word_count": found[:, coded_part.CLASS_WORDS], "class_state": found[:, coded_part.CLASS_STATE],
+        "long_lengths": parsed[:, coded_part.WIDE] // 4, "class_words": classes // 2,
+        "class_word_count": parsed[:, coded_part.CLASS_WORDS], "class_state": parsed[:, coded_part.CLASS_STATE],
     }  # fmt: skip
 
 
@@ -159,8 +159,8 @@ def _read_frequencies(data, planes, channels, freq):  # type: ignore[no-untyped-
     table = 0
     for layer in range(len(planes)):
         for plane in range(len(channels[layer])):
-            own = planes[layer, plane]
-            if own[byte_plane_parts.CODED]:
-                for pair in range(own[byte_plane_parts.AT] + channels[layer, plane] + 2, own[byte_plane_parts.END], 3):
+            row = planes[layer, plane]
+            if row[byte_plane_parts.CODED]:
+                for pair in range(row[byte_plane_parts.AT] + channels[layer, plane] + 2, row[byte_plane_parts.END], 3):
                     freq[table, data[pair]] = coded_part.read_u16(data, pair + 1)
                 table += 1

@@ -78,8 +78,8 @@ class ChunkField(IntEnum):
     TARGET = 3  # position of the first token in the cache written or read
 
 
-class PlaceField(IntEnum):
-    """A row of `places`: one per unit, 2 * layer for K and 2 * layer + 1 for V. Strides count elements."""
+class UnitField(IntEnum):
+    """A row of `units`: one per unit, 2 * layer for K and 2 * layer + 1 for V. Strides count elements."""
 
     POINTER = 0
     BLOCK = 1  # stride between blocks
@@ -94,7 +94,7 @@ class TileField(IntEnum):
     """A row of `tiles`. Pair p is dimensions DIM0 + p * STEP and DIM1 + p * STEP of a head."""
 
     SECTION = 0
-    UNIT = 1  # row of `places`
+    UNIT = 1  # row of `units`
     HEAD = 2
     DIM0 = 3
     DIM1 = 4
@@ -145,7 +145,7 @@ JOB = fields_of(JobField)
 PART = fields_of(PartField)
 PLAN = fields_of(PlanField)
 CHUNK = fields_of(ChunkField)
-PLACE = fields_of(PlaceField)
+UNIT = fields_of(UnitField)
 TILE = fields_of(TileField)
 BLOCK = fields_of(BlockField)
 STATUS = fields_of(Status)

@@ -32,7 +32,7 @@ from cuvee.kernels.ops.split_planes import count_symbols, split_planes, sum_byte
 from cuvee.kernels.outgoing import code_streams, measure, stream_fields, stream_jobs, write_parts
 from cuvee.kernels.plans import Geometry
 from cuvee.kernels.upload import ALIGNMENT, send_arrays
-from cuvee.kernels.workspace import place_planes, running_offsets
+from cuvee.kernels.workspace import plane_offsets, running_offsets
 
 STORED = -1  # BytePlaneField.REFERENCE of a plane that is not coded
 
@@ -115,17 +115,17 @@ class LosslessKernels:
         """
         blocks = np.array([self.sections[index].blocks for index in sections], np.int64)
         channels = blocks.repeat(self._dtype.itemsize, 1)
-        found, counts, fields, freq = incoming.read_layers(channels)
-        places, size = place_planes(counts, incoming.tokens)
-        coded, at = found[:, :, byte_plane_parts.CODED] > 0, found[:, :, byte_plane_parts.AT]
-        first = places[:, None] + found[:, :, byte_plane_parts.ROW] * incoming.tokens[:, None]
+        plane_fields, counts, fields, freq = incoming.read_layers(channels)
+        offsets, size = plane_offsets(counts, incoming.tokens)
+        coded, at = plane_fields[:, :, byte_plane_parts.CODED] > 0, plane_fields[:, :, byte_plane_parts.AT]
+        first = offsets[:, None] + plane_fields[:, :, byte_plane_parts.ROW] * incoming.tokens[:, None]
         table = self._empty_table(incoming.count, sections)
         table[:, BytePlaneField.REFERENCE] = np.where(coded, at, STORED).ravel()
         table[:, BytePlaneField.PLANE] = np.where(coded, first, at).ravel()
         of_planes = np.tile(channels, (incoming.count // len(sections), 1))[coded]
-        fields |= {"tokens": incoming.tokens, "planes": places}
+        fields |= {"tokens": incoming.tokens, "planes": offsets}
         jobs = job_table(incoming.count, **{**fields, **_one_class(incoming.count)})
-        incoming.upload.add_named(
+        incoming.upload.add_arrays(
             {
                 "jobs": jobs, "plans": _plans(counts), "freq": freq, "tiles": tiles, "table": table,
                 "tables": np.repeat(np.arange(len(freq), dtype=np.int32), of_planes),
@@ -158,15 +158,15 @@ class LosslessKernels:
         channels = np.tile([size for s in self.sections for size in s.blocks for _ in range(width)], len(slots))
         table[:, BytePlaneField.REFERENCE] = np.cumsum(channels) - channels
         tiles = geometry.tiles.tiles
-        sent = send_arrays({"table": table, "chunks": chunks, "tiles": tiles, **memory.named()}, device)
+        sent = send_arrays({"table": table, "chunks": chunks, "tiles": tiles, **memory.arrays()}, device)
         status = torch.zeros(len(tokens), dtype=torch.int32, device=device)
         source = (
             TileTable(sent["tiles"], geometry.tiles.pairs),
             ChunkBatch(sent["chunks"], status, count, 0, int(tokens.max())),
             memory.view(sent, joined, tiles),
         )
-        references, counts, own = self._count_symbols(sent["table"], source, channels, first_chunk)
-        planned = self._plan_jobs(table, tokens, channels, counts, own)
+        references, counts, host_references = self._count_symbols(sent["table"], source, channels, first_chunk)
+        planned = self._plan_jobs(table, tokens, channels, counts, host_references)
         part = sent | send_arrays(planned.arrays, device)
         out, kept_out = (
             torch.empty(size, dtype=torch.uint8, device=device) for size in (planned.coded, planned.stored)
@@ -199,8 +199,8 @@ class LosslessKernels:
         counts = torch.zeros(len(table), SYMBOLS, dtype=torch.int32, device=device)
         sum_bytes(table, *source, sums, dtype=self._dtype)
         count_symbols(table, *source, sums, references, counts, dtype=self._dtype)
-        found = Download(torch.cat([counts.flatten(), status, references.int()])).wait()
-        of_counts, of_status, of_references = np.split(found, [counts.numel(), counts.numel() + len(status)])
+        downloaded = Download(torch.cat([counts.flatten(), status, references.int()])).wait()
+        of_counts, of_status, of_references = np.split(downloaded, [counts.numel(), counts.numel() + len(status)])
         numbers = range(first_chunk, first_chunk + len(status) // len(self.sections))
         raise_status(of_status, self.sections, numbers)
         return references, of_counts.reshape(counts.shape), of_references.astype(np.uint8)
@@ -212,27 +212,27 @@ class LosslessKernels:
         chosen, at = choose_tables(counts, channels), table[:, BytePlaneField.REFERENCE]
         of_job = 2 * self._dtype.itemsize
         models = [
-            bytes(1) if own is None else b"\1" + write_model(references[first : first + size], own)
-            for own, first, size in zip(chosen, at.tolist(), channels.tolist(), strict=True)
+            bytes(1) if model is None else b"\1" + write_model(references[first : first + size], model)
+            for model, first, size in zip(chosen, at.tolist(), channels.tolist(), strict=True)
         ]
         heads = [b"".join(models[first : first + of_job]) for first in range(0, len(models), of_job)]
-        freq = [own for own in chosen if own is not None]
-        coded = np.array([own is not None for own in chosen])
+        freq = [model for model in chosen if model is not None]
+        coded = np.array([model is not None for model in chosen])
         used = np.repeat(np.arange(len(freq), dtype=np.int32), channels[coded])
         lines = np.where(coded, channels, 0).reshape(-1, of_job)  # of each byte plane, those that are coded
         kept = (channels.reshape(-1, of_job) - lines) * tokens[:, None]  # and the bytes that are stored
         planes, kept_bytes = lines.sum(1), kept.sum(1)
-        places, plane_bytes = place_planes(planes, tokens)
+        offsets, plane_bytes = plane_offsets(planes, tokens)
         kept_at, stored = running_offsets(kept_bytes, ALIGNMENT)
-        coded_at = places[:, None] + (np.cumsum(lines, 1) - lines) * tokens[:, None]
+        coded_at = offsets[:, None] + (np.cumsum(lines, 1) - lines) * tokens[:, None]
         stored_at = kept_at[:, None] + np.cumsum(kept, 1) - kept
         table[:, BytePlaneField.PLANE] = np.where(coded, coded_at.ravel(), stored_at.ravel())
         table[~coded, BytePlaneField.REFERENCE] = STORED
         tables = EntropyTables(np.stack(freq)) if freq else None
         of_jobs = np.split(used, np.cumsum(planes)[:-1])
-        bits = [0.0 if tables is None else float(tables.entropy[own].sum()) for own in of_jobs]
-        per_stream = np.array([tokens_per_stream(len(own), each) for own, each in zip(of_jobs, bits, strict=True)])
-        fields = {"tokens": tokens, "planes": places, **stream_fields(tokens, per_stream, planes, planes)}
+        bits = [0.0 if tables is None else float(tables.entropy[job].sum()) for job in of_jobs]
+        per_stream = np.array([tokens_per_stream(len(job), each) for job, each in zip(of_jobs, bits, strict=True)])
+        fields = {"tokens": tokens, "planes": offsets, **stream_fields(tokens, per_stream, planes, planes)}
         jobs = job_table(len(tokens), **fields, **_one_class(len(tokens)))
         arrays: dict[str, npt.NDArray[Any]] = {
             "plans": _plans(planes), "tables": used, "table": table, "jobs": jobs,

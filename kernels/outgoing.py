@@ -95,9 +95,9 @@ def measure(
     flags = status.long()
     if len(jobs) > len(status):
         flags = functional.pad(flags, (0, len(jobs) - len(status)))
-    words, escapes, found = Download(torch.stack([totals, escaped, flags])).wait()
+    words, escapes, flagged = Download(torch.stack([totals, escaped, flags])).wait()
     numbers = range(first_chunk, first_chunk + len(status) // len(sections))
-    raise_status(found[: len(status)].astype(np.int32), sections, numbers)
+    raise_status(flagged[: len(status)].astype(np.int32), sections, numbers)
     size = coded_bytes(
         jobs[:, JobField.STREAMS], jobs[:, JobField.LONG_LENGTHS], words, escapes, jobs[:, JobField.CLASS_WORD_COUNT]
     )
@@ -121,7 +121,7 @@ def write_parts(
     parts = send_arrays({"parts": sizes.parts}, device)["parts"]
     out = torch.empty(sizes.total, dtype=torch.uint8, device=device)
     write_coded(coding, parts, streams, index, value, class_words, out)
-    kept = Download(out)
-    raw = kept.wait()
+    download = Download(out)
+    raw = download.wait()
     begins = sizes.parts[:, PartField.SECTION]
     return [raw[at : at + size].tobytes() for at, size in zip(begins, sizes.bytes, strict=True)]

@@ -33,7 +33,7 @@ from cuvee.kernels.tiles import TileLayout, lay_out_tiles
 
 Numbers = TypeVar("Numbers", int, I64)
 
-USUAL_FREQUENCY = TOTAL // 100  # classes of at least this frequency are not rare
+COMMON_FREQUENCY = TOTAL // 100  # classes of at least this frequency are not rare
 ANGLE_ALIGNMENT = 4  # columns of a rotation table: the widest load of a thread
 _UNSERVED = coding_plan(np.empty(0, np.int32))
 
@@ -77,25 +77,25 @@ def pack_plans(
     ints: list[npt.NDArray[Any]] = []
     maps: list[npt.NDArray[np.int32]] = []
     quantizer = family.quantizer
-    plane = row = place = 0
-    for own, extents, most in (each for part in parts for each in zip(part.sections, by_class, deepest, strict=True)):
+    plane = row = map_at = 0
+    for section, extents, most in (one for part in parts for one in zip(part.sections, by_class, deepest, strict=True)):
         begin, width = np.cumsum(most) - most, int(most.sum())
-        for k, (ranks, extent) in enumerate(zip(own.class_ranks, extents, strict=True)):
-            plan = own.classed.plans[k] or _UNSERVED
-            rows, places = len(plan.shift), _runs(begin, np.array(ranks))
+        for k, (ranks, extent) in enumerate(zip(section.class_ranks, extents, strict=True)):
+            plan = section.classed.plans[k] or _UNSERVED
+            rows, y_rows = len(plan.shift), _runs(begin, np.array(ranks))
             last = int(_runs(begin, extent).max(initial=-1)) + 1
-            table.append((plan.planes, rows, plane, row, last, place))
+            table.append((plan.planes, rows, plane, row, last, map_at))
             tables.append(plan.tables)
             low = np.full(rows, -1, np.int32)
             low[plan.wide] = rows + np.arange(len(plan.wide))
-            ints.append(np.stack([plan.shift, low, places, np.zeros(rows)], axis=1))
+            ints.append(np.stack([plan.shift, low, y_rows, np.zeros(rows)], axis=1))
             at = plan.level_table
             floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
             row_map = np.full(width, -1, np.int32)
-            row_map[places] = np.arange(rows)
+            row_map[y_rows] = np.arange(rows)
             maps.append(row_map)
-            plane, row, place = plane + plan.planes, row + rows, place + width
-    steps = np.concatenate([own.classed.steps for part in parts for own in part.sections])
+            plane, row, map_at = plane + plan.planes, row + rows, map_at + width
+    steps = np.concatenate([section.classed.steps for part in parts for section in part.sections])
     plans = np.array(table, np.int64)
     arrays = (
         plans,
@@ -258,29 +258,29 @@ class TransformPlan:
         self.parts = len(self.coding)
         self.device, self.product = device, product
         self.geometry = Geometry(profile.layout, profile.sections, device)
-        all_parts = [own for part in self.coding for own in part.sections]
-        for own in all_parts:
+        all_parts = [section for part in self.coding for section in part.sections]
+        for section in all_parts:
             # The kernels rely on this: they size their scratch for the finest class that occurs.
-            served = slice(own.classed.finest, None)
-            if any(np.any(np.diff(falling[served]) > 0) for falling in (own.classed.rows, own.classed.planes)):
+            served = slice(section.classed.finest, None)
+            if any(np.any(np.diff(falling[served]) > 0) for falling in (section.classed.rows, section.classed.planes)):
                 raise ProfileError("profile: codes more components of coarser tokens than of finer ones")
         codings = [part.sections for part in self.coding]
         # `[16, blocks]` of each section: components in the part that has most.
-        by_class = [np.max([own.class_ranks for own in of], axis=0) for of in zip(*codings, strict=True)]
+        by_class = [np.max([section.class_ranks for section in of], axis=0) for of in zip(*codings, strict=True)]
         deepest = [ranks.max(0) for ranks in by_class]
         self.plans, self.device_plans = pack_plans(self.coding, by_class, deepest, self.family, device)
         self.tables = FamilyTables.of(self.family, device)
         block_ranks = np.ascontiguousarray(np.concatenate(by_class, axis=1, dtype=np.int32).T)
         self.block_ranks = torch.from_numpy(block_ranks).to(device)
         bases = packed_bases(profile, self.geometry.tiles, device)
-        self.maps = LinearMaps(self.geometry, bases, [list(own) for own in deepest], device)
+        self.maps = LinearMaps(self.geometry, bases, [list(ranks) for ranks in deepest], device)
         shape = self.parts, len(self.learned)
-        self.finest = np.array([own.classed.finest for own in all_parts], np.int64).reshape(shape)
-        self.planes = np.stack([own.classed.planes for own in all_parts]).astype(np.int64).reshape(*shape, CLASSES)
+        self.finest = np.array([each.classed.finest for each in all_parts], np.int64).reshape(shape)
+        self.planes = np.stack([each.classed.planes for each in all_parts]).astype(np.int64).reshape(*shape, CLASSES)
         self.most_planes = self.planes.max(2)
-        self.bits = np.stack([own.classed.entropy(self.family.tables) for own in all_parts]).reshape(*shape, CLASSES)
-        self.freq = np.concatenate([own.class_table.freq for own in codings[0]])
-        self.usual = np.maximum((self.freq[:, :CLASSES] >= USUAL_FREQUENCY).argmax(1), self.finest[0])
+        self.bits = np.stack([each.classed.entropy(self.family.tables) for each in all_parts]).reshape(*shape, CLASSES)
+        self.freq = np.concatenate([each.class_table.freq for each in codings[0]])
+        self.common_class = np.maximum((self.freq[:, :CLASSES] >= COMMON_FREQUENCY).argmax(1), self.finest[0])
 
     def rows(self, sections: Numbers, classes: Numbers | int = 0, part: Numbers | int = 0) -> Numbers:
         """Return the rows of `plans` for class `classes` of each of `sections`, in a part of them."""
@@ -294,8 +294,8 @@ class TransformPlan:
         sinks = max(len(section.basis.sinks) for section in learned)
         rows = []
         for index, section in enumerate(learned):
-            own, usual = section.basis.sinks, section.basis.mean[None]
-            table = torch.cat([own, usual.expand(sinks + 1 - len(own), -1)])
+            sink_means, mean = section.basis.sinks, section.basis.mean[None]
+            table = torch.cat([sink_means, mean.expand(sinks + 1 - len(sink_means), -1)])
             rows.append(self.geometry.tiles.pack(table, index))
         return torch.cat(rows, dim=1).contiguous().to(self.device)
 

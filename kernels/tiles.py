@@ -46,9 +46,9 @@ class TileLayout:
 
     def pack_basis(self, matrices: Sequence[torch.Tensor], section: int) -> list[torch.Tensor]:
         """Arrange each block `[rank, n]` (forward, or inverse transposed) as `[rank, BlockField.COLUMNS]`."""
-        own = self.blocks[self.blocks[:, BlockField.SECTION] == section]
+        section_blocks = self.blocks[self.blocks[:, BlockField.SECTION] == section]
         packed, first = [], 0
-        for matrix, block in zip(matrices, own, strict=True):
+        for matrix, block in zip(matrices, section_blocks, strict=True):
             column = int(block[BlockField.COLUMN])
             order = (
                 torch.from_numpy(self.order[column : column + int(block[BlockField.COLUMNS])]).to(matrix.device).long()
@@ -65,13 +65,13 @@ class TileLayout:
             stored: those that the bases hold, forward or inverse alike, which follow each other.
         """
         tiles, blocks = self.tiles.copy(), self.blocks.copy()
-        flat, held = (np.array([rank for section in each for rank in section], np.int64) for each in (ranks, stored))
-        elements = held * blocks[:, BlockField.COLUMNS]
+        flat, stored_ranks = (np.array([n for section in each for n in section], np.int64) for each in (ranks, stored))
+        elements = stored_ranks * blocks[:, BlockField.COLUMNS]
         blocks[:, BlockField.RANK] = flat
         blocks[:, BlockField.BASIS] = np.cumsum(elements) - elements
         for section in np.unique(blocks[:, BlockField.SECTION]):
-            own = blocks[:, BlockField.SECTION] == section
-            blocks[own, BlockField.ROW] = np.cumsum(flat[own]) - flat[own]
+            in_section = blocks[:, BlockField.SECTION] == section
+            blocks[in_section, BlockField.ROW] = np.cumsum(flat[in_section]) - flat[in_section]
         of_tile = np.searchsorted(blocks[:, BlockField.COLUMN], tiles[:, TileField.COLUMN], side="right") - 1
         tiles[:, [TileField.ROW, TileField.RANK]] = blocks[of_tile][:, [BlockField.ROW, BlockField.RANK]]
         tiles[:, TileField.BASIS] = (
@@ -121,10 +121,10 @@ def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping
                     [index, number, head, first, second, count0, count1, step, angle, 0, 0, 0, 0, column, block]
                 )
                 blocks[-1][BlockField.COLUMNS] += 2 * pairs
-                place = np.full((2, pairs), -1, np.int32)
-                place[0, :count0] = value + first + step * np.arange(count0)
-                place[1, :count1] = value + second + step * np.arange(count1)
-                order.append(place.ravel())
+                tile_order = np.full((2, pairs), -1, np.int32)
+                tile_order[0, :count0] = value + first + step * np.arange(count0)
+                tile_order[1, :count1] = value + second + step * np.arange(count1)
+                order.append(tile_order.ravel())
         bounds.append(len(tiles) * 2 * pairs)
     return TileLayout(
         np.array(tiles, np.int64),

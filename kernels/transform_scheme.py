@@ -42,7 +42,7 @@ from cuvee.kernels.ops.synthesize import synthesis_config, synthesize
 from cuvee.kernels.outgoing import code_streams, measure, stream_fields, stream_jobs, write_parts
 from cuvee.kernels.plans import TransformPlan
 from cuvee.kernels.upload import send_arrays
-from cuvee.kernels.workspace import place_coefficients, place_planes, running_offsets, zeros
+from cuvee.kernels.workspace import coefficient_offsets, plane_offsets, running_offsets, zeros
 
 
 class TransformKernels:
@@ -62,7 +62,7 @@ class TransformKernels:
 
     def decode_bytes(self, tokens: int) -> int:
         """Return the scratch memory that decoding a chunk of this many tokens usually takes, in bytes."""
-        planes, rows = self._usual_sizes()
+        planes, rows = self._common_sizes()
         width = self._plan.product.itemsize + (4 if self._plan.parts > 1 else 0)
         return tokens * (planes + width * rows) + self._center_bytes(tokens)
 
@@ -70,10 +70,10 @@ class TransformKernels:
         """Return the scratch memory that the centers of tokens take, in bytes, if no two of the tokens are alike."""
         return 0 if self._plan.token_centers is None else CENTER_BYTES * tokens * self._plan.geometry.tiles.columns
 
-    def _usual_sizes(self) -> tuple[int, int]:
+    def _common_sizes(self) -> tuple[int, int]:
         """Return the planes of all parts and the rows of coefficients that a token usually has, in all sections."""
         plan, sections = self._plan, np.arange(len(self.sections))
-        plans = np.stack([plan.plans[plan.rows(sections, plan.usual, part)] for part in range(plan.parts)])
+        plans = np.stack([plan.plans[plan.rows(sections, plan.common_class, part)] for part in range(plan.parts)])
         return int(plans[:, :, PlanField.PLANES].sum()), int(plans[0, :, PlanField.EXTENT].sum())
 
     def decode(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> torch.Tensor:
@@ -88,13 +88,13 @@ class TransformKernels:
         jobs, planes_size, coefficients, max_rows = self._incoming_jobs(incoming, sections, len(chunks))
         if centers_of is not None:
             starts = [chunk.opened.start for chunk in chunks]
-            upload.add_named(centers_of.lay_out([chunk.token_ids for chunk in chunks], starts))
+            upload.add_arrays(centers_of.lay_out([chunk.token_ids for chunk in chunks], starts))
         tiles, partial = plan.maps.tiles, len(layers) < cache.layout.num_layers
         if partial:
             tiles = of_layers(tiles, layers)
-            upload.add_named({"tiles": tiles})
+            upload.add_arrays({"tiles": tiles})
         data, sent = upload.send()
-        status, *found = zeros(1 + plan.parts, count, device)
+        status, *escape_counts = zeros(1 + plan.parts, count, device)
         planes = torch.empty(planes_size, dtype=torch.uint8, device=device)
         y = torch.empty(coefficients, dtype=plan.product, device=device)
         batch, order = incoming.chunk_batch(sent, status), TokenOrder(sent["classes"], sent["order"], plan.block_ranks)
@@ -104,13 +104,13 @@ class TransformKernels:
         rotations = geometry.rotations(batch.chunks, len(incoming.slots), max_tokens)
         base = None
         for part in range(plan.parts):
-            own, last = slice(part * count, (part + 1) * count), part == plan.parts - 1
-            coding = stream_jobs(jobs[own], sent["jobs"][own], plan.device_plans.plans, plan.device_plans.tables)
+            rows, last = slice(part * count, (part + 1) * count), part == plan.parts - 1
+            coding = stream_jobs(jobs[rows], sent["jobs"][rows], plan.device_plans.plans, plan.device_plans.tables)
             rans_decode(data, coding, plan.tables.decoding, order.classes, planes, status)
             out = y if last else torch.empty(coefficients, dtype=torch.float32, device=device)
             dequantize(
-                data, PlaneJobs(sent["jobs"][own], plan.device_plans, order.classes, planes), out, status, found[part],
-                max_rows, max_tokens, max(config.block_t, MIN_DEPTH), base,
+                data, PlaneJobs(sent["jobs"][rows], plan.device_plans, order.classes, planes), out, status,
+                escape_counts[part], max_rows, max_tokens, max(config.block_t, MIN_DEPTH), base,
             )  # fmt: skip
             base = out
         centers = None if centers_of is None else centers_of.centers(sent, sections)
@@ -141,16 +141,16 @@ class TransformKernels:
         by_class, order, counts = sort_columns(classes[:count], first, incoming.tokens)
         deepest = plan.rows(index, np.tile((counts > 0).argmax(1), plan.parts), part)
         plans = plan.plans[deepest]
-        planes_at, planes = place_planes(plans[:, PlanField.PLANES], tokens)
+        planes_at, planes = plane_offsets(plans[:, PlanField.PLANES], tokens)
         extents = plans[: incoming.count, PlanField.EXTENT]
-        at, stride, coefficients = place_coefficients(extents, incoming.tokens)
+        at, stride, coefficients = coefficient_offsets(extents, incoming.tokens)
         jobs = job_table(
             len(index), tokens=tokens, plan=plan.rows(index, 0, part), deepest=deepest,
             columns=np.tile(first, plan.parts), planes=planes_at, coefficients=np.tile(at, plan.parts),
             stride=np.tile(stride, plan.parts), **coded,
         )  # fmt: skip
         # Each array begins at a multiple of 16 bytes, because kernels are compiled for that alignment.
-        incoming.upload.add_named({"jobs": jobs, "classes": by_class, "order": order})
+        incoming.upload.add_arrays({"jobs": jobs, "classes": by_class, "order": order})
         return jobs, planes, coefficients, int(extents.max())
 
     def _of_jobs(self, index: I64, tokens: I64) -> tuple[I64, I64, I64]:
@@ -162,7 +162,7 @@ class TransformKernels:
 
     def encode_bytes(self, tokens: int) -> int:
         """Return the scratch memory that encoding a chunk of this many tokens usually takes, in bytes."""
-        planes, rows = self._usual_sizes()
+        planes, rows = self._common_sizes()
         predictor = self._predictor
         leading = 0 if predictor is None else len(predictor.sections) * predictor.components
         sizes = 4 * (self._plan.geometry.tiles.columns + self._plan.parts * rows + ARRAYS * leading) + 3 * planes
@@ -206,10 +206,10 @@ class TransformKernels:
     ) -> tuple[torch.Tensor, U8, ChunkBatch]:
         """Return the centered values of all chunks of a `table`, the classes of their tokens, and the batch."""
         plan, geometry, device, predictor = self._plan, self._plan.geometry, self._plan.device, self._predictor
-        host: dict[str, npt.NDArray[Any]] = {"chunks": table, **memory.named()}
+        host: dict[str, npt.NDArray[Any]] = {"chunks": table, **memory.arrays()}
         if predictor is not None:
             following = [request.source.following for request in requests]
-            host["jobs"], host["positions"], host["levels"] = predictor.place(table, following)
+            host["jobs"], host["positions"], host["levels"] = predictor.inputs(table, following)
         if plan.token_centers is not None:
             starts = [request.source.start for request in requests]
             host |= plan.token_centers.lay_out([request.token_ids for request in requests], starts)
@@ -235,12 +235,12 @@ class TransformKernels:
         max_rows = -(-int(plans[:, PlanField.ROWS].max()) // 4) * 4
         counts = torch.empty(len(plans), max_rows, dtype=torch.int32, device=plan.device)
         for part in range(plan.parts):
-            own, left = slice(part * of_part, (part + 1) * of_part), None
+            rows, left = slice(part * of_part, (part + 1) * of_part), None
             if part < plan.parts - 1:
                 # Of the components that a base does not have, all is left.
                 left = y[coefficients:].copy_(y[:coefficients])
-            of_jobs = replace(coded, jobs=coded.jobs[own])
-            quantize(y, of_jobs, plan.tables.reach, counts[own], status, max_rows, left)
+            of_jobs = replace(coded, jobs=coded.jobs[rows])
+            quantize(y, of_jobs, plan.tables.reach, counts[rows], status, max_rows, left)
         return counts
 
     def _code(
@@ -281,16 +281,16 @@ class TransformKernels:
         Waits for the device if there is a predictor; then it raises what the kernels have found wrong so far.
         """
         finest = self._plan.finest[0].astype(np.uint8)
-        told = np.full((len(self.sections), len(x)), NEUTRAL, np.uint8)
+        out = np.full((len(self.sections), len(x)), NEUTRAL, np.uint8)
         if predictor is not None:
-            asked = predictor.offsets(x, sent["jobs"], batch, sent["positions"], sent["levels"], centers)
-            answer = Download(torch.cat([asked.flatten(), batch.status.float()])).wait()
-            raise_status(answer[asked.numel() :].astype(np.int32), self.sections, numbers)
-            told[predictor.sections] = choose_classes(torch.from_numpy(answer[: asked.numel()]).view(asked.shape), 0)
-        told = np.maximum(told, finest[:, None])
+            offsets = predictor.offsets(x, sent["jobs"], batch, sent["positions"], sent["levels"], centers)
+            answer = Download(torch.cat([offsets.flatten(), batch.status.float()])).wait()
+            raise_status(answer[offsets.numel() :].astype(np.int32), self.sections, numbers)
+            out[predictor.sections] = choose_classes(torch.from_numpy(answer[: offsets.numel()]).view(offsets.shape), 0)
+        out = np.maximum(out, finest[:, None])
         ends = chunks[:, ChunkField.FIRST] + chunks[:, ChunkField.TOKENS]
         runs = zip(chunks[:, ChunkField.FIRST].tolist(), ends.tolist(), strict=True)
-        return np.concatenate([told[:, first:end].ravel() for first, end in runs])
+        return np.concatenate([out[:, first:end].ravel() for first, end in runs])
 
     def _plan_jobs(self, chunks: I64, classes: U8) -> tuple[I64, int, int, dict[str, npt.NDArray[Any]]]:
         """Return the table of jobs, the sizes of planes and of coefficients, and further arrays for the device."""
@@ -307,8 +307,8 @@ class TransformKernels:
         plans = plan.plans[deepest]
         most = int((plans[:, PlanField.ROWS] * tokens).argmax())
         check_escape_numbers(int(plans[most, PlanField.ROWS]), int(tokens[most]))
-        planes_at, plane_bytes = place_planes(plans[:, PlanField.PLANES], tokens)
-        at, stride, coefficients = place_coefficients(plans[: len(sections), PlanField.EXTENT], one_tokens)
+        planes_at, plane_bytes = plane_offsets(plans[:, PlanField.PLANES], tokens)
+        at, stride, coefficients = coefficient_offsets(plans[: len(sections), PlanField.EXTENT], one_tokens)
         jobs = job_table(
             len(index), tokens=tokens, plan=plan.rows(index, 0, part), deepest=deepest,
             columns=np.tile(first, plan.parts), planes=planes_at, stride=np.tile(stride, plan.parts),

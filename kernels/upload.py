@@ -44,7 +44,7 @@ class Upload:
         self._device = device
         self._parts: list[memoryview | npt.NDArray[Any]] = []
         self._offsets: list[int] = []
-        self._named: dict[str, tuple[int, npt.NDArray[Any]]] = {}  # offset of each array that has a name
+        self._arrays: dict[str, tuple[int, npt.NDArray[Any]]] = {}  # offset of each array that has a name
         self._size = 0
 
     def add(self, part: memoryview | npt.NDArray[Any]) -> int:
@@ -55,10 +55,10 @@ class Upload:
         self._size = offset + -(-part.nbytes // ALIGNMENT) * ALIGNMENT
         return offset
 
-    def add_named(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    def add_arrays(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Append arrays that `send` returns by name, with their dtypes and shapes."""
         for name, array in arrays.items():
-            self._named[name] = self.add(array), array
+            self._arrays[name] = self.add(array), array
 
     def send(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Pack all parts, with zeros in gaps, and start the copy. Return the buffer there, and its arrays by name."""
@@ -74,7 +74,7 @@ class Upload:
         ends = [*self._offsets[1:], self._size]
         for_each(copy, range(len(self._parts)), self._size)
         sent, arrays = buffer.to(self._device, non_blocking=True), {}
-        for name, (at, like) in self._named.items():
+        for name, (at, like) in self._arrays.items():
             dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
             arrays[name] = sent[at : at + like.nbytes].view(dtype).view(like.shape)
         return sent, arrays
@@ -83,5 +83,5 @@ class Upload:
 def send_arrays(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
     """Start copying arrays to the device in one copy. Return them by name, with their dtypes and shapes."""
     upload = Upload(device)
-    upload.add_named(arrays)
+    upload.add_arrays(arrays)
     return upload.send()[1]

@@ -10,12 +10,12 @@ from cuvee.kernels.jobs import I64
 from cuvee.kernels.upload import ALIGNMENT
 
 
-def place_planes(planes: I64, tokens: I64) -> tuple[I64, int]:
+def plane_offsets(planes: I64, tokens: I64) -> tuple[I64, int]:
     """Return where the byte planes of each job begin, and their size in all, given their numbers."""
     return running_offsets(planes * tokens, ALIGNMENT)
 
 
-def place_coefficients(extents: I64, tokens: I64) -> tuple[I64, I64, int]:
+def coefficient_offsets(extents: I64, tokens: I64) -> tuple[I64, I64, int]:
     """Return where the coefficients of each job begin, the strides of their rows, and their number in all."""
     stride = -(-tokens // ALIGNMENT) * ALIGNMENT
     at, total = running_offsets(extents * stride, ALIGNMENT)

@@ -101,7 +101,7 @@ class CpuBackend:
                 rotation = Rotation(run.start, len(span), cache.device)
                 at = slice(span.start - request.span.start, span.stop - request.span.start)
                 keys, values = (
-                    unit_rows if len(span) == len(request.span) else [own and own.take(at) for own in unit_rows]
+                    unit_rows if len(span) == len(request.span) else [each and each.take(at) for each in unit_rows]
                     for unit_rows in rows
                 )
                 jobs += [partial(scheme.decode, share, run, keys, values, rotation) for share in shares]
@@ -116,17 +116,17 @@ class CpuBackend:
         profile, setting = coding.profile, coding.setting
         key = profile.id, setting, coding.predicted
         # Looked up once: between a test and an access another thread may have evicted it.
-        known = self._schemes.get(key)
-        if known is not None:
-            return known
+        cached = self._schemes.get(key)
+        if cached is not None:
+            return cached
         if setting.lossless:
             made: LosslessScheme | TransformScheme = LosslessScheme(profile.layout, self._stages)
         else:
             made = TransformScheme(profile, setting, coding.predicted, self._stages)
         # A scheme holds copies of the bases, so schemes of many steps must not pile up. The dict is replaced and never
         # changed: one of two threads may lose its addition, and makes the scheme again when it needs it next.
-        own, *others = [*self._schemes.items(), (key, made)]
-        self._schemes = dict([own, *others[-(MAX_SCHEMES - 1) :]])
+        first, *others = [*self._schemes.items(), (key, made)]
+        self._schemes = dict([first, *others[-(MAX_SCHEMES - 1) :]])
         return made
 
     def _workers(self, tokens: int, layout: KVLayout) -> int:

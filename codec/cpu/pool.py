@@ -25,7 +25,7 @@ class Pool:
     def __init__(self, threads: int, name: str = "cuvee") -> None:
         self._threads = threads
         self._name = name
-        self._told = False
+        self._warned = False
         self.after_fork()
         tell_after_fork(self)
 
@@ -102,15 +102,15 @@ class Pool:
             except RuntimeError as error:  # the limit of the system or a container, or Python is about to exit
                 # The executor has lost count of its threads, which end after their work.
                 self._helpers = None
-                self._tell(str(error))
+                self._warn_once(str(error))
                 return False
         return True
 
-    def _tell(self, error: str) -> None:
+    def _warn_once(self, error: str) -> None:
         """Log the first time that a helper is missing."""
-        if self._told:
+        if self._warned:
             return
-        self._told = True
+        self._warned = True
         _log.warning(
             "cuvee: %s, so fewer than threads=%d work and coding is slower (said once); raise the limit of threads "
             "(ulimit -u, pids.max) or ask for fewer",
@@ -119,13 +119,13 @@ class Pool:
         )
 
 
-def _help(told: Future[None], work: Callable[[], None]) -> None:
+def _help(future: Future[None], work: Callable[[], None]) -> None:
     """Do a share of the work, unless the caller has cancelled it."""
-    if not told.set_running_or_notify_cancel():
+    if not future.set_running_or_notify_cancel():
         return
     try:
         work()
     except BaseException as error:
-        told.set_exception(error)
+        future.set_exception(error)
     else:
-        told.set_result(None)
+        future.set_result(None)

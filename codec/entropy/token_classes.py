@@ -156,8 +156,8 @@ class ClassedPlan(ColumnPlan):
 
     def entropy(self, tables: EntropyTables) -> npt.NDArray[np.float64]:
         """Return the expected bits of a token of each class, `[16]`."""
-        known = self._entropy
-        if known is None or known[0] is not tables:
+        cached = self._entropy
+        if cached is None or cached[0] is not tables:
             planes = (tables.entropy[self.tables[k, : self.planes[k]]] for k in range(CLASSES))
-            known = self._entropy = tables, np.array([float(own.sum()) for own in planes])
-        return known[1]
+            cached = self._entropy = tables, np.array([float(plane.sum()) for plane in planes])
+        return cached[1]

@@ -98,8 +98,8 @@ def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], as
     name = bytes(body[-KEY_ID_BYTES:])
     key = next((key for key in keys if key.id == name), None)
     if key is None:
-        known = ", ".join(key.id.hex() for key in keys)
-        raise KeyMismatchError(f"blob: was made with the key of id {name.hex()}, this Codec has {known}")
+        ids = ", ".join(key.id.hex() for key in keys)
+        raise KeyMismatchError(f"blob: was made with the key of id {name.hex()}, this Codec has {ids}")
     if not hmac.compare_digest(tag_of(key, associated_data, body), tag):
         raise CorruptError(
             "blob: its authentication tag does not match: the bytes were changed, or belong somewhere else"

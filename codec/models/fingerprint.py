@@ -93,7 +93,7 @@ def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield name, buffer
 
 
-def are_others(recorded: str | None, own: PreTrainedModel | str) -> bool:
+def are_others(recorded: str | None, model: PreTrainedModel | str) -> bool:
     """Return whether a profile's fingerprint is of other weights than a model's, or than those of another fingerprint;
     log if that cannot be told.
     """
@@ -102,7 +102,7 @@ def are_others(recorded: str | None, own: PreTrainedModel | str) -> bool:
     if not recorded.startswith(PREFIX):
         logger.warning("cuvee: is the profile of this model's weights? Unknown: %s", SAMPLED)
         return False
-    return recorded != (own if isinstance(own, str) else model_fingerprint(own))
+    return recorded != (model if isinstance(model, str) else model_fingerprint(model))
 
 
 def _unwrapped(name: str) -> str:

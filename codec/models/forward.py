@@ -91,12 +91,12 @@ def unit_layers(cache: Any, layout: KVLayout) -> list[int]:
     """Return the indices of a cache's layers that hold keys and values; of all, if the layout has no states."""
     if not layout.states:
         return list(range(len(cache.layers)))
-    found = []
+    indices = []
     for index, layer in enumerate(cache.layers):
         units = [getattr(layer, name, None) for name in ("keys", "values")]
         if layout.layers and all(isinstance(unit, torch.Tensor) and unit.ndim == 4 for unit in units):
-            found.append(index)
-    return found
+            indices.append(index)
+    return indices
 
 
 def layer_units(layer: Any, layout: LayerLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,18 +112,18 @@ def append_units(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: in
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A cache of several sequences: keys and values, as the layout names them, and what its layers hold beside.
+    """A cache of several sequences: keys and values, as the layout names them, and all else that its layers hold.
 
     Attributes:
         units: keys and values `[B, H, T, D]` of each layer.
-        beside: the cache without them; None if its layers hold nothing else.
-        places: the layers of `beside` that they belong to.
+        template: the cache without them; None if its layers hold nothing else.
+        indices: the layers of `template` that they belong to.
     """
 
     layout: KVLayout
     units: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    beside: Any
-    places: tuple[int, ...]
+    template: Any
+    indices: tuple[int, ...]
 
     @classmethod
     def of(cls, cache: Any, layout: KVLayout, tokens: int) -> Filled:
@@ -132,29 +132,29 @@ class Filled:
         Raises:
             UnsupportedModelError: its layers do not hold what the layout says, for every token.
         """
-        places = unit_layers(cache, layout)
-        layers = [cache.layers[place] for place in places]
-        held = [layer.keys.shape[-2] for layer in layers]
-        if held != [tokens] * layout.num_layers:
+        indices = unit_layers(cache, layout)
+        layers = [cache.layers[index] for index in indices]
+        lengths = [layer.keys.shape[-2] for layer in layers]
+        if lengths != [tokens] * layout.num_layers:
             raise UnsupportedModelError(
                 f"{layout.model_type}: must hold keys and values of all {tokens} tokens in {layout.num_layers} layers, "
-                f"got {held} by layer (virtual tokens, or a window that cannot be turned off)"
+                f"got {lengths} by layer (virtual tokens, or a window that cannot be turned off)"
             )
         units = tuple(layer_units(*pair) for pair in zip(layers, layout.layers, strict=True))
         if layout.states:
             for layer in layers:
                 layer.keys = layer.values = None
-        return cls(layout, units, cache if layout.states else None, tuple(places))
+        return cls(layout, units, cache if layout.states else None, tuple(indices))
 
     def cache(self, units: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """Make a transformers cache with these keys and values in place of its own, and all else as it was."""
-        cache = empty_cache() if self.beside is None else copy.deepcopy(self.beside)
-        for index, (own, (keys, values)) in enumerate(zip(self.layout.layers, units, strict=True)):
-            if self.beside is None:
-                append_units(cache, keys, values, index, own)
+        cache = empty_cache() if self.template is None else copy.deepcopy(self.template)
+        for index, (layer_layout, (keys, values)) in enumerate(zip(self.layout.layers, units, strict=True)):
+            if self.template is None:
+                append_units(cache, keys, values, index, layer_layout)
             else:
-                layer = cache.layers[self.places[index]]
-                layer.keys, layer.values = (values, keys) if own.latent else (keys, values)
+                layer = cache.layers[self.indices[index]]
+                layer.keys, layer.values = (values, keys) if layer_layout.latent else (keys, values)
         return cache
 
     def chunks(self, tokens: torch.Tensor, device: torch.device | str = "cpu") -> list[KVChunk]:

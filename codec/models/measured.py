@@ -27,7 +27,7 @@ def measured_layers(model: Any) -> tuple[Any, tuple[MeasuredLayer, ...]]:
         InputError, UnsupportedModelError, OutOfMemoryError, ImportError: as `KVLayout.from_config`.
     """
     config = _checked(decoder_config(model), states=True)
-    if not isinstance(model, torch.nn.Module) or any(own.is_meta for own in model.parameters()):
+    if not isinstance(model, torch.nn.Module) or any(parameter.is_meta for parameter in model.parameters()):
         return config, measure_config(config)
     if model not in _of_models:
         _of_models[model] = _measured(model, config)
@@ -45,18 +45,18 @@ def decoder_config(model: Any) -> Any:
 
 def _measured(model: Any, config: Any) -> tuple[MeasuredLayer, ...]:
     """Measure a model, and what its configuration promises: a layer is bound if it is by either."""
-    found = measure(model, config.model_type)
+    measured = measure(model, config.model_type)
     try:
         promised = measure_config(config)
     except ProbeError:
-        return found
-    if len(promised) != len(found):
+        return measured
+    if len(promised) != len(measured):
         raise UnsupportedModelError(
-            f"{config.model_type}: a model must have the layers of its configuration, got {len(found)} and "
+            f"{config.model_type}: a model must have the layers of its configuration, got {len(measured)} and "
             f"{len(promised)} of them: correct the model's config.json"
         )
-    pairs = zip(found, promised, strict=True)
-    return tuple(other if BOUND == other.positions != own.positions else own for own, other in pairs)
+    pairs = zip(measured, promised, strict=True)
+    return tuple(other if BOUND == other.positions != layer.positions else layer for layer, other in pairs)
 
 
 def describe_config(config: Any, dtype: str | torch.dtype | None, states: bool) -> dict[str, Any]:
@@ -92,9 +92,9 @@ def _describe(
     # A cache is moved as a whole. Where a layer cannot be, no layer is rotated, and the layout says so.
     moves = movable(layers)
     attention = [
-        (own.kv_heads, own.head_dim, own.value_dim, own.rope if moves else None, own.sliding_window)
-        for own in layers
-        if own.kv_heads
+        (layer.kv_heads, layer.head_dim, layer.value_dim, layer.rope if moves else None, layer.sliding_window)
+        for layer in layers
+        if layer.kv_heads
     ]
     return {
         "model_type": model_type, "layers": attention, "dtype": dtype, "max_positions": max_positions,

@@ -91,8 +91,8 @@ class _Run:
         """Return keys (unit 0) or values of the first of `tokens` tokens, float32 `[rows, H, D]`, and positions."""
         layer = self.layers[index]
         x: torch.Tensor = (layer.values if unit else layer.keys).detach().float().cpu()
-        held = x.shape[2]
-        positions = (self.start + tokens - held + torch.arange(held, device="cpu")).repeat(len(x))
+        length = x.shape[2]
+        positions = (self.start + tokens - length + torch.arange(length, device="cpu")).repeat(len(x))
         return x.transpose(1, 2).flatten(0, 1), positions
 
 
@@ -184,9 +184,9 @@ class _Passes:
         cross = None
         if hasattr(cache, "cross_attention_cache"):
             cache, cross = cache.self_attention_cache, cache.cross_attention_cache.layers
-        beside = [found for key, value in vars(cache).items() if key != "layers" for found in _tensors(key, value)]
-        if beside or not getattr(cache, "layers", None):
-            kept = ", ".join(f"{key} {list(shape)}" for key, shape in beside) or "no layers"
+        extra = [tensor for key, value in vars(cache).items() if key != "layers" for tensor in _tensors(key, value)]
+        if extra or not getattr(cache, "layers", None):
+            kept = ", ".join(f"{key} {list(shape)}" for key, shape in extra) or "no layers"
             raise UnsupportedModelError(
                 f"{self._name}: must keep its cache in layers, but its {type(cache).__name__} holds {kept}"
             )
@@ -330,13 +330,13 @@ def _fits(index: int, unit: int, pairs: list[_Pair], rope: Rope | None, toleranc
 
 def _described(run: _Run, index: int, rule: str, rope: Rope | None, why: str, swapped: bool = False) -> MeasuredLayer:
     layer, units = run.layers[index], run.units(index)
-    seen = 0 if units is None else int(layer.get_seq_length())
+    length = 0 if units is None else int(layer.get_seq_length())
     # Entries that do not stand for tokens are kept like whatever else a layer holds.
-    kept = ("keys", "values") if seen == MEASURED_TOKENS else ()
-    others = [found for key, value in vars(layer).items() if key not in kept for found in _tensors(key, value)]
+    kept = ("keys", "values") if length == MEASURED_TOKENS else ()
+    others = [tensor for key, value in vars(layer).items() if key not in kept for tensor in _tensors(key, value)]
     if run.cross is not None:
-        held = [found for own in run.cross[index : index + 1] for found in _tensors("cross", vars(own))]
-        others += held or [("a place for cross-attention", ())]
+        cross = [tensor for each in run.cross[index : index + 1] for tensor in _tensors("cross", vars(each))]
+        others += cross or [("a place for cross-attention", ())]
     window = getattr(layer, "sliding_window", None)
     if units is None or not kept:
         return MeasuredLayer(type(layer).__name__, 0, 0, 0, None, BOUND, None, tuple(others), why)

@@ -40,7 +40,7 @@ _SMALL = 2_000_000  # parameters of a model that is measured as it is
 _LARGEST = 100_000_000  # parameters of a stand-in: 0.4 GB
 _IGNORED = ("_name_or_path", "architectures", "dtype", "transformers_version", "quantization_config")
 
-_known: dict[bytes, tuple[MeasuredLayer, ...]] = {}
+_of_configs: dict[bytes, tuple[MeasuredLayer, ...]] = {}
 
 
 def measure_config(config: Any) -> tuple[MeasuredLayer, ...]:
@@ -51,10 +51,10 @@ def measure_config(config: Any) -> tuple[MeasuredLayer, ...]:
         OutOfMemoryError: there is no memory for a stand-in.
     """
     digest = _digest(config)
-    if digest not in _known:
+    if digest not in _of_configs:
         with torch.device("cpu"):  # whatever the surrounding context
-            _known[digest] = _measured(config)
-    return _known[digest]
+            _of_configs[digest] = _measured(config)
+    return _of_configs[digest]
 
 
 def _digest(config: Any) -> bytes:
@@ -119,7 +119,7 @@ def _build(config: Any, device: str, name: str) -> Any:
     """Return transformers' model of a configuration, with random weights, in eval mode."""
     from transformers import AutoModel, AutoModelForCausalLM
 
-    own = copy.deepcopy(config)
+    copied = copy.deepcopy(config)
     with _building(name), torch.device(device), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         factory: Any
@@ -127,8 +127,8 @@ def _build(config: Any, device: str, name: str) -> Any:
         alone = getattr(config, "is_decoder", False)
         for factory in (AutoModelForCausalLM, AutoModel) if alone else (AutoModel, AutoModelForCausalLM):
             if type(config) in factory._model_mapping:
-                return factory.from_config(own, dtype=torch.float32).eval()
-        return _class_of(config)._from_config(own, dtype=torch.float32).eval()
+                return factory.from_config(copied, dtype=torch.float32).eval()
+        return _class_of(config)._from_config(copied, dtype=torch.float32).eval()
 
 
 def _class_of(config: Any) -> Any:
@@ -136,13 +136,13 @@ def _class_of(config: Any) -> Any:
     from transformers import PreTrainedModel
 
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    classes = [own for own in vars(module).values() if isinstance(own, type) and issubclass(own, PreTrainedModel)]
+    classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, PreTrainedModel)]
     of_config = [
-        own for own in classes if own.config_class is type(config) and not own.__name__.endswith("PreTrainedModel")
+        each for each in classes if each.config_class is type(config) and not each.__name__.endswith("PreTrainedModel")
     ]
     if not of_config:
         raise ValueError(f"no class of {module.__name__} takes a {type(config).__name__}")
-    return min(of_config, key=lambda own: len(own.__name__))
+    return min(of_config, key=lambda each: len(each.__name__))
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def _building(name: str) -> Iterator[None]:
 
 
 def _parameters(model: Any) -> int:
-    return sum(own.numel() for own in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _structure(model: Any, name: str) -> tuple[MeasuredLayer, ...]:
@@ -172,8 +172,8 @@ def _structure(model: Any, name: str) -> tuple[MeasuredLayer, ...]:
     """
     model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it looks for padding among the tokens
     running: list[torch.nn.Module] = []
-    hooks = [module.register_forward_pre_hook(lambda own, _: running.append(own)) for module in model.modules()]
-    hooks += [module.register_forward_hook(lambda own, _, out: _left(running)) for module in model.modules()]
+    hooks = [module.register_forward_pre_hook(lambda called, _: running.append(called)) for module in model.modules()]
+    hooks += [module.register_forward_hook(lambda called, _, out: _left(running)) for module in model.modules()]
     try:
         for _ in range(_MAX_SKIPPED):
             running.clear()
@@ -206,7 +206,7 @@ def _avoid_values(model: torch.nn.Module, kind: Any) -> None:
             continue
         scaling = getattr(module, "rope_type", None)
         if scaling is None:
-            module.forward = lambda *args, **named: (*args, *named.values())[0]
+            module.forward = lambda *args, **options: (*args, *options.values())[0]
         else:
             module.rope_type = dict.fromkeys(scaling, "default") if isinstance(scaling, dict) else "default"
 

@@ -181,7 +181,7 @@ def finer_near_end(recency: F32, start: int, tokens: int, following: int) -> tor
     cost of an error. If every small chunk were coded as the last one before every fourth reader, it would be as fine as
     the end of a cache: on SmolLM2-135M, chunks of 16 tokens would take 1.8 times the bits.
     """
-    near_end = _kept_near_end if tokens <= KEPT_TOKENS else _near_end
+    near_end = _cached_near_end if tokens <= KEPT_TOKENS else _near_end
     octaves = near_end(recency.tobytes(), tokens, min(following, 1 << len(recency)))  # beyond that nothing changes
     return torch.from_numpy((octaves + finer_in_long_caches(recency, start + tokens + following)).astype(np.float32))
 
@@ -199,7 +199,7 @@ def _near_end(recency: bytes, tokens: int, following: int) -> npt.NDArray[np.flo
     return finer
 
 
-_kept_near_end = lru_cache(maxsize=1 << 8)(_near_end)
+_cached_near_end = lru_cache(maxsize=1 << 8)(_near_end)
 
 
 def choose_classes(offsets: torch.Tensor, finest: int) -> U8:

@@ -38,7 +38,7 @@ class CodingPlans(NamedTuple):
         steps: float32 `[16 S]`, quantizer steps.
         tables: uint32, start of the decode table of each plane of each class.
         level_table, shift, low_plane: uint16, uint8 and int32 per level, as in `ClassedPlan`.
-        block, place: int32 per level: the block of the component, and its number in the block.
+        block, block_row: int32 per level: the block of the component, and its row in the block.
         class_slots: uint32 `[S, 4096]`, the table that decodes the classes of each section.
     """
 
@@ -52,7 +52,7 @@ class CodingPlans(NamedTuple):
     shift: U8
     low_plane: I32
     block: I32
-    place: I32
+    block_row: I32
     class_slots: U32
 
 
@@ -60,20 +60,20 @@ def pack_plans(sections: Sequence[SectionCoding], tables: EntropyTables) -> Codi
     """Pack the plans of all sections, in order, whose tables are those of `tables`."""
     entries = np.zeros((len(sections), ENTRY_FIELDS), np.int64)
     depth = np.zeros((len(sections), CLASSES), np.int32)
-    levels: list[tuple[I32, I32]] = []  # block and place of each
+    levels: list[tuple[I32, I32]] = []  # block and row of each
     table = level = 0
     for s, section in enumerate(sections):
         plan = section.classed
-        block, place = np.zeros(plan.level_table.shape, np.int32), np.zeros(plan.level_table.shape, np.int32)
+        block, block_row = np.zeros(plan.level_table.shape, np.int32), np.zeros(plan.level_table.shape, np.int32)
         for k, ranks in enumerate(section.class_ranks):
             blocks = np.repeat(np.arange(len(ranks), dtype=np.int32), ranks)
             block[k, : len(blocks)] = blocks
-            place[k, : len(blocks)] = np.concatenate([np.arange(rank, dtype=np.int32) for rank in ranks])
+            block_row[k, : len(blocks)] = np.concatenate([np.arange(rank, dtype=np.int32) for rank in ranks])
             depth[s, k] = max(ranks, default=0)
         blocks_of = len(section.class_ranks[0])
         entries[s] = table, plan.tables.shape[1], level, plan.level_table.shape[1], plan.finest, blocks_of
         table, level = table + plan.tables.size, level + plan.level_table.size
-        levels.append((block, place))
+        levels.append((block, block_row))
     plans = [section.classed for section in sections]
     return CodingPlans(
         entries=entries,
@@ -86,6 +86,6 @@ def pack_plans(sections: Sequence[SectionCoding], tables: EntropyTables) -> Codi
         shift=np.concatenate([plan.shift.ravel() for plan in plans]),
         low_plane=np.concatenate([plan.low_plane.ravel() for plan in plans]),
         block=np.concatenate([block.ravel() for block, _ in levels]),
-        place=np.concatenate([place.ravel() for _, place in levels]),
+        block_row=np.concatenate([block_row.ravel() for _, block_row in levels]),
         class_slots=np.concatenate([section.class_table.slots for section in sections]),
     )

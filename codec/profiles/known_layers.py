@@ -39,8 +39,8 @@ class KnownLayers:
         self, layout: KVLayout, sections: Sequence[Section], learned: Sequence[SectionProfile], table: TokenTable | None
     ) -> None:
         units = {
-            (unit.layer, unit.is_value): (own, unit)
-            for section, own in zip(sections, learned, strict=True)
+            (unit.layer, unit.is_value): (section_profile, unit)
+            for section, section_profile in zip(sections, learned, strict=True)
             for unit in section.units(layout)
         }
         ropes = {number: layer.rope for number, layer in enumerate(layout.layers) if layer.rope is not None}
@@ -69,11 +69,11 @@ class _Unit:
         return values.float() - self._mean
 
     def _predicted(self, token_ids: I64 | None) -> torch.Tensor:
-        """Return what tokens have beside the mean, `[t, H, D]`; zeros without ids or a table."""
+        """Return the predictions for tokens, relative to the mean, `[t, H, D]`; zeros without ids or a table."""
         if token_ids is None or self._table is None or self._map is None:
             return torch.zeros(1, *self._mean.shape, dtype=torch.float32, device="cpu")
-        known, index = np.unique(token_ids, return_inverse=True)
-        rows = self._map.predict(self._table.rows(known)).float()[torch.from_numpy(index)]
+        unique_ids, index = np.unique(token_ids, return_inverse=True)
+        rows = self._map.predict(self._table.rows(unique_ids)).float()[torch.from_numpy(index)]
         return rows.view(-1, *self._mean.shape)
 
 
@@ -118,15 +118,15 @@ class Keys(_Unit):
         They may not if they fit elsewhere: `padding` later, or near. With ids that fit their values, they may not
         either if they fit nowhere; without, a profile of another model would look alike.
         """
-        own = self._distance(keys, positions, token_ids)
+        distance = self._distance(keys, positions, token_ids)
         near, far = (
             [self._distance(keys, positions + offset, token_ids) for offset in offsets]
             for offsets in ({padding, *NEAR} - {0}, FAR)
         )
         limit = math.sqrt(max(self.gap, 1)) * self._mean.numel()
-        if self._table is not None and self.gap > LEAST_GAP and own > limit:
-            return float(np.median(far)) > math.sqrt(self.gap) * own
-        return not (min(near) < BETTER * own and min(near) < limit)
+        if self._table is not None and self.gap > LEAST_GAP and distance > limit:
+            return float(np.median(far)) > math.sqrt(self.gap) * distance
+        return not (min(near) < BETTER * distance and min(near) < limit)
 
     def _distance(self, keys: torch.Tensor, positions: torch.Tensor, token_ids: I64 | None) -> float:
         """Return how far most keys are from where they belong."""

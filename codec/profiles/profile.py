@@ -89,7 +89,7 @@ class Profile:
         self.curves = self._curve.kinds
         self.plain_curve = () if self._curve.plain is None else self._curve.plain.overall
         self.sections: tuple[Section, ...] = partition(layout, group)
-        self._known_layouts: set[bytes] = set()  # one per dtype
+        self._accepted_layouts: set[bytes] = set()  # one per dtype
         if learned and len(learned) != len(self.sections):
             raise FormatError(
                 f"learned: must have {len(self.sections)} sections for group {group!r}, got {len(learned)}"
@@ -128,8 +128,8 @@ class Profile:
 
     def _but(self, **changes: Any) -> Profile:
         """Return a copy with other arguments of `Profile`."""
-        own = {name: value for name, value in self.__dict__.items() if name in _ARGUMENTS}
-        return Profile(**{**own, "curve": self.points, **changes})
+        arguments = {name: value for name, value in self.__dict__.items() if name in _ARGUMENTS}
+        return Profile(**{**arguments, "curve": self.points, **changes})
 
     @property
     def points(self) -> tuple[CurvePoint, ...]:
@@ -186,9 +186,9 @@ class Profile:
         layout = replace(self.layout, layers=tuple(self.layout.layers[layer] for layer in layers))
         if layout == self.layout:
             return self
-        kept = [index for index, own in enumerate(self.sections) if own.first_layer in layers]
+        kept = [index for index, section in enumerate(self.sections) if section.first_layer in layers]
         blocks = [self.sections[index].blocks for index in kept]
-        if self.learned and [own.blocks for own in partition(layout, self.group)] != blocks:
+        if self.learned and [section.blocks for section in partition(layout, self.group)] != blocks:
             raise ProfileError(
                 f"group: must be 'layer', 'unit' or 'head' where windows have dropped tokens of some layers, got "
                 f"{self.group!r}, whose bases mix them with others; learn a profile with group='layer' (cuvee profile "
@@ -254,14 +254,14 @@ class Profile:
 
     def check_layout(self, layout: KVLayout) -> None:
         """Raise ProfileMismatchError unless `layout` is this profile's; the dtypes may differ."""
-        if layout.fingerprint in self._known_layouts:  # cached by the layout; that of another dtype is slow
+        if layout.fingerprint in self._accepted_layouts:  # cached by the layout; that of another dtype is slow
             return
         if replace(layout, dtype=self.layout.dtype).fingerprint != self.layout.fingerprint:
             raise ProfileMismatchError(
                 f"layout: the profile is for {_describe(self.layout)}, the chunk comes from {_describe(layout)}: "
                 "heads, sizes, RoPE or position limit differ"
             )
-        self._known_layouts.add(layout.fingerprint)
+        self._accepted_layouts.add(layout.fingerprint)
 
     # Quality ---------------------------------------------------------------------------------------------------
 
@@ -282,13 +282,13 @@ class Profile:
             ProfileError: no step of the curve keeps the limit, or the curve does not measure it; the message gives the
                 range.
         """
-        asked = Quality.of(quality, limits)
+        wanted = Quality.of(quality, limits)
         if not self.learned:
             raise InputError(
-                f"{str(asked).partition('=')[0]}: must be quality='lossless' with an unlearned profile, got {asked}: "
+                f"{str(wanted).partition('=')[0]}: must be quality='lossless' with an unlearned profile, got {wanted}: "
                 "learn a profile with `cuvee profile learn` or cuvee.calibrate, or fit one to chunks with cuvee.fit"
             )
-        return self.check_step_index(self.measured(plain=plain).resolve(asked))
+        return self.check_step_index(self.measured(plain=plain).resolve(wanted))
 
     def measured(self, *, plain: bool = False) -> Curve:
         """Return what was measured at each step; `plain`: of chunks without token ids, if it was measured."""

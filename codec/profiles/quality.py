@@ -169,20 +169,20 @@ class Quality:
             if limits:
                 raise InputError(f"quality: must come alone if it is a Quality, got {', '.join(limits)}, too")
             return quality
-        asked = (quality, *(limits.get(name) for name in ("kl", "bits", "ratio", "step")))
-        return cls(default if asked == (None,) * 5 else quality, **limits)
+        arguments = (quality, *(limits.get(name) for name in ("kl", "bits", "ratio", "step")))
+        return cls(default if arguments == (None,) * 5 else quality, **limits)
 
     @property
-    def _asked(self) -> dict[str, str | float]:
-        asked = {"quality": self.preset, "kl": self.kl, "bits": self.bits, "ratio": self.ratio, "step": self.step}
-        return {name: value for name, value in asked.items() if value is not None}
+    def _arguments(self) -> dict[str, str | float]:
+        arguments = {"quality": self.preset, "kl": self.kl, "bits": self.bits, "ratio": self.ratio, "step": self.step}
+        return {name: value for name, value in arguments.items() if value is not None}
 
     def __post_init__(self) -> None:
-        given = self._asked
-        if len(given) != 1:
-            got = ", ".join(given) or "none"
+        arguments = self._arguments
+        if len(arguments) != 1:
+            got = ", ".join(arguments) or "none"
             raise InputError(f"quality: must be given as exactly one of quality=, kl=, bits=, ratio=, step=, got {got}")
-        ((name, value),) = given.items()
+        ((name, value),) = arguments.items()
         worst: object = self.worst
         if worst is not False and (worst is not True or name != "kl"):
             raise InputError(f"worst: must be True or False, and True only with kl=, got {self.worst!r} with {name}=")
@@ -200,7 +200,7 @@ class Quality:
             raise InputError(f"{name}: must be a positive number, got {value!r}{meant}")
 
     def __str__(self) -> str:
-        return next(f"{name}={value}" for name, value in self._asked.items())
+        return next(f"{name}={value}" for name, value in self._arguments.items())
 
     @property
     def lossless(self) -> bool:
@@ -258,8 +258,8 @@ class Curve:
     @property
     def points(self) -> tuple[CurvePoint, ...]:
         """All points: over all kinds, of each kind, and the same without token ids."""
-        own = self.overall + tuple(point for points in self.kinds.values() for point in points)
-        return own + tuple(replace(point, plain=True) for point in (self.plain.points if self.plain else ()))
+        with_ids = self.overall + tuple(point for points in self.kinds.values() for point in points)
+        return with_ids + tuple(replace(point, plain=True) for point in (self.plain.points if self.plain else ()))
 
     @property
     def knows_kl(self) -> bool:
@@ -329,8 +329,8 @@ class Curve:
         expected: list[tuple[int, float | None]] = []
         for step_index in sorted({step_index for curve in curves for step_index in curve}):
             values = [_value_at(curve, step_index) for curve in curves]
-            known = [KL_MARGIN * value for value in values if value is not None]
-            expected.append((step_index, combine(known) if known else None))
+            measured = [KL_MARGIN * value for value in values if value is not None]
+            expected.append((step_index, combine(measured) if measured else None))
         return expected
 
     def _index_of_bits(self, bits: float) -> int:
@@ -360,15 +360,15 @@ class Curve:
         Raises:
             ProfileError: no step keeps the limit, or the curve was not measured.
         """
-        known = _positive(points)
-        if len(known) < 2:
+        measured = _positive(points)
+        if len(measured) < 2:
             raise ProfileError(
                 f"{what}={most:.4g}: this profile has no curve for {what}. `cuvee profile learn`, cuvee.calibrate "
                 "or cuvee.measure(profile, model, token_ids) measures one; quality='lossless' needs none"
             )
-        low, high = min(value for _, value in known), max(value for _, value in known)
+        low, high = min(value for _, value in measured), max(value for _, value in measured)
         if most > high:
-            end, (index, _) = ("finest", known[0]) if what == "bits" else ("coarsest", known[-1])
+            end, (index, _) = ("finest", measured[0]) if what == "bits" else ("coarsest", measured[-1])
             _log.info("%s=%.3g is above the curve's maximum, %.3g: its %s step is used", what, most, high, end)
             return index
         if most < low:
@@ -376,7 +376,7 @@ class Curve:
                 f"{what}: must lie in {low:.4g} … {high:.4g}, the measured range of this profile, got {most:.4g}"
                 + (": use quality='lossless'" if what == "kl" else "")
             )
-        for (step0, value0), (step1, value1) in pairwise(known):
+        for (step0, value0), (step1, value1) in pairwise(measured):
             if min(value0, value1) <= most <= max(value0, value1) and value0 != value1:
                 share = math.log(most / value0) / math.log(value1 / value0)
                 return round(step0 + share * (step1 - step0))
@@ -396,10 +396,10 @@ class Curve:
         Its logarithm is linear between measured points, and goes on outside them as between the last two. None if KL
         was not measured at two points.
         """
-        known = _positive(self.expected_kl(worst))
-        if len(known) < 2:
+        measured = _positive(self.expected_kl(worst))
+        if len(measured) < 2:
             return None
-        pairs = list(pairwise(known))
+        pairs = list(pairwise(measured))
         (low, low_kl), (high, high_kl) = next((pair for pair in pairs if step_index <= pair[1][0]), pairs[-1])
         share = (step_index - low) / (high - low)
         return math.exp((1 - share) * math.log(low_kl) + share * math.log(high_kl))

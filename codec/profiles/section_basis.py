@@ -92,25 +92,25 @@ class SectionBasis:
         centered: torch.Tensor,
         ranks: tuple[int, ...],
         out: torch.Tensor | None = None,
-        known: int = 0,
+        computed: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """Do what `analyze` does for values `[t, N]` minus their means.
 
-        `out` receives y. It already holds the first `known` components of the first block. The others are products of
-        numbers that are rounded to `dtype`, float32 or bfloat16.
+        `out` receives y. It already holds the first `computed` components of the first block. The others are products
+        of numbers that are rounded to `dtype`, float32 or bfloat16.
         """
         y = centered.new_empty(sum(ranks), len(centered)) if out is None else out
         row = column = 0
         for block, rank in zip(self.maps, ranks, strict=True):
-            if known < rank:
-                own, to = centered[:, column : column + block.size], y[row + known : row + rank]
+            if computed < rank:
+                x, to = centered[:, column : column + block.size], y[row + computed : row + rank]
                 if dtype == torch.bfloat16:
-                    rows = block.forward_bfloat16[known : rank + (known - rank) % SHAPE_MULTIPLE]
-                    to.copy_(torch.mm(rows, pad_rows(own.bfloat16()).T)[: rank - known, : len(own)])
+                    rows = block.forward_bfloat16[computed : rank + (computed - rank) % SHAPE_MULTIPLE]
+                    to.copy_(torch.mm(rows, pad_rows(x.bfloat16()).T)[: rank - computed, : len(x)])
                 else:
-                    torch.mm(block.forward[known:rank], own.T, out=to)
-            row, column, known = row + rank, column + block.size, 0
+                    torch.mm(block.forward[computed:rank], x.T, out=to)
+            row, column, computed = row + rank, column + block.size, 0
         return y
 
     def leading(self, wanted: npt.NDArray[np.int32]) -> LeadingComponents:

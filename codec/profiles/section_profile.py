@@ -100,14 +100,14 @@ class SectionProfile:
         basis = self.basis
         columns = torch.from_numpy(_members(basis.block_sizes, blocks))
         rows = _members(basis.block_ranks, blocks)
-        taken = SectionBasis(
+        cut = SectionBasis(
             basis.mean[columns],
             basis.sinks.index_select(1, columns),
             tuple(basis.maps[block] for block in blocks),
         )
         predictor = None if self.predictor is None else self.predictor.take(rows)
         return SectionProfile(
-            taken, self.scale[rows], predictor, self.class_freq, self.class_scale,
+            cut, self.scale[rows], predictor, self.class_freq, self.class_scale,
             None if self.token_map is None else self.token_map.take(columns),
             None if self.plain_scale is None else self.plain_scale[rows],
         )  # fmt: skip

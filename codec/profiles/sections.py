@@ -79,11 +79,11 @@ def columns_in_cache(section: Section, layout: KVLayout) -> torch.Tensor:
     """Return where a section's values are among all values of a token, ordered by layer: int64 `[N]`."""
     (whole,) = partition(layout, "all")
     everything = torch.arange(whole.values, device="cpu")[None]
-    found = torch.empty(1, section.values, dtype=torch.int64, device="cpu")
+    columns = torch.empty(1, section.values, dtype=torch.int64, device="cpu")
     places = {(unit.layer, unit.is_value): unit for unit in whole.units(layout)}
     for unit in section.units(layout):
-        unit.of(found).copy_(places[unit.layer, unit.is_value].of(everything))
-    return found[0]
+        unit.of(columns).copy_(places[unit.layer, unit.is_value].of(everything))
+    return columns[0]
 
 
 def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:

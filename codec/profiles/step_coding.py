@@ -60,8 +60,8 @@ class SectionCoding:
         ]
         shares = [np.zeros(rank, np.float32) for rank in np.max([ranks for _, _, ranks in of_class], axis=0)]
         for weight, plan, ranks in of_class:
-            own = np.split(there[plan.tables[: len(plan.shift)]], np.cumsum(ranks)[:-1])
-            for share, rows in zip(shares, own, strict=True):
+            by_block = np.split(there[plan.tables[: len(plan.shift)]], np.cumsum(ranks)[:-1])
+            for share, rows in zip(shares, by_block, strict=True):
                 share[: len(rows)] += weight * rows
         return tuple(shares)
 

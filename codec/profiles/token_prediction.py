@@ -222,11 +222,11 @@ class PredictionCache:
         if not missing.any():
             return Predictions(self._rows, index)
         # The cache is full: the others' rows are computed for this call, behind those that the cache has.
-        known, of_known = np.unique(index[~missing], return_inverse=True)
-        asked, of_asked = np.unique(token_ids[missing], return_inverse=True)
-        index[~missing], index[missing] = 1 + of_known, 1 + len(known) + of_asked
-        predicted = self._map.predict(self._table.rows(asked))
-        return Predictions(torch.cat([self._rows[:1], self._rows[torch.from_numpy(known)], predicted]), index)
+        cached_rows, of_cached = np.unique(index[~missing], return_inverse=True)
+        new_ids, of_new = np.unique(token_ids[missing], return_inverse=True)
+        index[~missing], index[missing] = 1 + of_cached, 1 + len(cached_rows) + of_new
+        predicted = self._map.predict(self._table.rows(new_ids))
+        return Predictions(torch.cat([self._rows[:1], self._rows[torch.from_numpy(cached_rows)], predicted]), index)
 
     def _add(self, token_ids: I64) -> None:
         with self._lock:

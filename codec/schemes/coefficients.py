@@ -133,4 +133,4 @@ def encode_sections(sections: Sequence[PackedSection], family: Family, stages: S
     """Entropy-code sections together, which keeps the CPU busy."""
     planes = [section.planes() for section in sections]
     streams = stages.rans_encode(planes, family.tables)
-    return [section.write(*own) for section, own in zip(sections, zip(planes, streams, strict=True), strict=True)]
+    return [section.write(*coded) for section, coded in zip(sections, zip(planes, streams, strict=True), strict=True)]

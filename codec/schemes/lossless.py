@@ -52,7 +52,7 @@ class LosslessScheme:
             [plane for unit in (chunk.keys[layer], chunk.values[layer]) for plane in self._stages.split_unit(unit)]
             for layer in layers
         ]
-        planes = [plane for own in split for plane in own]
+        planes = [plane for of_layer in split for plane in of_layer]
         tables = choose_tables(
             np.stack([plane.counts for plane in planes]), np.array([len(plane.data) for plane in planes])
         )
@@ -61,16 +61,16 @@ class LosslessScheme:
         heads: list[_Bytes] = []
         coded: list[SectionPlanes | None] = []
         first = table = 0
-        for own in split:
-            own_tables = tables[first : first + len(own)]
-            heads.append(_head(own, own_tables))
-            coded.append(None if family is None else _coded_planes(own, own_tables, family, table, chunk.tokens))
-            first += len(own)
-            table += sum(freq is not None for freq in own_tables)
-        streams = iter([] if family is None else self._stages.rans_encode([own for own in coded if own], family))
+        for of_layer in split:
+            layer_tables = tables[first : first + len(of_layer)]
+            heads.append(_head(of_layer, layer_tables))
+            coded.append(None if family is None else _coded_planes(of_layer, layer_tables, family, table, chunk.tokens))
+            first += len(of_layer)
+            table += sum(freq is not None for freq in layer_tables)
+        streams = iter([] if family is None else self._stages.rans_encode([each for each in coded if each], family))
         return [
-            b"".join(head if own is None else [*head, _write(own, next(streams))])
-            for head, own in zip(heads, coded, strict=True)
+            b"".join(head if each is None else [*head, _write(each, next(streams))])
+            for head, each in zip(heads, coded, strict=True)
         ]
 
     def decode(
@@ -101,8 +101,8 @@ class LosslessScheme:
             columns, rows = overlap(at, span)
             for i, (layer, key, value) in enumerate(zip(layers, key_rows, value_rows, strict=True)):
                 stored = torch.empty(rows.stop - rows.start, layer.kv_heads, layer.head_dim, dtype=dtype)
-                own = None if key is None else dense_rows(stored), None if value is None else value.take(rows)
-                self._stages.decode_layers(indexed, slice(i, i + 1), at, own[:1], own[1:], -columns.start)
+                targets = None if key is None else dense_rows(stored), None if value is None else value.take(rows)
+                self._stages.decode_layers(indexed, slice(i, i + 1), at, targets[:1], targets[1:], -columns.start)
                 if key is not None:
                     self._stages.move_keys(stored, layer, unrotation, rotation, rows, key)
 

@@ -92,8 +92,8 @@ class TransformScheme:
                 indexed = self._stages.index_sections(self._coding, [(index, memoryview(base))], chunk.tokens)
                 packed.append(self._packed(self._last, index, chunk.tokens))
                 for at, (classes, columns, y) in zip(tiles(chunk.tokens, self._tiles[index]), pieces, strict=True):
-                    (known,) = self._stages.decode_sections(indexed, at, torch.float32)
-                    self._subtract(index, columns, y, known.y.numpy())
+                    (decoded,) = self._stages.decode_sections(indexed, at, torch.float32)
+                    self._subtract(index, columns, y, decoded.y.numpy())
                     packed[-1].add(classes, columns, y)
             out += zip(bases, self._code(packed), strict=True)
         return out
@@ -117,13 +117,13 @@ class TransformScheme:
                 to, first = to + rank, first + deep
         return out
 
-    def _subtract(self, index: int, columns: U8, y: F32, known: F32) -> None:
+    def _subtract(self, index: int, columns: U8, y: F32, base: F32) -> None:
         """Subtract from a tile's coefficients, in place, those `[blocks, pad, t]` that the base holds."""
         ranks, deeper = (coding.sections[index].class_ranks for coding in (self._coding, self._last))
         for run, k in class_runs(columns):
             first = 0
             for block, (rank, deep) in enumerate(zip(ranks[k], deeper[k], strict=True)):
-                y[first : first + rank, run] -= known[block, :rank, run]
+                y[first : first + rank, run] -= base[block, :rank, run]
                 first += deep
 
     def _centered(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -158,9 +158,9 @@ class TransformScheme:
             class_ranks = self._last.sections[index].class_ranks
             rows = sum(class_ranks[classes.min()])
             columns, ordered, y = self._stages.arrange(classes, x, leading, rows)
-            known = 0 if leading is None else min(len(leading), rows)
+            computed = 0 if leading is None else min(len(leading), rows)
             for run, ranks in self._stages.product_runs(columns, class_ranks):
-                self._stages.analyze(ordered, coding.learned.basis, run, ranks, products, known, y)
+                self._stages.analyze(ordered, coding.learned.basis, run, ranks, products, computed, y)
             yield classes, columns, y.numpy()
 
     def decode(
@@ -197,7 +197,7 @@ class TransformScheme:
                     x = self._stages.synthesize(columns.y, self._inverse(index, products), runs, out)
                     centers = self._centers(index, request.token_ids, opened.start, wanted)
                     order = columns.order - inside.start
-                    self._stages.place(x, centers, section, layout, rotation, rows, keys, values, order)
+                    self._stages.scatter(x, centers, section, layout, rotation, rows, keys, values, order)
 
     def _decode(self, indexed: Sequence[Any], at: slice, dtype: torch.dtype) -> list[Coefficients]:
         """Decode a tile of all parts, and add the coefficients of a base and its refinement."""
@@ -209,13 +209,13 @@ class TransformScheme:
         ]
         out = []
         refinements = self._stages.decode_sections(indexed[1], at, torch.float32)
-        for (order, classes, known), own in zip(bases, refinements, strict=True):
-            if not np.array_equal(order, own.order) or not np.array_equal(classes, own.classes):
+        for (order, classes, base_y), refinement in zip(bases, refinements, strict=True):
+            if not np.array_equal(order, refinement.order) or not np.array_equal(classes, refinement.classes):
                 raise CorruptError(
                     "refinement: must have the token classes of its base, got other ones: the bytes are damaged"
                 )
-            own.y[:, : known.shape[1]] += known
-            out.append(Coefficients(order, classes, own.y.to(dtype)))
+            refinement.y[:, : base_y.shape[1]] += base_y
+            out.append(Coefficients(order, classes, refinement.y.to(dtype)))
         return out
 
     def _batches(self, numbers: Sequence[int], columns: int) -> Iterator[slice]:

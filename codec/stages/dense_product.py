@@ -47,8 +47,8 @@ def multiply(
     matrices = [matrix for alike in stacked for matrix in alike]
     for run, rows in runs:
         column = 0
-        for own, matrix, used in zip(y, matrices, rows, strict=True):
+        for block_y, matrix, used in zip(y, matrices, rows, strict=True):
             size = matrix.shape[1]
-            torch.mm(own[:used, run].T, matrix[:used], out=x[run, column : column + size])
+            torch.mm(block_y[:used, run].T, matrix[:used], out=x[run, column : column + size])
             column += size
     return x

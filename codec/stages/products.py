@@ -36,8 +36,8 @@ def _is_bfloat16_fast() -> bool:
     """
     generation = re.fullmatch(r"znver(\d+)", llvm.get_host_cpu_name())
     instructions = llvm.get_host_cpu_features().get("avx512bf16", False)
-    known = generation is not None and int(generation[1]) >= 4 and instructions
-    return known and _may_use_avx512() and torch.backends.mkldnn.is_available()
+    zen4 = generation is not None and int(generation[1]) >= 4 and instructions
+    return zen4 and _may_use_avx512() and torch.backends.mkldnn.is_available()
 
 
 FAST_BFLOAT16 = _is_bfloat16_fast()

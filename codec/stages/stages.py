@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
         name: str
         gather_centered = staticmethod(transform.gather_centered)
-        place = staticmethod(transform.place)
+        scatter = staticmethod(transform.scatter)
         move_keys = staticmethod(transform.move_keys)
         predict_classes = staticmethod(class_predictor.predict_classes)
         arrange = staticmethod(token_order.arrange)
@@ -64,15 +64,15 @@ STAGES = {
     "sections": ("decode_sections", "index_sections"),
     "symbols": ("to_planes",),
     "token_order": ("arrange",),
-    "transform": ("gather_centered", "move_keys", "place"),
+    "transform": ("gather_centered", "move_keys", "scatter"),
 }
 """The stages by the module that defines them."""
 
 
 def gather_stages(name: str, modules: Mapping[str, str]) -> Stages:
     """Return the stages that these modules define: their full names by those of `STAGES`."""
-    found = {stage: getattr(import_module(modules[own]), stage) for own, stages in STAGES.items() for stage in stages}
-    return cast("Stages", SimpleNamespace(name=name, **found))
+    by_name = {stage: getattr(import_module(modules[key]), stage) for key, stages in STAGES.items() for stage in stages}
+    return cast("Stages", SimpleNamespace(name=name, **by_name))
 
 
 @cache

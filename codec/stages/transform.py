@@ -53,10 +53,10 @@ def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slic
     x = torch.empty(at.stop - at.start, section.values, device=chunk.device, dtype=torch.float32)
     for unit in section.units(chunk.layout):
         if unit.is_value or rotation is None:
-            own = (chunk.values if unit.is_value else chunk.keys)[unit.layer][at]
+            unit_x = (chunk.values if unit.is_value else chunk.keys)[unit.layer][at]
         else:
-            own = rotation.apply(chunk.keys[unit.layer][at], chunk.layout.layers[unit.layer].rope, at)
-        unit.of(x).copy_(own)
+            unit_x = rotation.apply(chunk.keys[unit.layer][at], chunk.layout.layers[unit.layer].rope, at)
+        unit.of(x).copy_(unit_x)
     return x
 
 
@@ -93,7 +93,7 @@ def not_finite_error(section: Section) -> InputError:
     )
 
 
-def place(
+def scatter(
     x: torch.Tensor,
     centers: Centers,
     section: Section,
@@ -126,10 +126,10 @@ def place(
     for unit in section.units(layout):
         rows = (values if unit.is_value else keys)[unit.layer]
         if rows is not None:
-            own = unit.of(x)
-            own = own if unit.is_value else rotation.apply(own, layout.layers[unit.layer].rope, at)
+            unit_x = unit.of(x)
+            unit_x = unit_x if unit.is_value else rotation.apply(unit_x, layout.layers[unit.layer].rope, at)
             limit = torch.finfo(rows.memory.dtype).max
-            rows.write(own.clamp_(-limit, limit), at)  # neither is a view of what the caller gave
+            rows.write(unit_x.clamp_(-limit, limit), at)  # neither is a view of what the caller gave
 
 
 def move_keys(

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-MOST_KEPT = 64 << 20  # bytes; a larger buffer is made anew for each request, or one long chunk would hold it for good
+MAX_CACHED = 64 << 20  # bytes; a larger buffer is made anew for each request, or one long chunk would hold it for good
 
 
 class Arena(threading.local):
-    """Named buffers, one set per thread. A buffer grows to the largest requested size up to `MOST_KEPT`, and keeps it.
+    """Named buffers, one set per thread. A buffer grows to the largest requested size up to `MAX_CACHED`, and keeps it.
 
     A buffer's contents are valid until the thread requests the same name again.
     """
@@ -23,13 +23,13 @@ class Arena(threading.local):
 
     def array(self, name: str, size: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
         """Return `[size]` values of `dtype`, not cleared."""
-        held = self._arrays.get(name)
+        buffer = self._arrays.get(name)
         wanted = size * np.dtype(dtype).itemsize
-        if wanted > MOST_KEPT:
+        if wanted > MAX_CACHED:
             return np.empty(size, dtype)
-        if held is None or len(held) < wanted:
-            held = self._arrays[name] = np.empty(wanted, np.uint8)
-        return held[:wanted].view(dtype)
+        if buffer is None or len(buffer) < wanted:
+            buffer = self._arrays[name] = np.empty(wanted, np.uint8)
+        return buffer[:wanted].view(dtype)
 
     def tensor(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return `[size]` values of a floating dtype, not cleared."""

@@ -16,12 +16,12 @@ def usable_device(device: torch.device | str | int, name: str = "device") -> tor
         InputError: torch does not know the device, or it is not there; the message begins with `name`.
     """
     try:
-        found = torch.device(device)
-        if found.type != "cpu":
-            torch.empty(0, dtype=torch.uint8, device=found)
+        usable = torch.device(device)
+        if usable.type != "cpu":
+            torch.empty(0, dtype=torch.uint8, device=usable)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         raise InputError(
             f"{name}: must be a device that torch can use here, got {str(device)!r}: cpu always is; "
             "cuda or cuda:N needs a GPU and a build of torch for it"
         ) from error
-    return found
+    return usable

@@ -45,13 +45,13 @@ def integer_maps(matrices: Sequence[torch.Tensor], leading: Sequence[int]) -> In
     for matrix, wanted in zip(matrices, leading, strict=True):
         rows, there = matrix.shape
         used = min(wanted, there)
-        own = torch.zeros(-(-rows // _TILE) * _TILE, used + used % 2, dtype=torch.float32)
-        own[:rows, :used] = matrix[:, :used]
-        scale = torch.maximum(own.norm(dim=1) / _LONGEST_ROW, own.abs().amax(1) / LONGEST) if used else own.sum(1)
-        rounded = (own / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int16)
-        tiles = rounded.view(len(own) // _TILE, _TILE, own.shape[1] // 2, 2).transpose(1, 2).contiguous()
-        fields.append((own.shape[1], rows, at, first, before))
+        tiled = torch.zeros(-(-rows // _TILE) * _TILE, used + used % 2, dtype=torch.float32)
+        tiled[:rows, :used] = matrix[:, :used]
+        scale = torch.maximum(tiled.norm(dim=1) / _LONGEST_ROW, tiled.abs().amax(1) / LONGEST) if used else tiled.sum(1)
+        rounded = (tiled / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int16)
+        tiles = rounded.view(len(tiled) // _TILE, _TILE, tiled.shape[1] // 2, 2).transpose(1, 2).contiguous()
+        fields.append((tiled.shape[1], rows, at, first, before))
         maps.append(tiles.numpy().reshape(-1).view(np.int32))
         scales.append(scale.numpy())
-        at, first, before = at + maps[-1].size, first + len(own), before + rows
+        at, first, before = at + maps[-1].size, first + len(tiled), before + rows
     return IntegerMaps(np.array(fields, np.int64), np.concatenate(maps), np.concatenate(scales))

@@ -10,7 +10,7 @@ __all__ = ["suggestion"]
 _MOST_LISTED = 40
 
 
-def suggestion(name: object, known: Iterable[str], most: int = 1, form: str = "{!r}") -> str:
+def suggestion(name: object, candidates: Iterable[str], most: int = 1, form: str = "{!r}") -> str:
     """Return the end of an error message: the known names closest to `name`, or all names if none is close.
 
     Args:
@@ -25,7 +25,7 @@ def suggestion(name: object, known: Iterable[str], most: int = 1, form: str = "{
         >>> suggestion("zstd", ["kivi4", "int8"])
         'there are kivi4, int8'
     """
-    names = list(known)
+    names = list(candidates)
     if near := difflib.get_close_matches(str(name), names, most):
         return f"did you mean {' or '.join(form.format(other) for other in near)}?"
     more = len(names) - _MOST_LISTED

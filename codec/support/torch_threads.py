@@ -50,7 +50,7 @@ def _setters() -> tuple[Callable[[int], Any], Callable[[int], Any]]:
 
     MKL's returns the number before. A torch without MKL needs none.
     """
-    set_openmp, set_mkl = _found("omp_set_num_threads"), _found("MKL_Set_Num_Threads_Local")
+    set_openmp, set_mkl = _loaded("omp_set_num_threads"), _loaded("MKL_Set_Num_Threads_Local")
     before = torch.get_num_threads()
     if set_openmp is not None:
         set_openmp(before + 1)
@@ -66,7 +66,7 @@ def _setters() -> tuple[Callable[[int], Any], Callable[[int], Any]]:
     return _ignore, _ignore
 
 
-def _found(name: str) -> Any:
+def _loaded(name: str) -> Any:
     """Return a function of the libraries that torch has loaded, the one that torch calls; None if there is none."""
     for library in (None, torch._C.__file__):  # what is loaded for all comes first, such as a preloaded OpenMP
         function = getattr(ctypes.CDLL(library), name, None)

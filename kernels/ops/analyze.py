@@ -11,7 +11,7 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import BLOCK, CHUNK, ELEMENTS, JOB, STATUS, TILE
 from cuvee.kernels.ops.arguments import CacheView, CenterTable, ChunkBatch, RotationTables, TileTable, TokenOrder
-from cuvee.kernels.ops.pages import load_pairs, token_offsets, turn_pairs
+from cuvee.kernels.ops.pages import load_pairs, rotate_pairs, token_offsets
 from cuvee.kernels.ops.transform import _sorted_columns
 
 GATHER_TOKENS = 64
@@ -21,7 +21,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit(do_not_specialize=["sections", "first_section", "sinks"])
 def _gather(  # type: ignore[no-untyped-def]
-    tiles, means, center_rows, chunks, slots, cos, sin, places, scales, x, status, sections, first_section, sinks,
+    tiles, means, center_rows, chunks, slots, cos, sin, units, scales, x, status, sections, first_section, sinks,
     columns, width, angles, BLOCK_T: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
@@ -37,11 +37,11 @@ def _gather(  # type: ignore[no-untyped-def]
     section = tl.load(tile + TILE.SECTION)
     job_status = status + chunk_index * sections + (section - first_section)
     row = tl.load(chunk + CHUNK.FIRST) + token
-    offset, exists = token_offsets(places, tl.load(tile + TILE.UNIT), slots, row, inside, job_status)
-    a, b = load_pairs(places, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+    offset, exists = token_offsets(units, tl.load(tile + TILE.UNIT), slots, row, inside, job_status)
+    a, b = load_pairs(units, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
     angle = tl.load(tile + TILE.ANGLE)
     if angle >= 0:
-        a, b = turn_pairs(a, b, cos, sin, row, inside, angles, angle, PAIRS, True, ALIGNED)
+        a, b = rotate_pairs(a, b, cos, sin, row, inside, angles, angle, PAIRS, True, ALIGNED)
     finite = (tl.abs(a) < INFINITY) & (tl.abs(b) < INFINITY)
     bad = tl.max(tl.max(tl.where(finite, 0, 1), 1), 0)
     tl.atomic_or(job_status, STATUS.NOT_FINITE, mask=bad > 0)
@@ -80,7 +80,7 @@ def gather(
     """
     means = centers.table
     _gather[(len(tiles.tiles), triton.cdiv(batch.max_tokens, GATHER_TOKENS), len(batch.chunks))](
-        tiles.tiles, means, centers.rows, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.places,
+        tiles.tiles, means, centers.rows, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.units,
         cache.scales, x, batch.status, batch.sections, batch.first_section, len(means) - 1, means.stride(0),
         x.stride(0), rotations.cos.shape[1], BLOCK_T=GATHER_TOKENS, ELEMENT=ELEMENTS[cache.element],
         UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs, PREDICTED=centers.rows is not None,

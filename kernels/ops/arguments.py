@@ -47,14 +47,14 @@ class CacheView:
     """Places of a launch's tokens in a cache.
 
     Attributes:
-        places: int64 `[units, len(PlaceField)]`.
+        units: int64 `[units, len(UnitField)]`.
         scales: float32 `[units]`: what a stored FP8 value is multiplied by; not read for other types.
         slots: int64 `[tokens]`: slot of each token of each chunk, from `ChunkField.FIRST` on; -1: nowhere.
         unit_stride: whether pairs lie one element apart; see `pages.contiguity`.
         aligned: whether 16 bytes can be moved at a time; see `pages.contiguity`.
     """
 
-    places: torch.Tensor
+    units: torch.Tensor
     scales: torch.Tensor
     slots: torch.Tensor
     element: torch.dtype

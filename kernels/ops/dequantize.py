@@ -33,7 +33,7 @@ def _signed(byte):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["depth"])
 def _dequantize(  # type: ignore[no-untyped-def]
-    jobs, plans, row_maps, row_floats, row_ints, steps, classes, planes, base, y, found, depth,
+    jobs, plans, row_maps, row_floats, row_ints, steps, classes, planes, base, y, escape_counts, depth,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -76,11 +76,11 @@ def _dequantize(  # type: ignore[no-untyped-def]
     if base is not None:
         value += tl.load(base + at, mask=written, other=0.0)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=written)
-    tl.atomic_add(found + index, escapes, mask=escapes > 0, sem="relaxed")
+    tl.atomic_add(escape_counts + index, escapes, mask=escapes > 0, sem="relaxed")
 
 
 @triton.jit
-def _place_escapes(  # type: ignore[no-untyped-def]
+def _write_escapes(  # type: ignore[no-untyped-def]
     data,
     jobs,
     plans,
@@ -91,17 +91,17 @@ def _place_escapes(  # type: ignore[no-untyped-def]
     planes,
     base,
     y,
-    found,
+    escape_counts,
     status,
     ENTRIES: tl.constexpr,
 ):
-    """Check a job's escape list and recompute the values it changes; a *cell* is a place of the `[R, T]` matrix."""
+    """Check a job's escape list and recompute the values it changes; a *cell* is an entry of the `[R, T]` matrix."""
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB.FIELDS
     first_plan = tl.load(job + JOB.PLAN)
     count = tl.load(job + JOB.ESCAPE_COUNT)
     if tl.program_id(1) == 0:
-        tl.atomic_or(status + index, STATUS.ESCAPES, mask=tl.load(found + index) != count, sem="relaxed")
+        tl.atomic_or(status + index, STATUS.ESCAPES, mask=tl.load(escape_counts + index) != count, sem="relaxed")
     tokens = tl.load(job + JOB.TOKENS)
     stride = tl.load(job + JOB.STRIDE)
     cells = tl.load(plans + tl.load(job + JOB.DEEPEST) * PLAN.FIELDS + PLAN.ROWS) * tokens
@@ -145,7 +145,7 @@ def dequantize(
     coded: PlaneJobs,
     y: torch.Tensor,
     status: torch.Tensor,
-    found: torch.Tensor,
+    escape_counts: torch.Tensor,
     max_rows: int,
     max_tokens: int,
     depth: int,
@@ -161,11 +161,11 @@ def dequantize(
         data: uint8, a multiple of four bytes, which holds the jobs' lists of escapes.
         y: bfloat16 or float32, written.
         status: int32 `[J]`; gets `Status.ESCAPES` where the list does not name all ESCAPE bytes in order.
-        found: int32 `[J]`, zeros; gets the number of ESCAPE bytes.
+        escape_counts: int32 `[J]`, zeros; gets the number of ESCAPE bytes.
         max_rows: the largest extent of a plan.
         max_tokens: tokens of the longest job, at most 65,535 * 64.
         depth: MIN_DEPTH, 128 or 256.
-        base: float32, coefficients at the same places, which are added before rounding; None: nothing is.
+        base: float32, coefficients at the same offsets, which are added before rounding; None: nothing is.
     """
     jobs, plans, classes, planes = coded.jobs, coded.plans, coded.classes, coded.planes
     count = len(jobs)
@@ -173,11 +173,11 @@ def dequantize(
     if grid[1]:
         _dequantize[grid](
             jobs, plans.plans, plans.row_maps, plans.row_floats, plans.row_ints, plans.steps, classes, planes, base, y,
-            found, depth, ROWS=_ROWS, COLUMNS=MIN_DEPTH, num_warps=4, enable_fp_fusion=False,
+            escape_counts, depth, ROWS=_ROWS, COLUMNS=MIN_DEPTH, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    _place_escapes[(count, escape_programs(max_rows, max_tokens))](
+    _write_escapes[(count, escape_programs(max_rows, max_tokens))](
         data.view(torch.uint32), jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, classes, planes,
-        base, y, found, status, ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
+        base, y, escape_counts, status, ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

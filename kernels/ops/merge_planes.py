@@ -13,7 +13,7 @@ from cuvee.codec.entropy import tables
 from cuvee.kernels.jobs import CHUNK, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, KeyMove, TileTable
 from cuvee.kernels.ops.lossless import BYTE, TOKENS, VALUES, WARPS, _constants, _half_channels, _multiple, _words
-from cuvee.kernels.ops.pages import finite, pair_addresses, saturated, store_pairs, token_offsets, turn_pairs
+from cuvee.kernels.ops.pages import finite, pair_addresses, rotate_pairs, saturated, store_pairs, token_offsets
 from cuvee.kernels.ops.rans import ENTRIES, SPAN, WIDTH
 
 TOTAL = tl.constexpr(tables.TOTAL)
@@ -36,8 +36,8 @@ def _decoding_tables(freq, decoding):  # type: ignore[no-untyped-def]
     begin = tl.histogram(tl.where(later, low // SLOTS_OF_WORD, ENTRIES_AT - 1), ENTRIES_AT)
     before = (tl.cumsum(begin, 0) - begin).to(tl.uint32)
     row = decoding + table * DECODING_WIDTH
-    place = tl.arange(0, ENTRIES_AT)
-    tl.store(row + place, tl.where(place * SLOTS_OF_WORD < TOTAL, before << 24, 0))
+    word = tl.arange(0, ENTRIES_AT)
+    tl.store(row + word, tl.where(word * SLOTS_OF_WORD < TOTAL, before << 24, 0))
     tl.store(row + ENTRIES_AT + symbol, tl.zeros((VALUES,), tl.uint32))
     tl.debug_barrier()
     bit = tl.full((VALUES,), 1, tl.uint32) << (low % SLOTS_OF_WORD).to(tl.uint32)
@@ -72,7 +72,7 @@ def _values(word, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sections", "first_section"])
 def _merge_planes(  # type: ignore[no-untyped-def]
-    data, planes, table, chunks, tiles, places, scales, slots, source_cos, source_sin, cos, sin, status,
+    data, planes, table, chunks, tiles, units, scales, slots, source_cos, source_sin, cos, sin, status,
     sections, first_section, angles,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr, MOVED: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
@@ -100,18 +100,18 @@ def _merge_planes(  # type: ignore[no-untyped-def]
             x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
             both = finite(x) & finite(y)
             at = first + token
-            x, y = turn_pairs(x, y, source_cos, source_sin, at, inside, angles, angle, PAIRS, True, ALIGNED)
-            x, y = turn_pairs(x, y, cos, sin, at, inside, angles, angle, PAIRS, False, ALIGNED)
+            x, y = rotate_pairs(x, y, source_cos, source_sin, at, inside, angles, angle, PAIRS, True, ALIGNED)
+            x, y = rotate_pairs(x, y, cos, sin, at, inside, angles, angle, PAIRS, False, ALIGNED)
             a, b = _words(x, both, DTYPE, WORD), _words(y, both, DTYPE, WORD)
-    offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
+    offset, exists = token_offsets(units, unit, slots + first, token, inside, status + job)
     if ELEMENT == DTYPE:
-        at0, mask0, at1, mask1 = pair_addresses(places, tile, offset, exists, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
+        at0, mask0, at1, mask1 = pair_addresses(units, tile, offset, exists, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
         tl.store(at0, a, mask=mask0)
         tl.store(at1, b, mask=mask1)
     else:
         x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
         x, y = saturated(x, finite(x), ELEMENT), saturated(y, finite(y), ELEMENT)
-        store_pairs(places, scales, tile, offset, exists, x, y, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+        store_pairs(units, scales, tile, offset, exists, x, y, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
 
 
 def decoding_tables(freq: torch.Tensor, decoding: torch.Tensor) -> None:
@@ -151,7 +151,7 @@ def merge_planes(
         return
     # No fused multiply-add: the turned keys are then the codec's, bit for bit, given the same tables.
     _merge_planes[grid](
-        data, planes, table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots,
+        data, planes, table, batch.chunks, tiles.tiles, cache.units, cache.scales, cache.slots,
         move.source_cos, move.source_sin, move.target_cos, move.target_sin, batch.status, batch.sections,
         batch.first_section, move.target_cos.shape[1], FACTOR=4 if even else 1, MOVED=move.moved,
         **_constants(tiles, cache, dtype), num_warps=WARPS, enable_fp_fusion=False,

@@ -16,50 +16,50 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.errors import InputError
-from cuvee.kernels.jobs import PLACE, STATUS, TILE, PlaceField, TileField
+from cuvee.kernels.jobs import STATUS, TILE, UNIT, TileField, UnitField
 
 MAX_SLOTS = tl.constexpr(2**31 - 1)
 INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def token_offsets(places, unit, slots, token, inside, status):  # type: ignore[no-untyped-def]
-    """Where tokens of a unit lie: offsets in elements (int64), and which tokens have a place.
+def token_offsets(units, unit, slots, token, inside, status):  # type: ignore[no-untyped-def]
+    """Where tokens of a unit lie: offsets in elements (int64), and which tokens have a slot.
 
     `slots[token]` are their slots, -1 for nowhere, where they are `inside`. The job's `status` gets STATUS.SLOT for a
     slot beyond the cache.
     """
-    place = places + unit * PLACE.FIELDS
+    unit_fields = units + unit * UNIT.FIELDS
     slot = tl.load(slots + token, mask=inside, other=-1)
     # A slot fits 32 bits, whose division is several times cheaper.
-    total = tl.minimum(tl.load(place + PLACE.SLOTS), MAX_SLOTS)
+    total = tl.minimum(tl.load(unit_fields + UNIT.SLOTS), MAX_SLOTS)
     beyond = inside & ((slot >= total) | (slot < -1))
     tl.atomic_or(status, STATUS.SLOT, mask=tl.max(beyond.to(tl.int32), 0) > 0)
     exists = inside & (slot >= 0) & (slot < total)
     small = tl.where(exists, slot, 0).to(tl.uint32)
-    block_tokens = tl.load(place + PLACE.BLOCK_TOKENS).to(tl.uint32)
+    block_tokens = tl.load(unit_fields + UNIT.BLOCK_TOKENS).to(tl.uint32)
     block = small // block_tokens
     row = (small - block * block_tokens).to(tl.int64)
-    return block.to(tl.int64) * tl.load(place + PLACE.BLOCK) + row * tl.load(place + PLACE.TOKEN), exists
+    return block.to(tl.int64) * tl.load(unit_fields + UNIT.BLOCK) + row * tl.load(unit_fields + UNIT.TOKEN), exists
 
 
 @triton.jit
 def half_addresses(  # type: ignore[no-untyped-def]
-    places, tile, offset, exists, DIM: tl.constexpr, COUNT: tl.constexpr, ELEMENT: tl.constexpr,
+    units, tile, offset, exists, DIM: tl.constexpr, COUNT: tl.constexpr, ELEMENT: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Addresses `[tokens, PAIRS]` of a tile's first or second dimensions, and which of them exist."""
     unit = tl.load(tile + TILE.UNIT)
-    place = places + unit * PLACE.FIELDS
+    unit_fields = units + unit * UNIT.FIELDS
     pair = FIRST + tl.arange(0, PAIRS)
     count = tl.load(tile + COUNT).to(tl.int32)
-    row = offset + tl.load(tile + TILE.HEAD) * tl.load(place + PLACE.HEAD)
-    row += tl.load(tile + DIM) * tl.load(place + PLACE.DIM)
+    row = offset + tl.load(tile + TILE.HEAD) * tl.load(unit_fields + UNIT.HEAD)
+    row += tl.load(tile + DIM) * tl.load(unit_fields + UNIT.DIM)
     # FP8 is read and written as bytes.
     if ELEMENT.primitive_bitwidth == 8:
-        base = tl.load(place + PLACE.POINTER).to(tl.pointer_type(tl.uint8))
+        base = tl.load(unit_fields + UNIT.POINTER).to(tl.pointer_type(tl.uint8))
     else:
-        base = tl.load(place + PLACE.POINTER).to(tl.pointer_type(ELEMENT))
+        base = tl.load(unit_fields + UNIT.POINTER).to(tl.pointer_type(ELEMENT))
     if ALIGNED:
         row = tl.multiple_of(row, 128 // ELEMENT.primitive_bitwidth)
         count = tl.multiple_of(count, 128 // ELEMENT.primitive_bitwidth)
@@ -68,33 +68,33 @@ def half_addresses(  # type: ignore[no-untyped-def]
     if UNIT_STRIDE:
         address = address + pair[None, :]
     else:
-        step = tl.load(tile + TILE.STEP) * tl.load(place + PLACE.DIM)
+        step = tl.load(tile + TILE.STEP) * tl.load(unit_fields + UNIT.DIM)
         address = address + (pair * step)[None, :]
     return address, exists[:, None] & (pair < count)[None, :]
 
 
 @triton.jit
 def pair_addresses(  # type: ignore[no-untyped-def]
-    places, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    units, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr = 0,
 ):  # fmt: skip
     """Addresses of a tile's first dimensions and which exist, and the same of its second ones: see `half_addresses`."""
     at0, mask0 = half_addresses(
-        places, tile, offset, exists, TILE.DIM0, TILE.COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+        units, tile, offset, exists, TILE.DIM0, TILE.COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
     )  # fmt: skip
     at1, mask1 = half_addresses(
-        places, tile, offset, exists, TILE.DIM1, TILE.COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+        units, tile, offset, exists, TILE.DIM1, TILE.COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
     )  # fmt: skip
     return at0, mask0, at1, mask1
 
 
 @triton.jit
 def load_pairs(  # type: ignore[no-untyped-def]
-    places, scales, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    units, scales, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Read a tile: values `[tokens, PAIRS]` float32 of its two halves at `token_offsets`; zero where there is none."""
-    at0, mask0, at1, mask1 = pair_addresses(places, tile, offset, exists, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS)
+    at0, mask0, at1, mask1 = pair_addresses(units, tile, offset, exists, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS)
     if ELEMENT.primitive_bitwidth == 8:
         scale = tl.load(scales + tl.load(tile + TILE.UNIT))
         a = _from_fp8(tl.load(at0, mask=mask0, other=0), ELEMENT) * scale
@@ -107,11 +107,11 @@ def load_pairs(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_pairs(  # type: ignore[no-untyped-def]
-    places, scales, tile, offset, exists, a, b, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    units, scales, tile, offset, exists, a, b, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     ALIGNED: tl.constexpr = False, FIRST: tl.constexpr = 0,
 ):  # fmt: skip
     """Write a tile: the inverse of `load_pairs`, rounded to nearest even; FP8 is divided by its scale and saturates."""
-    at0, mask0, at1, mask1 = pair_addresses(places, tile, offset, exists, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST)
+    at0, mask0, at1, mask1 = pair_addresses(units, tile, offset, exists, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST)
     if ELEMENT.primitive_bitwidth == 8:
         scale = tl.div_rn(1.0, tl.load(scales + tl.load(tile + TILE.UNIT)))
         tl.store(at0, _to_fp8(a, scale, ELEMENT), mask=mask0)
@@ -177,7 +177,7 @@ def _to_fp8(x, scale, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def turn_pairs(  # type: ignore[no-untyped-def]
+def rotate_pairs(  # type: ignore[no-untyped-def]
     a, b, cos, sin, row, inside, ANGLES, column, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
     ALIGNED: tl.constexpr = False,
 ):  # fmt: skip
@@ -199,8 +199,8 @@ def turn_pairs(  # type: ignore[no-untyped-def]
     return a * c - b * s, b * c + a * s
 
 
-def place_row(memory: torch.Tensor) -> list[int]:
-    """A row of `places`: where a unit lies, a view `[blocks, tokens, heads, dimensions]` with whatever strides.
+def unit_row(memory: torch.Tensor) -> list[int]:
+    """A row of `units`: where a unit lies, a view `[blocks, tokens, heads, dimensions]` with whatever strides.
 
     Raises:
         InputError: another number of dimensions, or 2**31 slots and more.
@@ -215,17 +215,17 @@ def place_row(memory: torch.Tensor) -> list[int]:
 
 
 def contiguity(
-    places: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64], element: torch.dtype
+    units: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64], element: torch.dtype
 ) -> tuple[bool, bool]:  # fmt: skip
-    """Which fast ways to memory the tables of places and tiles allow: `(unit_stride, aligned)`.
+    """Which fast ways to memory the tables of units and tiles allow: `(unit_stride, aligned)`.
 
     With unit strides, pairs lie one element apart in every tile. If moreover every run of a tile begins and ends at a
     multiple of 16 bytes, and its angles at a multiple of 4 columns, 16 bytes can be moved at a time.
     """
-    used = places[np.unique(tiles[:, TileField.UNIT])]
-    unit_stride = bool(np.all(used[:, PlaceField.DIM] == 1) and np.all(tiles[:, TileField.STEP] == 1))
-    strides = used[:, [PlaceField.BLOCK, PlaceField.TOKEN, PlaceField.HEAD]] * element.itemsize
+    used = units[np.unique(tiles[:, TileField.UNIT])]
+    unit_stride = bool(np.all(used[:, UnitField.DIM] == 1) and np.all(tiles[:, TileField.STEP] == 1))
+    strides = used[:, [UnitField.BLOCK, UnitField.TOKEN, UnitField.HEAD]] * element.itemsize
     runs = tiles[:, [TileField.DIM0, TileField.DIM1, TileField.COUNT0, TileField.COUNT1]] * element.itemsize
     angles = np.maximum(tiles[:, TileField.ANGLE], 0)
-    whole = not np.any(used[:, PlaceField.POINTER] % 16) and not np.any(strides % 16) and not np.any(runs % 16)
+    whole = not np.any(used[:, UnitField.POINTER] % 16) and not np.any(strides % 16) and not np.any(runs % 16)
     return unit_stride, unit_stride and whole and not np.any(angles % 4)

@@ -74,30 +74,30 @@ def _quantize(  # type: ignore[no-untyped-def]
             inside = column < tokens
             plan_index = first_plan + tl.load(classes + column, mask=inside, other=0).to(tl.int32)
             plan = plans + plan_index * PLAN.FIELDS
-            own = inside & (row < tl.load(plan + PLAN.ROWS).to(tl.int32))
+            present = inside & (row < tl.load(plan + PLAN.ROWS).to(tl.int32))
             component = tl.load(plan + PLAN.ROW).to(tl.int32) + row
-            dead_zone, rounding = _thresholds(row_floats, component, own)
-            shift, low_plane = _low_bits(row_ints, component, own)
-            y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=own, other=0)
-            table = _of_row(tables, plan, PLAN.TABLES, row, own, 0)
+            dead_zone, rounding = _thresholds(row_floats, component, present)
+            shift, low_plane = _low_bits(row_ints, component, present)
+            y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=present, other=0)
+            table = _of_row(tables, plan, PLAN.TABLES, row, present, 0)
             at = y_row.to(tl.int64) * stride + column
-            value = tl.load(y + at, mask=own, other=0.0)
+            value = tl.load(y + at, mask=present, other=0.0)
             level = _level(value, tl.load(inverses + plan_index), dead_zone, rounding)
             if left is not None:
-                shrink_one, shrink_more = _shrinkage(row_floats, component, own)
+                shrink_one, shrink_more = _shrinkage(row_floats, component, present)
                 coded = _coefficient(level, shrink_one, shrink_more, tl.load(steps + plan_index))
-                tl.store(left + at, value - coded, mask=own)
+                tl.store(left + at, value - coded, mask=present)
             d = level + _half(shift)
             # Not `>=`: NaN is too large as well.
             large |= ((tl.abs(value) < tl.load(limits + plan_index)) == 0).to(tl.int32)
             high = d >> shift
             least, greatest = tl.load(reach + 2 * table), tl.load(reach + 2 * table + 1)
-            escaped = own & (((high >= least) & (high <= greatest)) == 0)
+            escaped = present & (((high >= least) & (high <= greatest)) == 0)
             count += escaped.to(tl.int32)
             high_row = planes + row.to(tl.int64) * tokens
-            tl.store(high_row + column, tl.where(escaped, ESCAPE, high).to(tl.uint8), mask=own)
+            tl.store(high_row + column, tl.where(escaped, ESCAPE, high).to(tl.uint8), mask=present)
             low_row = planes + low_plane.to(tl.int64) * tokens
-            tl.store(low_row + column, (d & ((1 << shift) - 1)).to(tl.uint8), mask=own & (low_plane >= 0))
+            tl.store(low_row + column, (d & ((1 << shift) - 1)).to(tl.uint8), mask=present & (low_plane >= 0))
     slot = first_row + tl.arange(0, ROWS)
     tl.store(counts + index * max_rows + slot, tl.sum(count, 1), mask=slot < max_rows)
     tl.atomic_or(status + index, STATUS.TOO_LARGE, mask=tl.max(tl.max(large, 1), 0) > 0, sem="relaxed")
@@ -124,7 +124,7 @@ def quantize(
         counts: int32 `[J, max_rows]`, written; zero where a job has no row.
         status: int32 `[J]`; gets `Status.TOO_LARGE` where a coefficient is `MAX_LEVEL` steps or more, or NaN.
         max_rows: rows of the largest job.
-        left: float32; gets, at the places of the coefficients, what their planes leave over. or None.
+        left: float32; gets, at the offsets of the coefficients, what their planes leave over. or None.
     """
     plans = coded.plans
     _quantize[(len(coded.jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
@@ -172,8 +172,8 @@ def _list_escapes(  # type: ignore[no-untyped-def]
         inside = column < tokens
         plan_index = first_plan + tl.load(classes + column, mask=inside, other=0).to(tl.int64)
         plan = plans + plan_index * PLAN.FIELDS
-        own = has[:, None] & inside & (row[:, None] < tl.load(plan + PLAN.ROWS))
-        escaped = tl.load(planes + first_cell + column, mask=own, other=0) == ESCAPE
+        present = has[:, None] & inside & (row[:, None] < tl.load(plan + PLAN.ROWS))
+        escaped = tl.load(planes + first_cell + column, mask=present, other=0) == ESCAPE
         marks = escaped.to(tl.int32)
         if tl.max(tl.max(marks, 1), 0) > 0:
             # So few that each looks up its own component.
@@ -182,8 +182,8 @@ def _list_escapes(  # type: ignore[no-untyped-def]
             ints = row_ints + component * INT_FIELDS
             shift = tl.load(ints + SHIFT, mask=escaped, other=0)
             y_row = tl.load(ints + Y_ROW, mask=escaped, other=0)
-            found = tl.load(y + y_row * stride + column, mask=escaped, other=0.0)
-            d = _level(found, tl.load(inverses + plan_index), dead_zone, rounding) + _half(shift)
+            coefficient = tl.load(y + y_row * stride + column, mask=escaped, other=0.0)
+            d = _level(coefficient, tl.load(inverses + plan_index), dead_zone, rounding) + _half(shift)
             at = position[:, None] + tl.cumsum(marks, 1) - 1
             escaped &= at < total
             tl.store(index + at, (first_cell + column).to(tl.uint32), mask=escaped)

@@ -23,16 +23,16 @@ from cuvee.kernels.ops.pages import finite, load_pairs, pair_addresses, token_of
 
 @triton.jit
 def _load_words(  # type: ignore[no-untyped-def]
-    places, scales, tile, offset, exists,
+    units, scales, tile, offset, exists,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Read a tile as words of the blob's dtype, rotated left by one bit; zero where there is no value."""
     if ELEMENT == DTYPE:
-        at0, mask0, at1, mask1 = pair_addresses(places, tile, offset, exists, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
+        at0, mask0, at1, mask1 = pair_addresses(units, tile, offset, exists, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
         a, b = tl.load(at0, mask=mask0, other=0), tl.load(at1, mask=mask1, other=0)
     else:
-        x, y = load_pairs(places, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+        x, y = load_pairs(units, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
         a, b = _words(x, finite(x), DTYPE, WORD), _words(y, finite(y), DTYPE, WORD)
     top: tl.constexpr = WORD.primitive_bitwidth - 1
     return a << 1 | a >> top, b << 1 | b >> top
@@ -40,7 +40,7 @@ def _load_words(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _read_tile(  # type: ignore[no-untyped-def]
-    table, chunks, tile, places, scales, slots, status, sections, first_section,
+    table, chunks, tile, units, scales, slots, status, sections, first_section,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -52,8 +52,8 @@ def _read_tile(  # type: ignore[no-untyped-def]
     first = tl.load(chunk + CHUNK.FIRST)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
-    offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
-    a, b = _load_words(places, scales, tile, offset, exists, DTYPE, ELEMENT, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
+    offset, exists = token_offsets(units, unit, slots + first, token, inside, status + job)
+    a, b = _load_words(units, scales, tile, offset, exists, DTYPE, ELEMENT, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
     index = (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8)
     head_dim = tl.load(table + index * BYTE.FIELDS + BYTE.HEAD_DIM)
     pair = tl.arange(0, PAIRS)
@@ -64,7 +64,7 @@ def _read_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sections", "first_section"])
 def _sum_bytes(  # type: ignore[no-untyped-def]
-    table, chunks, tiles, places, scales, slots, sums, status, sections, first_section,
+    table, chunks, tiles, units, scales, slots, sums, status, sections, first_section,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def _sum_bytes(  # type: ignore[no-untyped-def]
     if tl.program_id(0) * TOKENS >= tl.load(chunks + tl.program_id(2) * CHUNK.FIELDS + CHUNK.TOKENS):
         return
     a, b, channel0, has0, channel1, has1, index, _, _, _ = _read_tile(
-        table, chunks, tile, places, scales, slots, status, sections, first_section,
+        table, chunks, tile, units, scales, slots, status, sections, first_section,
         DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
     )  # fmt: skip
     for byte in tl.static_range(WORD.primitive_bitwidth // 8):
@@ -108,7 +108,7 @@ def _count_half(word, byte: tl.constexpr, sums, references, channel, has, inside
 
 @triton.jit(do_not_specialize=["sections", "first_section"])
 def _count_symbols(  # type: ignore[no-untyped-def]
-    table, chunks, tiles, places, scales, slots, sums, references, counts, status, sections, first_section,
+    table, chunks, tiles, units, scales, slots, sums, references, counts, status, sections, first_section,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def _count_symbols(  # type: ignore[no-untyped-def]
     if tl.program_id(0) * TOKENS >= tl.load(chunks + tl.program_id(2) * CHUNK.FIELDS + CHUNK.TOKENS):
         return
     a, b, channel0, has0, channel1, has1, index, _, inside, tokens = _read_tile(
-        table, chunks, tile, places, scales, slots, status, sections, first_section,
+        table, chunks, tile, units, scales, slots, status, sections, first_section,
         DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
     )  # fmt: skip
     symbol = tl.arange(0, VALUES)
@@ -147,7 +147,7 @@ def _split_half(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["sections", "first_section"])
 def _split_planes(  # type: ignore[no-untyped-def]
-    table, chunks, tiles, places, scales, slots, references, planes, out, status, sections, first_section,
+    table, chunks, tiles, units, scales, slots, references, planes, out, status, sections, first_section,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def _split_planes(  # type: ignore[no-untyped-def]
     if tl.program_id(0) * TOKENS >= tl.load(chunks + tl.program_id(2) * CHUNK.FIELDS + CHUNK.TOKENS):
         return
     a, b, channel0, has0, channel1, has1, index, token, inside, tokens = _read_tile(
-        table, chunks, tile, places, scales, slots, status, sections, first_section,
+        table, chunks, tile, units, scales, slots, status, sections, first_section,
         DTYPE, ELEMENT, WORD, FACTOR, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
     )  # fmt: skip
     row = table + index * BYTE.FIELDS
@@ -171,7 +171,7 @@ def _launch(
     grid = tiles.grid(batch, TOKENS)
     if 0 not in grid:
         kernel[grid](
-            table, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, *arrays, batch.status,
+            table, batch.chunks, tiles.tiles, cache.units, cache.scales, cache.slots, *arrays, batch.status,
             batch.sections, batch.first_section, **constants, **_constants(tiles, cache, dtype), num_warps=WARPS,
             enable_fp_fusion=True,
         )  # fmt: skip

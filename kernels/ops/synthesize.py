@@ -13,7 +13,7 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import CHUNK, ELEMENTS, JOB, TILE
 from cuvee.kernels.ops.arguments import CacheView, CenterTable, ChunkBatch, RotationTables, TileTable, TokenOrder
-from cuvee.kernels.ops.pages import saturated, store_pairs, token_offsets, turn_pairs
+from cuvee.kernels.ops.pages import rotate_pairs, saturated, store_pairs, token_offsets
 from cuvee.kernels.ops.transform import _WINDOW, _sorted_columns
 
 MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 heads
@@ -78,7 +78,7 @@ def synthesis_config(
 
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
-    a, b, means, center_rows, chunk, start, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
+    a, b, means, center_rows, chunk, start, cos, sin, row, inside, units, scales, tile, offset, exists, sinks, columns,
     angles, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
     PREDICTED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -88,9 +88,9 @@ def _finish(  # type: ignore[no-untyped-def]
     mean = means + tl.multiple_of(tl.load(tile + TILE.COLUMN), 2 * PAIRS)
     if PREDICTED:
         center = tl.load(center_rows + row, mask=inside, other=0).to(tl.int64)
-        own = mean + (center * columns)[:, None] + pair[None, :]
-        a += tl.load(own)
-        b += tl.load(own + PAIRS)
+        addresses = mean + (center * columns)[:, None] + pair[None, :]
+        a += tl.load(addresses)
+        b += tl.load(addresses + PAIRS)
     else:
         position = tl.load(chunk + CHUNK.SOURCE)
         if position + start >= sinks:
@@ -99,21 +99,21 @@ def _finish(  # type: ignore[no-untyped-def]
             b += tl.load(mean + PAIRS + pair)[None, :]
         else:
             source = tl.minimum(row - tl.load(chunk + CHUNK.FIRST) + position, sinks).to(tl.int32)
-            own = mean + (source * columns)[:, None] + pair[None, :]
-            a += tl.load(own)
-            b += tl.load(own + PAIRS)
+            addresses = mean + (source * columns)[:, None] + pair[None, :]
+            a += tl.load(addresses)
+            b += tl.load(addresses + PAIRS)
     angle = tl.load(tile + TILE.ANGLE)
     if angle >= 0:
-        a, b = turn_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
+        a, b = rotate_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
     a, b = saturated(a, True, ELEMENT), saturated(b, True, ELEMENT)
-    store_pairs(places, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, HALF, ALIGNED, FIRST)
+    store_pairs(units, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, HALF, ALIGNED, FIRST)
 
 
 @triton.jit(
     do_not_specialize=["sections", "first_section", "tile_count", "group", "chunk_count", "token_blocks", "sinks"]
 )
 def _synthesize(  # type: ignore[no-untyped-def]
-    y, jobs, tiles, basis, means, center_rows, chunks, slots, cos, sin, places, scales, status, classes, order,
+    y, jobs, tiles, basis, means, center_rows, chunks, slots, cos, sin, units, scales, status, classes, order,
     block_ranks, sections, first_section, tile_count, group, chunk_count, token_blocks, sinks, columns, angles,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, PREDICTED: tl.constexpr,
@@ -158,18 +158,18 @@ def _synthesize(  # type: ignore[no-untyped-def]
         y_at += BLOCK_R * stride
         basis_at += BLOCK_R * basis_stride
     row = tl.load(chunk + CHUNK.FIRST) + token
-    offset, exists = token_offsets(places, tl.load(tile + TILE.UNIT), slots, row, inside, status + job_index)
+    offset, exists = token_offsets(units, tl.load(tile + TILE.UNIT), slots, row, inside, status + job_index)
     # One half of the pairs after the other: means, angles and addresses of all would not fit registers.
     HALF: tl.constexpr = PAIRS // 2
     left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, 2, HALF)), (0, 1, 3, 2)))
     a, b = tl.split(tl.permute(left, (0, 2, 1)))
     _finish(
-        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists,
+        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, units, scales, tile, offset, exists,
         sinks, columns, angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, PREDICTED, 0,
     )  # fmt: skip
     a, b = tl.split(tl.permute(right, (0, 2, 1)))
     _finish(
-        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists,
+        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, units, scales, tile, offset, exists,
         sinks, columns, angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, PREDICTED, HALF,
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def synthesize(
 ) -> None:
     """Write a cache in one pass: inverse transform, mean or center, rotation, rounding.
 
-    A program computes one tile of `block_t` tokens: the stages `synthesize` and `place`. A slot beyond the cache
+    A program computes one tile of `block_t` tokens: the stages `synthesize` and `scatter`. A slot beyond the cache
     is flagged (Status.SLOT) and not written, like one of -1.
 
     Args:
@@ -207,7 +207,7 @@ def synthesize(
     group = max(min(count // batch.sections, MAX_GROUP), 1)
     _synthesize[(count * chunks * token_blocks,)](
         y, jobs, tiles.tiles, basis, means, centers.rows, batch.chunks, cache.slots, rotations.cos, rotations.sin,
-        cache.places, cache.scales, batch.status, order.classes, order.order, order.block_ranks, batch.sections,
+        cache.units, cache.scales, batch.status, order.classes, order.order, order.block_ranks, batch.sections,
         batch.first_section, count, group, chunks, token_blocks, len(means) - 1, means.stride(0),
         rotations.cos.shape[1], BLOCK_T=config.block_t, BLOCK_R=config.block_r, ELEMENT=ELEMENTS[cache.element],
         UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs,

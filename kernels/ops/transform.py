@@ -41,12 +41,12 @@ def _rotation_tables(  # type: ignore[no-untyped-def]
     scale = tl.load(scaling + angle, mask=has, other=1.0)
     if INVERSE:
         scale = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    turn = position[:, None] * tl.load(inv_freq + angle, mask=has, other=0.0)[None, :]
+    radians = position[:, None] * tl.load(inv_freq + angle, mask=has, other=0.0)[None, :]
     at = ((tl.load(chunk + CHUNK.FIRST) + token) * angles)[:, None] + angle[None, :]
     mask = (token < tl.load(chunk + CHUNK.TOKENS))[:, None] & has[None, :]
     # On all targets these are the accurate functions, with a full reduction of large arguments.
-    tl.store(cos + at, tl.cos(turn) * scale[None, :], mask=mask)
-    tl.store(sin + at, tl.sin(turn) * scale[None, :], mask=mask)
+    tl.store(cos + at, tl.cos(radians) * scale[None, :], mask=mask)
+    tl.store(sin + at, tl.sin(radians) * scale[None, :], mask=mask)
 
 
 def rotation_tables(
@@ -66,7 +66,7 @@ def rotation_tables(
         scaling: float32 `[A]`: `Rope.attention_scaling`.
         tables: rows ChunkField.FIRST … are written.
         use_source: positions count from ChunkField.SOURCE instead of ChunkField.TARGET.
-        inverse: divide by the scaling; `turn_pairs(INVERSE=True)` then un-rotates, as `unrotate` does.
+        inverse: divide by the scaling; `rotate_pairs(INVERSE=True)` then un-rotates, as `unrotate` does.
     """
     angles = len(inv_freq)
     if not angles:

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from cuvee.codec.support.arena import MOST_KEPT, Arena
+from cuvee.codec.support.arena import MAX_CACHED, Arena
 
 
 def test_a_buffer_is_used_again_and_grows() -> None:
@@ -27,7 +27,7 @@ def test_a_buffer_is_used_again_and_grows() -> None:
 def test_a_large_buffer_is_not_kept() -> None:
     arena = Arena()
     kept = arena.array("a", 100, np.uint8)
-    assert arena.array("a", MOST_KEPT + 1, np.uint8).shape == (MOST_KEPT + 1,)
+    assert arena.array("a", MAX_CACHED + 1, np.uint8).shape == (MAX_CACHED + 1,)
     assert np.shares_memory(kept, arena.array("a", 100, np.uint8))
 
 

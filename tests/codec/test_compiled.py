@@ -37,7 +37,7 @@ caching.CompileResultCacheImpl._locator_classes = []
 
 @pytest.fixture(autouse=True)
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_told", {})
+    monkeypatch.setattr(module, "_warned", {})
 
 
 def run(code: str, **changes: str) -> subprocess.CompletedProcess[str]:

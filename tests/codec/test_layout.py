@@ -256,7 +256,7 @@ def test_from_config_ignores_the_default_device(
     tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, vocab_size: int
 ) -> None:
     expected = KVLayout.from_config(tiny_config("llama"), "float32")
-    monkeypatch.setattr(stand_in, "_known", {})
+    monkeypatch.setattr(stand_in, "_of_configs", {})
     with torch.device("meta"):
         assert KVLayout.from_config(tiny_config("llama", vocab_size=vocab_size), "float32") == expected
 

@@ -79,7 +79,7 @@ def test_each_section_is_read_once(coded: Any, name: str, scheme: str, tokens: i
     counted: Any = SimpleNamespace(**vars(stages) | watched)
     want = codec.decode(blob)
     read.clear()
-    codec._backends._known["cpu"] = CpuBackend(counted, 1)
+    codec._backends._instances["cpu"] = CpuBackend(counted, 1)
     got = codec.decode(blob)
     assert read == Counter(header.section_bytes)
     assert sum(tiles.values()) > len(header.section_bytes), "several tiles"

@@ -113,7 +113,7 @@ def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk, make_cod
     codec = make_codec("gqa", "layer", step=0.1)
     blob = codec.encode(chunk)
     there: Codec = pickle.loads(pickle.dumps(codec))
-    assert there._backends._known == {} and there.encode(chunk) == blob
+    assert there._backends._instances == {} and there.encode(chunk) == blob
     assert same(there.decode(blob), codec.decode(blob))
 
 

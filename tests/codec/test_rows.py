@@ -84,7 +84,7 @@ def test_place_takes_blocks_one_after_the_other(
             for values, by in ((x, transform), (blocks, module)):
                 units = [torch.full((30, 2, 16), 7.0, dtype=torch.bfloat16) for _ in range(6)]
                 rows: list[Rows | None] = [dense_rows(unit) for unit in units]
-                by.place(values, Centers(mean), section, layout, rotation, slice(0, 30), rows[:3], rows[3:], order)
+                by.scatter(values, Centers(mean), section, layout, rotation, slice(0, 30), rows[:3], rows[3:], order)
                 results.append(units)
             assert alike(*results)
 

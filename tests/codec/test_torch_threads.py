@@ -158,7 +158,7 @@ def test_operations_start_no_threads(call: str, counted: tuple[int, int]) -> Non
 def test_another_openmp_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A library that torch does not call obeys, and torch does not."""
     torch_threads._setters.cache_clear()
-    monkeypatch.setattr(torch_threads, "_found", lambda name: lambda number: number)
+    monkeypatch.setattr(torch_threads, "_loaded", lambda name: lambda number: number)
     try:
         with machine.torch_threads(3), caplog.at_level(logging.WARNING):
             for _ in range(2):

@@ -84,7 +84,7 @@ def test_both_places_write_the_same_bits(dtype: str, x_dtype: torch.dtype, means
     x[:, -10:], mean[:, -10:-5], mean[:, -5:] = 0, 1 + 2**-8, 1 + 3 * 2**-8
     rotation = Rotation(1000, 100, CPU)
     outputs = [empty_outputs(layout, 100) for _ in range(2)]
-    for implementation, out in zip((transform.place, transform_numba.place), outputs, strict=True):
+    for implementation, out in zip((transform.scatter, transform_numba.scatter), outputs, strict=True):
         implementation(x, Centers(mean), section, layout, rotation, slice(37, 100), *rows_of(out))
     for one, other in zip(*outputs, strict=True):
         for a, b in zip(one, other, strict=True):
@@ -96,7 +96,7 @@ def test_both_places_write_the_same_bits(dtype: str, x_dtype: torch.dtype, means
     # The last mean serves all further tokens: the same as if it was repeated.
     repeated = empty_outputs(layout, 100)
     whole = torch.cat([mean, mean[-1:].expand(63 - means, -1)])
-    transform.place(x, Centers(whole), section, layout, rotation, slice(37, 100), *rows_of(repeated))
+    transform.scatter(x, Centers(whole), section, layout, rotation, slice(37, 100), *rows_of(repeated))
     for one, other in zip(repeated, outputs[0], strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
@@ -297,7 +297,7 @@ def test_vectors_and_what_is_left_of_them_give_the_same_bits(dtype: str, size: i
         for module in (transform, transform_numba):
             out = [torch.full((tokens, 2, size), 7.0).to(layout.torch_dtype) for _ in range(2)]
             rows = [[dense_rows(unit)] for unit in out]
-            module.place(x, Centers(mean, predictions), section, layout, Rotation(5, tokens, CPU), there, *rows)
+            module.scatter(x, Centers(mean, predictions), section, layout, Rotation(5, tokens, CPU), there, *rows)
             placed.append(out)
         assert all(map(torch.equal, *placed)) and not any(bool((unit == 7).all()) for unit in placed[0])
         torch.testing.assert_close(

@@ -18,7 +18,7 @@ from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.sections import Section, partition
 from cuvee.codec.rope import cos_sin
 from cuvee.kernels.jobs import ChunkField, TileField
-from cuvee.kernels.ops.pages import contiguity, place_row
+from cuvee.kernels.ops.pages import contiguity, unit_row
 from cuvee.kernels.plans import Geometry
 from cuvee.kernels.tiles import TileLayout
 
@@ -158,11 +158,11 @@ class Batch:
         first, end, _ = run.indices(len(self.sections))
         tiles = self.laid.tiles if tiles is None else tiles
         tiles = tiles[(tiles[:, TileField.SECTION] >= first) & (tiles[:, TileField.SECTION] < end)]
-        places = np.array([place_row(unit) for unit in cache.units], np.int64)
+        places = np.array([unit_row(unit) for unit in cache.units], np.int64)
         unit_stride, aligned = contiguity(places, tiles, cache.element)
         return {
             "chunks": torch.from_numpy(chunks).to(self.device), "tiles": torch.from_numpy(tiles).to(self.device),
-            "places": torch.from_numpy(places).to(self.device), "scales": cache.scales.to(self.device),
+            "units": torch.from_numpy(places).to(self.device), "scales": cache.scales.to(self.device),
             "slots": cache.slots, "element": cache.element, "unit_stride": unit_stride, "aligned": aligned,
             "status": torch.zeros(len(self.tokens) * (end - first), dtype=torch.int32, device=self.device),
             "sections": end - first, "first_section": first, "max_tokens": max(self.tokens), "pairs": self.laid.pairs,

@@ -53,21 +53,21 @@ def start() -> None:
     from cuvee.kernels import backend
 
     seed = os.environ.get("CUVEE_PTX_SEED")
-    emulator = install(TARGET, Options(seed=int(seed) if seed else None), tables=("places",))
+    emulator = install(TARGET, Options(seed=int(seed) if seed else None), tables=("units",))
     backend.shared = backend.TritonBackend(("cuda", "cpu"))
     _watch_places(emulator.places)
 
 
 def _watch_places(places: dict[int, int]) -> None:
-    """Record the memory that tables of addresses describe, in every module that imported `place_row`."""
+    """Record the memory that tables of addresses describe, in every module that imported `unit_row`."""
     from tests.ptx.driver import extent
 
     from cuvee.kernels import chunks
     from cuvee.kernels.ops import pages
 
-    original = pages.place_row
+    original = pages.unit_row
 
-    def place_row(memory: torch.Tensor) -> list[int]:
+    def unit_row(memory: torch.Tensor) -> list[int]:
         row = original(memory)
         if memory.numel():
             first, end = extent(memory)
@@ -76,8 +76,8 @@ def _watch_places(places: dict[int, int]) -> None:
 
     for module in {pages, chunks, *sys.modules.values()}:
         names = getattr(module, "__dict__", {})  # no more than looked at: some modules import what is asked of them
-        if names.get("place_row") is original:
-            names["place_row"] = place_row
+        if names.get("unit_row") is original:
+            names["unit_row"] = unit_row
 
 
 def compiled_kernels() -> Path:

@@ -54,9 +54,9 @@ class KernelSpec:
 
 
 # Types of arguments, by name.
-_I64 = ("jobs", "parts", "plans", "chunks", "tiles", "blocks", "places", "slots", "table", "coding", "totals", "starts",
+_I64 = ("jobs", "parts", "plans", "chunks", "tiles", "blocks", "units", "slots", "table", "coding", "totals", "starts",
         "sums")  # fmt: skip
-_I32 = ("tables", "row_maps", "row_ints", "reach", "counts", "status", "found", "block_ranks", "center_rows",
+_I32 = ("tables", "row_maps", "row_ints", "reach", "counts", "status", "escape_counts", "block_ranks", "center_rows",
         "escape_value", "value")  # fmt: skip
 _FLOATS = ("y", "base", "left", "row_floats", "steps", "inverses", "limits", "x", "means", "cos", "sin", "source_cos",
            "source_sin", "scales", "inv_freq", "scaling")  # fmt: skip
@@ -143,8 +143,8 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec("write_coded", coded_part._write_kernel, _WRITE, types={"blocks": "i32"}),
     _symbols("dequantize", dequantize._dequantize, 80, {**_COLUMNS, "base": None}, y="*bf16"),
     _symbols("dequantize refinement", dequantize._dequantize, 80, _COLUMNS, y="*bf16"),
-    _symbols("place_escapes", dequantize._place_escapes, 48, {**_ENTRIES, "base": None}, y="*bf16"),
-    _symbols("place_escapes refinement", dequantize._place_escapes, 48, _ENTRIES, y="*bf16"),
+    _symbols("place_escapes", dequantize._write_escapes, 48, {**_ENTRIES, "base": None}, y="*bf16"),
+    _symbols("place_escapes refinement", dequantize._write_escapes, 48, _ENTRIES, y="*bf16"),
     _symbols("quantize", quantize._quantize, 128, {**_WINDOWS, "left": None}),
     _symbols("quantize base", quantize._quantize, 144, _WINDOWS),
     _symbols("list_escapes", quantize._list_escapes, 128, _WINDOWS),

@@ -86,7 +86,7 @@ def test_offsets_are_those_of_the_predictor(device: torch.device) -> None:
     predictor = DevicePredictor(plan.coding[0].sections, plan.geometry.tiles, device)
     x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
-    jobs, positions, levels = (torch.from_numpy(array.copy()).to(device) for array in predictor.place(chunks, [0, 30]))
+    jobs, positions, levels = (torch.from_numpy(array.copy()).to(device) for array in predictor.inputs(chunks, [0, 30]))
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     batch = ChunkBatch(torch.from_numpy(chunks).to(device), status, len(profile.learned), 0, 7)
     found = predictor.offsets(x, jobs, batch, positions, levels)
@@ -111,7 +111,7 @@ def test_offsets_are_those_of_values_with_their_predictions(device: torch.device
     sent = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     centers = plan.token_centers.centers(sent, sections)
     chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
-    jobs, positions, levels = (torch.from_numpy(array.copy()).to(device) for array in predictor.place(chunks, [0, 0]))
+    jobs, positions, levels = (torch.from_numpy(array.copy()).to(device) for array in predictor.inputs(chunks, [0, 0]))
     status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
     batch = ChunkBatch(torch.from_numpy(chunks).to(device), status, len(sections), 0, 7)
     # Not rounded to bfloat16, as on the CPU.

@@ -68,9 +68,9 @@ MUTANTS = (
     Mutant("choice turned around", "_decode_kernel", rf"(selp\.b32 \t%r\d+), {ANY}, {ANY},", r"\1, \3, \2,"),
     Mutant("least instead of most", "_decode_kernel", r"redux\.sync\.max", "redux.sync.min"),
     Mutant("most instead of sum", "_write_kernel", r"redux\.sync\.add", "redux.sync.max"),
-    Mutant("branch turned around", "_place_escapes", r"@(%p\d+) bra", r"@!\1 bra"),
+    Mutant("branch turned around", "_write_escapes", r"@(%p\d+) bra", r"@!\1 bra"),
     Mutant("sign of a sum", "_gather", r"sub\.f32", "add.f32"),
-    Mutant("returns at once", "_place_escapes", r"(mov\.u32 \t%r\d+, %tid\.x;)", r"\1 ret;"),
+    Mutant("returns at once", "_write_escapes", r"(mov\.u32 \t%r\d+, %tid\.x;)", r"\1 ret;"),
 )  # fmt: skip
 # In instructions that not all targets have.
 _OLDER = (
@@ -99,7 +99,7 @@ ALONE = {
 RUNS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "_decode_kernel": (scenarios.decodes, ("layer",)),
     "_dequantize": (scenarios.decodes, ("layer",)),
-    "_place_escapes": (scenarios.decodes, ("layer",)),
+    "_write_escapes": (scenarios.decodes, ("layer",)),
     "_synthesize": (scenarios.decodes, ("layer",)),
     "_count_symbols": (scenarios.encodes, ("lossless",)),
     "_split_planes": (scenarios.encodes, ("lossless",)),

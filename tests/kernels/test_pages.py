@@ -13,9 +13,9 @@ import triton.language as tl
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.profiles.sections import partition
-from cuvee.kernels.jobs import ELEMENTS, PlaceField, Status, TileField
+from cuvee.kernels.jobs import ELEMENTS, Status, TileField, UnitField
 from cuvee.kernels.ops import pages
-from cuvee.kernels.ops.pages import contiguity, place_row
+from cuvee.kernels.ops.pages import contiguity, unit_row
 from cuvee.kernels.tiles import TileLayout, lay_out_tiles
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -25,13 +25,13 @@ HEADS = 2
 
 @triton.jit
 def _read(  # type: ignore[no-untyped-def]
-    places, scales, tiles, slots, out, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    units, scales, tiles, slots, out, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIELDS: tl.constexpr, UNIT: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * FIELDS
     token = tl.arange(0, BLOCK_T)
-    offset, exists = pages.token_offsets(places, tl.load(tile + UNIT), slots, token, token < count, status)
-    a, b = pages.load_pairs(places, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+    offset, exists = pages.token_offsets(units, tl.load(tile + UNIT), slots, token, token < count, status)
+    a, b = pages.load_pairs(units, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
     at = out + (tl.program_id(0) * count + token[:, None]) * (2 * PAIRS) + tl.arange(0, PAIRS)[None, :]
     tl.store(at, a, mask=(token < count)[:, None])
     tl.store(at + PAIRS, b, mask=(token < count)[:, None])
@@ -39,22 +39,22 @@ def _read(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    places, scales, tiles, slots, values, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    units, scales, tiles, slots, values, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIELDS: tl.constexpr, UNIT: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * FIELDS
     token = tl.arange(0, BLOCK_T)
-    offset, exists = pages.token_offsets(places, tl.load(tile + UNIT), slots, token, token < count, status)
+    offset, exists = pages.token_offsets(units, tl.load(tile + UNIT), slots, token, token < count, status)
     at = values + (tl.program_id(0) * count + token[:, None]) * (2 * PAIRS) + tl.arange(0, PAIRS)[None, :]
     a = tl.load(at, mask=(token < count)[:, None])
     b = tl.load(at + PAIRS, mask=(token < count)[:, None])
-    pages.store_pairs(places, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+    pages.store_pairs(units, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
 
 
 @triton.jit
-def _offsets(places, slots, offsets, exist, status, count, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
+def _offsets(units, slots, offsets, exist, status, count, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.arange(0, BLOCK_T)
-    offset, exists = pages.token_offsets(places, tl.program_id(0), slots, token, token < count, status)
+    offset, exists = pages.token_offsets(units, tl.program_id(0), slots, token, token < count, status)
     tl.store(offsets + tl.program_id(0) * count + token, tl.where(exists, offset, -1), mask=token < count)
     tl.store(exist + tl.program_id(0) * count + token, exists.to(tl.int32), mask=token < count)
 
@@ -86,7 +86,7 @@ def launch(
     array: torch.Tensor, element: torch.dtype,
 ) -> int:  # fmt: skip
     """Run a kernel over all tiles; returns the status."""
-    places = np.array([place_row(unit) for unit in units], np.int64)
+    places = np.array([unit_row(unit) for unit in units], np.int64)
     unit_stride, aligned = contiguity(places, tables.tiles, element)
     status = torch.zeros(1, dtype=torch.int32, device=slots.device)
     kernel[(len(tables.tiles),)](  # type: ignore[index]
@@ -156,9 +156,9 @@ def test_offsets_beyond_32_bits(device: torch.device) -> None:
     )  # fmt: skip
     for unit, place in enumerate(places):
         for i, slot in enumerate(slots.tolist()):
-            inside = slot < place[PlaceField.SLOTS]
-            block, token = divmod(slot, place[PlaceField.BLOCK_TOKENS])
-            want = block * place[PlaceField.BLOCK] + token * place[PlaceField.TOKEN] if inside else -1
+            inside = slot < place[UnitField.SLOTS]
+            block, token = divmod(slot, place[UnitField.BLOCK_TOKENS])
+            want = block * place[UnitField.BLOCK] + token * place[UnitField.TOKEN] if inside else -1
             assert int(offsets[unit, i]) == want and bool(exist[unit, i]) == inside
     assert int(status) == Status.SLOT
 
@@ -186,13 +186,13 @@ def test_memory_beyond_32_bits(order: str, element: torch.dtype, device: torch.d
     assert torch.equal(out, values)
 
 
-def test_place_row_and_contiguity(device: torch.device) -> None:
+def test_unit_row_and_contiguity(device: torch.device) -> None:
     unit = cache("bhtd", torch.bfloat16, device, 3, 16, 32)[1]
-    assert place_row(unit) == [unit.data_ptr(), 16 * HEADS * 32, 32, 16 * 32, 1, 16, 48]
+    assert unit_row(unit) == [unit.data_ptr(), 16 * HEADS * 32, 32, 16 * 32, 1, 16, 48]
     with pytest.raises(InputError, match="blocks, tokens, heads, dimensions"):
-        place_row(unit[0])
+        unit_row(unit[0])
     with pytest.raises(InputError, match="slots"):
-        place_row(torch.zeros(1).expand(2**16, 2**15, 1, 1))
+        unit_row(torch.zeros(1).expand(2**16, 2**15, 1, 1))
     tiles = one_layer(32).tiles
     for order, element, dims, want in (
         ("bthd", torch.bfloat16, 32, (True, True)),
@@ -201,13 +201,13 @@ def test_place_row_and_contiguity(device: torch.device) -> None:
         ("bdht", torch.bfloat16, 32, (False, False)),
     ):
         unit = cache(order, element, torch.device("cpu"), 3, 16, dims)[1]
-        places = np.array([place_row(unit)] * 2, np.int64)
+        places = np.array([unit_row(unit)] * 2, np.int64)
         tiles = one_layer(dims).tiles
         assert contiguity(places, tiles, element) == want
-        places[1, PlaceField.POINTER] += 8
+        places[1, UnitField.POINTER] += 8
         assert contiguity(places, tiles, element) == (want[0], False)
     interleaved = one_layer(32, 32, True).tiles
-    places = np.array([place_row(dense(torch.float32, 4, 32, torch.device("cpu")))] * 2, np.int64)
+    places = np.array([unit_row(dense(torch.float32, 4, 32, torch.device("cpu")))] * 2, np.int64)
     assert contiguity(places, interleaved, torch.float32) == (False, False)
     turned = one_layer(32, 32).tiles
     assert contiguity(places, turned, torch.float32) == (True, True)

@@ -147,7 +147,7 @@ class Launch:
         first = self.jobs[job, JobField.PLANES]
         return slice(first, first + self.parts[job].symbols.size)
 
-    def place_planes(self) -> torch.Tensor:
+    def plane_offsets(self) -> torch.Tensor:
         """What decoding must leave: every part's symbols, poison between them and below a column's last plane."""
         out = self.poison(self.planes)
         for job, part in enumerate(self.parts):
@@ -224,14 +224,14 @@ SHAPES: dict[str, list[tuple[int, int, int, str]]] = {
 def test_decodes_what_the_codec_wrote(name: str, device: torch.device) -> None:
     launch = Launch(make_parts(SHAPES[name]), device)
     planes, status = launch.decode(launch.place_data())
-    assert torch.equal(planes, launch.place_planes())
+    assert torch.equal(planes, launch.plane_offsets())
     assert status == [0] * len(launch.parts)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_encodes_the_bytes_of_the_codec(name: str, device: torch.device) -> None:
     launch = Launch(make_parts(SHAPES[name]), device)
-    streams = launch.encoded(launch.place_planes())
+    streams = launch.encoded(launch.plane_offsets())
     touched = [np.zeros(len(a), bool) for a in (streams.words, streams.states, streams.lengths)]
     for job, part in zip(launch.jobs, launch.parts, strict=True):
         regions = touched[0][job[JobField.WORDS] :][: part.count * part.steps * part.per_stream]
@@ -304,7 +304,7 @@ def test_damage_is_found_and_stays_in_its_job(name: str, kind: str, device: torc
     launch = Launch(parts, device)
     planes, status = launch.decode(launch.place_data(coded))
     assert status == [0, BAD, 0]
-    good = launch.place_planes()
+    good = launch.plane_offsets()
     good[launch.own(1)] = planes[launch.own(1)]
     assert torch.equal(planes, good)
 
@@ -339,7 +339,7 @@ def test_what_is_wrong_is_found_where_all_symbols_fit(what: str, device: torch.d
         streams = Streams(streams.states, np.full(1, len(words), np.uint32), words)
     launch = Launch([part], device)
     planes, status = launch.decode(launch.place_data([part.written(streams)]))
-    assert torch.equal(planes, launch.place_planes())
+    assert torch.equal(planes, launch.plane_offsets())
     assert status == [BAD]
 
 
@@ -351,7 +351,7 @@ def test_sums_of_lengths_of_four_bytes_do_not_wrap(value: int, device: torch.dev
     launch.jobs[0, [JobField.LENGTHS, JobField.LONG_LENGTHS]] = len(data) // 2, 1
     planes, status = launch.decode(np.concatenate([data, np.full(65, value, np.uint32).view(np.uint8)]))
     assert status == [BAD, 0]
-    assert torch.equal(planes[launch.own(1)], launch.place_planes()[launch.own(1)])
+    assert torch.equal(planes[launch.own(1)], launch.plane_offsets()[launch.own(1)])
 
 
 def test_status_keeps_what_others_found(device: torch.device) -> None:
@@ -367,7 +367,7 @@ def test_status_keeps_what_others_found(device: torch.device) -> None:
 
 def test_encodes_a_state_at_its_limit(device: torch.device) -> None:
     launch = Launch([zeros_part()], device)
-    assert launch.write(launch.encoded(launch.place_planes())) == [zeros_part().coded]
+    assert launch.write(launch.encoded(launch.plane_offsets())) == [zeros_part().coded]
 
 
 def test_more_escapes_than_a_program_writes_at_once(device: torch.device) -> None:
@@ -377,7 +377,7 @@ def test_more_escapes_than_a_program_writes_at_once(device: torch.device) -> Non
     assert len(index) > 3 * 1024
     parts[0] = replace(parts[0], escapes=Escapes(index, rng.integers(-(1 << 31), 1 << 31, len(index)).astype(np.int32)))
     launch = Launch(parts, device)
-    assert launch.write(launch.encoded(launch.place_planes())) == [part.coded for part in parts]
+    assert launch.write(launch.encoded(launch.plane_offsets())) == [part.coded for part in parts]
 
 
 def test_writes_lengths_that_need_four_bytes(device: torch.device) -> None:
@@ -399,7 +399,7 @@ def test_writes_lengths_that_need_four_bytes(device: torch.device) -> None:
 
 def test_a_byte_without_frequency_harms_only_its_stream(device: torch.device) -> None:
     launch = Launch(make_parts([(6, 70, 2, "one"), (6, 5, 2, "one")]), device)
-    planes = launch.place_planes()
+    planes = launch.plane_offsets()
     clean = launch.encoded(planes)
     freq = launch.parts[0].tables.freq[launch.parts[0].plan.tables[0, 2]]
     assert freq.min() == 0

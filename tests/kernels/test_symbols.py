@@ -152,7 +152,7 @@ def test_bytes_that_look_like_escapes(device: torch.device) -> None:
 def assert_quantizes(world: World) -> None:
     """To the bytes of the codec, whose escapes are counted and listed."""
     planes, counts, status = world.quantized()
-    assert not any(status) and torch.equal(planes, world.place_planes())
+    assert not any(status) and torch.equal(planes, world.plane_offsets())
     for job, (_, escapes) in enumerate(world.coded):
         rows = escapes.index // np.uint32(world.jobs[job, JobField.TOKENS])
         assert np.array_equal(counts[job].cpu().numpy(), np.bincount(rows, minlength=counts.shape[1]))
@@ -202,7 +202,7 @@ def test_what_quantizing_leaves_over(device: torch.device) -> None:
     world = make_world(device, [(0, 64, "mixed"), (1, 300, "each")], "head")
     y, left = world.place_y(), world.place_y()
     planes, _, status = world.quantized(y, left)
-    assert not any(status) and torch.equal(planes, world.place_planes())
+    assert not any(status) and torch.equal(planes, world.plane_offsets())
     want = y.clone()
     for job in range(len(world.coded)):
         world.coefficients(want, job).sub_(world.tensor(world.decoded(job)))
@@ -231,4 +231,4 @@ def test_coefficients_too_large_for_their_class(device: torch.device, bad: float
     assert status == [int(Status.TOO_LARGE), 0]
     # Nothing beyond the job is touched.
     at = world.planes_of(0).stop
-    assert raw(planes[at:]) == raw(world.place_planes()[at:])
+    assert raw(planes[at:]) == raw(world.plane_offsets()[at:])

@@ -29,7 +29,7 @@ from cuvee.kernels.ops.arguments import DevicePlans, PlaneJobs
 from cuvee.kernels.ops.dequantize import MIN_DEPTH, dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.plans import TransformPlan
-from cuvee.kernels.workspace import place_coefficients, place_planes, running_offsets
+from cuvee.kernels.workspace import coefficient_offsets, plane_offsets, running_offsets
 
 FAMILY = default_family()
 POISON = 0xAB
@@ -137,7 +137,7 @@ class World:
         first = self.jobs[job, JobField.PLANES]
         return slice(first, first + self.coded[job][0].size)
 
-    def place_planes(self, below: int = POISON) -> torch.Tensor:
+    def plane_offsets(self, below: int = POISON) -> torch.Tensor:
         """The planes of all jobs; poison between them, and `below` the last plane of a column."""
         out = self.poison(self.sizes[0])
         for job, (coded, _) in enumerate(self.coded):
@@ -170,7 +170,7 @@ class World:
         data, status, found = self.place_escapes(), self.flags(), self.flags()
         y = torch.full((self.sizes[1],), float("nan"), dtype=dtype, device=self.device)
         dequantize(
-            data, self.coded_jobs(self.place_planes(below)), y, status, found,
+            data, self.coded_jobs(self.plane_offsets(below)), y, status, found,
             int(self.plan.plans[:, PlanField.EXTENT].max()), int(self.jobs[:, JobField.TOKENS].max()),
             depth, base,
         )  # fmt: skip
@@ -238,8 +238,8 @@ def make_world(device: torch.device, jobs: Sequence[tuple[int, int, str]], group
     columns, order, counts = sort_columns(np.concatenate(classes), first, tokens)
     deepest = plan.rows(sections, (counts > 0).argmax(1))
     plans, gaps = plan.plans[deepest], GAP * np.arange(1, len(jobs) + 1)
-    planes, plane_bytes = place_planes(plans[:, PlanField.PLANES], tokens)
-    at, stride, coefficients = place_coefficients(plans[:, PlanField.EXTENT], tokens)
+    planes, plane_bytes = plane_offsets(plans[:, PlanField.PLANES], tokens)
+    at, stride, coefficients = coefficient_offsets(plans[:, PlanField.EXTENT], tokens)
     rows = job_table(
         len(jobs), tokens=tokens, plan=plan.rows(sections), deepest=deepest, columns=first, planes=planes + gaps,
         coefficients=at + gaps, stride=stride,

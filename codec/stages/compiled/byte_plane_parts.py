@@ -67,9 +67,9 @@ def read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
     for pair in range(at + 2, end, 3):
         frequency = np.int64(read_u16(data, pair + 1))
         entry = np.uint32(data[pair]) << np.uint32(24) | np.uint32(frequency) << np.uint32(12)
-        own = slots[filled : min(filled + frequency, TOTAL)]  # whatever another process has written meanwhile
-        for i in range(len(own)):
-            own[i] = np.uint32(entry | np.uint32(i))
+        symbol_slots = slots[filled : min(filled + frequency, TOTAL)]  # whatever another process has written meanwhile
+        for i in range(len(symbol_slots)):
+            symbol_slots[i] = np.uint32(entry | np.uint32(i))
         filled += frequency
 
 
@@ -108,7 +108,7 @@ def _parse(data, begin, end, channels, tokens, planes, problem):  # type: ignore
 
 
 @compiled_briefly
-def index(data, spans, channels, tokens, planes, found, problem):  # type: ignore[no-untyped-def]
+def index(data, spans, channels, tokens, planes, parsed, problem):  # type: ignore[no-untyped-def]
     """Read the parts that the tiles of sections share; `problem` receives what is wrong with the first damaged one.
 
     Returns:
@@ -116,18 +116,18 @@ def index(data, spans, channels, tokens, planes, found, problem):  # type: ignor
         of a section ends.
     """
     for i in range(len(spans)):
-        own = planes[i]
+        section_planes = planes[i]
         problem[part.SECTION] = i
-        at = _parse(data, spans[i, 0], spans[i, 1], channels[i], tokens, own, problem)
+        at = _parse(data, spans[i, 0], spans[i, 1], channels[i], tokens, section_planes, problem)
         if at < 0:
             return False, np.empty(0, np.uint32)
-        for plane in range(len(own)):
-            if own[plane, CODED]:
-                found[i, STEPS] += channels[i, plane]
-        if found[i, STEPS]:
-            if not part.find_part(data, at, spans[i, 1], tokens, found[i, STEPS], part.ONE_CLASS, found[i], problem):
+        for plane in range(len(section_planes)):
+            if section_planes[plane, CODED]:
+                parsed[i, STEPS] += channels[i, plane]
+        if parsed[i, STEPS]:
+            if not part.find_part(data, at, spans[i, 1], tokens, parsed[i, STEPS], part.ONE_CLASS, parsed[i], problem):
                 return False, np.empty(0, np.uint32)
         elif at != spans[i, 1]:
             problem[part.RULE], problem[part.FIRST] = rules.LONG, spans[i, 1] - at
             return False, np.empty(0, np.uint32)
-    return True, part.list_all_words(data, tokens, found)
+    return True, part.list_all_words(data, tokens, parsed)

@@ -88,8 +88,8 @@ def split_step(typing: Any, words, begins, token, later, low, at_low, high, at_h
         moved = code.integer(3, types.int64)
         lines = []
         for token_ in range(WIDTH):
-            place = builder.add(builder.load(builder.gep(begin_at, [INT64(token_)])), moved)
-            word = code.load(builder.gep(code.data(0), [builder.mul(place, INT64(2))]), HALVES, 2)
+            begin = builder.add(builder.load(builder.gep(begin_at, [INT64(token_)])), moved)
+            word = code.load(builder.gep(code.data(0), [builder.mul(begin, INT64(2))]), HALVES, 2)
             lines.append(builder.or_(builder.shl(word, one), builder.lshr(word, fifteen)))
         row_bytes = code.integer(8, types.int64)
         for channel, line in enumerate(code.transposed(lines)):

@@ -65,10 +65,10 @@ def _write_joined(  # type: ignore[no-untyped-def]
             # The low bytes come from the blob. They are read in order, which the CPU foresees, and joined from the
             # first cache.
             for i in range(min(_LINE, size - line)):
-                own = low[(h * size + line + i) * low_row : (h * size + line + i) * low_row + width]
+                channel_bytes = low[(h * size + line + i) * low_row : (h * size + line + i) * low_row + width]
                 to = lows[i * width : (i + 1) * width]
                 for t in range(width):
-                    to[t] = own[t]
+                    to[t] = channel_bytes[t]
             for block in range(0, width, WIDTH):
                 begin = min(block, width - WIDTH)  # the last tokens may be written twice
                 for d in range(line, min(line + _LINE, size), _CHANNELS):
@@ -155,21 +155,21 @@ _ROW_FIELDS = 8
 
 
 @compiled
-def _list_runs(found, start, stop, run_of):  # type: ignore[no-untyped-def]
+def _list_runs(parsed, start, stop, run_of):  # type: ignore[no-untyped-def]
     """Number the runs of layers that are decoded together in `run_of`: as few as have `_STREAMS` streams."""
     run = streams = np.int64(0)
-    for i in range(len(found)):
+    for i in range(len(parsed)):
         if streams >= _STREAMS:
             run += 1
             streams = np.int64(0)
         run_of[i] = run
-        if found[i, parts.STEPS]:
-            streams += part.stream_count(stop, found[i, part.LOG2]) - (start >> found[i, part.LOG2])
+        if parsed[i, parts.STEPS]:
+            streams += part.stream_count(stop, parsed[i, part.LOG2]) - (start >> parsed[i, part.LOG2])
 
 
 @compiled
 def _decode_and_write(  # type: ignore[no-untyped-def]
-    data, words_at, start, stop, channels, tokens, found, slots, planes, run_of, scratch, scratch_at, problem,
+    data, words_at, start, stop, channels, tokens, parsed, slots, planes, run_of, scratch, scratch_at, problem,
     first_row, rows, alike
 ):  # fmt: skip
     """Decode a tile of layers, run by run, and write it; return False for a damaged stream: see `decode_streams`.
@@ -178,19 +178,19 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
     written. `alike` has the dtype of their memory.
     """
     width, bytes_per_value = stop - start, planes.shape[1] // 2
-    fields = np.zeros((len(found), lanes.SECTION_FIELDS), np.int64)
-    depth = np.empty(len(found), np.int32)
+    fields = np.zeros((len(parsed), lanes.SECTION_FIELDS), np.int64)
+    depth = np.empty(len(parsed), np.int32)
     one_class = np.zeros(width, np.uint8)  # of the columns of all layers
     places = np.empty(0, np.int64)
     first = np.int64(0)
-    while first < len(found):
+    while first < len(parsed):
         end, total, coded, step = first, np.int64(0), np.int64(0), np.int64(0)
-        while end < len(found) and run_of[end] == run_of[first]:
+        while end < len(parsed) and run_of[end] == run_of[first]:
             fields[end, lanes.OUT], fields[end, lanes.PLANES], fields[end, lanes.TABLES] = (
                 scratch_at[end], end - first, total
             )  # fmt: skip
-            depth[end] = found[end, parts.STEPS]
-            total += found[end, parts.STEPS]
+            depth[end] = parsed[end, parts.STEPS]
+            total += parsed[end, parts.STEPS]
             end += 1
         tables = np.empty(total, np.uint32)
         for i in range(first, end):
@@ -205,22 +205,22 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
                         step += 1
                     coded += 1
         if not decode_streams(
-            data, found[first:end], words_at, start, stop, fields[first:end], one_class, depth[first:end], tables,
+            data, parsed[first:end], words_at, start, stop, fields[first:end], one_class, depth[first:end], tables,
             slots, scratch, problem,
         ):  # fmt: skip
             problem[part.SECTION] += first
             return False
         for i in range(first, end):
             for unit in range(2):
-                own = rows[i, unit]
-                if not own[_HEADS]:
+                unit_rows = rows[i, unit]
+                if not unit_rows[_HEADS]:
                     continue
-                begins = array_at(own[_BEGINS], own[_TOKENS], places)
-                out = array_at(own[_MEMORY], own[_ENTRIES], alike)
+                begins = array_at(unit_rows[_BEGINS], unit_rows[_TOKENS], places)
+                out = array_at(unit_rows[_MEMORY], unit_rows[_ENTRIES], alike)
                 _write(
                     data, tokens, start, width, planes[i, unit * bytes_per_value : (unit + 1) * bytes_per_value],
-                    scratch[scratch_at[i] :], begins, first_row, own[_HEADS], own[_SIZE], own[_HEAD_STRIDE],
-                    own[_DIM_STRIDE], out,
+                    scratch[scratch_at[i] :], begins, first_row, unit_rows[_HEADS], unit_rows[_SIZE],
+                    unit_rows[_HEAD_STRIDE], unit_rows[_DIM_STRIDE], out,
                 )  # fmt: skip
         first = end
     return True
@@ -238,7 +238,7 @@ class LayersIndex:
         itemsize: bytes per value.
         tokens: T, tokens in the chunk.
         channels: `[L, P]`, channels of each byte plane.
-        planes, found: `[L, P, …]` and `[L, …]`, the fields of the planes and of the streams; see above.
+        planes, parsed: `[L, P, …]` and `[L, …]`, the fields of the planes and of the streams; see above.
         words_at: the word at which each stream of each layer begins, and where a layer's last one ends.
     """
 
@@ -247,7 +247,7 @@ class LayersIndex:
     tokens: int
     channels: npt.NDArray[np.int64]
     planes: npt.NDArray[np.int64]
-    found: npt.NDArray[np.int64]
+    parsed: npt.NDArray[np.int64]
     words_at: npt.NDArray[np.uint32]
 
 
@@ -262,12 +262,12 @@ def index_layers(
     itemsize, count = dtype.itemsize, len(layers)
     channels = np.array([[layer.key_values, layer.value_values] for layer in layers], np.int64).repeat(itemsize, 1)
     data, spans = joined(sections)
-    planes, found = np.zeros((*channels.shape, 4), np.int64), np.zeros((count, parts.STEPS + 1), np.int64)
+    planes, parsed = np.zeros((*channels.shape, 4), np.int64), np.zeros((count, parts.STEPS + 1), np.int64)
     problem = np.zeros(part.PROBLEM_FIELDS, np.int64)
-    sound, words_at = parts.index(data, spans, channels, tokens, planes, found, problem)
+    sound, words_at = parts.index(data, spans, channels, tokens, planes, parsed, problem)
     if not sound:
-        raise part.problem_error(problem, found, tokens)
-    return LayersIndex(data, itemsize, tokens, channels, planes, found, words_at)
+        raise part.problem_error(problem, parsed, tokens)
+    return LayersIndex(data, itemsize, tokens, channels, planes, parsed, words_at)
 
 
 def decode_layers(
@@ -286,21 +286,21 @@ def decode_layers(
         keys: for each of these layers, rows of the tokens' keys; None to leave them out.
         first_row: row of the tile's first token. Tokens without a row are left out.
     """
-    found = index.found[which]
-    run_of = np.empty(len(found), np.int64)
-    _list_runs(found, at.start, at.stop, run_of)
-    before = np.concatenate([[0], np.cumsum(found[:, parts.STEPS] * (at.stop - at.start))])
+    parsed = index.parsed[which]
+    run_of = np.empty(len(parsed), np.int64)
+    _list_runs(parsed, at.start, at.stop, run_of)
+    before = np.concatenate([[0], np.cumsum(parsed[:, parts.STEPS] * (at.stop - at.start))])
     scratch_at = before[:-1] - before[np.searchsorted(run_of, run_of)]
     scratch = _arena.array("planes", int((scratch_at + np.diff(before)).max()) + WIDTH, np.uint8)
     # Tables are made when they are needed, so that they are in the first cache.
     slots = _arena.array("slots", int(np.bincount(run_of).max()) * index.channels.shape[1] * TOTAL, np.uint32)
     problem = np.zeros(part.PROBLEM_FIELDS, np.int64)
     if not _decode_and_write(
-        index.data, index.words_at, at.start, at.stop, index.channels[which], index.tokens, found, slots,
+        index.data, index.words_at, at.start, at.stop, index.channels[which], index.tokens, parsed, slots,
         index.planes[which], run_of, scratch, scratch_at, problem, first_row, _row_fields(keys, values),
         _ALIKE[index.itemsize],
     ):  # fmt: skip
-        raise part.problem_error(problem, found, index.tokens)
+        raise part.problem_error(problem, parsed, index.tokens)
 
 
 _ALIKE = {2: np.empty(0, np.uint16), 4: np.empty(0, np.uint32)}
@@ -308,12 +308,12 @@ _ALIKE = {2: np.empty(0, np.uint16), 4: np.empty(0, np.uint32)}
 
 def _row_fields(keys: Sequence[Rows | None], values: Sequence[Rows | None]) -> npt.NDArray[np.int64]:
     """Return rows as the compiled loops take them. The caller holds their arrays."""
-    known: dict[int, int] = {}  # layers share arrays, and to ask for an address takes a microsecond
+    addresses: dict[int, int] = {}  # layers share arrays, and to ask for an address takes a microsecond
 
     def address(array: npt.NDArray[np.int64]) -> int:
-        if id(array) not in known:
-            known[id(array)] = array.ctypes.data
-        return known[id(array)]
+        if id(array) not in addresses:
+            addresses[id(array)] = array.ctypes.data
+        return addresses[id(array)]
 
     fields = [
         (0,) * _ROW_FIELDS
@@ -385,10 +385,10 @@ def _split(memory, begins, stride, heads, size, planes, reference, counts):  # t
             total = np.int64(0)
             for t in range(tokens):
                 total += row[t]
-            own = np.uint8(np.rint(total / tokens))
-            reference[plane, channel] = own
+            mean = np.uint8(np.rint(total / tokens))
+            reference[plane, channel] = mean
             for t in range(tokens):
-                differences[t] = row[t] - own
+                differences[t] = row[t] - mean
             for eight in eights:
                 for k in range(8):
                     several[k & 3, (eight >> np.uint64(8 * k)) & np.uint64(0xFF)] += 1

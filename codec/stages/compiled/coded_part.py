@@ -14,7 +14,7 @@ from cuvee.codec.format.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2
 from cuvee.codec.stages.compiled.compiler import inner
 from cuvee.codec.support.arrays import I64
 
-# Fields of `found`: sizes, and places in bytes.
+# Fields of `parsed`: sizes, and offsets in bytes.
 LOG2, STATES, LENGTHS, WIDE, WORDS, COUNT, CLASS_STATE, CLASS_WORDS, CLASSES, ESCAPES, LISTED = range(11)
 STREAMS = 11  # for callers: the section's first entry in `words_at`
 PART_FIELDS = 12
@@ -62,10 +62,10 @@ def read_u32(data, at):  # type: ignore[no-untyped-def]
 
 
 @inner
-def find_part(data, begin, end, tokens, planes, rows, found, problem):  # type: ignore[no-untyped-def]
+def find_part(data, begin, end, tokens, planes, rows, parsed, problem):  # type: ignore[no-untyped-def]
     """Find the parts of a coded part, the bytes `begin … end - 1`; return False if they break a rule.
 
-    `planes` is the largest number of planes that a token may have, `rows` that of components, or `ONE_CLASS`. `found`
+    `planes` is the largest number of planes that a token may have, `rows` that of components, or `ONE_CLASS`. `parsed`
     receives the fields named above but for `STREAMS`, `problem` the broken rule and its numbers.
     """
     if begin + HEADER_BYTES > end:
@@ -85,16 +85,16 @@ def find_part(data, begin, end, tokens, planes, rows, found, problem):  # type: 
         return False
     count = stream_count(tokens, log2)
     wide = np.int64(2 if planes << log2 <= 0xFFFF else 4)
-    found[LOG2], found[WIDE], found[COUNT] = log2, wide, words
-    found[CLASS_STATE], found[CLASS_WORDS] = np.int64(class_state), class_words
-    found[STATES] = begin + HEADER_BYTES
-    found[LENGTHS] = found[STATES] + 4 * count
-    found[CLASSES] = found[LENGTHS] + wide * count
-    found[WORDS] = found[CLASSES] + 2 * class_words
-    at = found[WORDS] + 2 * words
+    parsed[LOG2], parsed[WIDE], parsed[COUNT] = log2, wide, words
+    parsed[CLASS_STATE], parsed[CLASS_WORDS] = np.int64(class_state), class_words
+    parsed[STATES] = begin + HEADER_BYTES
+    parsed[LENGTHS] = parsed[STATES] + 4 * count
+    parsed[CLASSES] = parsed[LENGTHS] + wide * count
+    parsed[WORDS] = parsed[CLASSES] + 2 * class_words
+    at = parsed[WORDS] + 2 * words
     padding = -(at - begin) % 4
-    found[ESCAPES], found[LISTED] = at + padding, escapes
-    missing = found[ESCAPES] + 8 * escapes - end
+    parsed[ESCAPES], parsed[LISTED] = at + padding, escapes
+    missing = parsed[ESCAPES] + 8 * escapes - end
     if missing:
         problem[RULE], problem[FIRST] = rules.SHORT if missing > 0 else rules.LONG, abs(missing)
         return False
@@ -104,16 +104,16 @@ def find_part(data, begin, end, tokens, planes, rows, found, problem):  # type: 
             return False
     total = np.int64(0)
     for i in range(count):
-        if read_u32(data, found[STATES] + 4 * i) < INITIAL:
+        if read_u32(data, parsed[STATES] + 4 * i) < INITIAL:
             problem[RULE], problem[FIRST] = rules.STATE, i
             return False
-        total += _stream_words(data, found, i)
+        total += _stream_words(data, parsed, i)
     if total != words:
         problem[RULE], problem[FIRST], problem[SECOND] = rules.LENGTHS, total, words
         return False
     before = np.int64(-1)
     for i in range(escapes):
-        index = np.int64(read_u32(data, found[ESCAPES] + 4 * i))
+        index = np.int64(read_u32(data, parsed[ESCAPES] + 4 * i))
         if index <= before or index >= rows * tokens:
             problem[RULE], problem[FIRST] = rules.ESCAPE_ORDER, i
             return False
@@ -128,40 +128,40 @@ def stream_count(tokens, log2):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _stream_words(data, found, stream):  # type: ignore[no-untyped-def]
-    place = found[LENGTHS] + found[WIDE] * stream
-    return np.int64(read_u16(data, place) if found[WIDE] == 2 else read_u32(data, place))
+def _stream_words(data, parsed, stream):  # type: ignore[no-untyped-def]
+    offset = parsed[LENGTHS] + parsed[WIDE] * stream
+    return np.int64(read_u16(data, offset) if parsed[WIDE] == 2 else read_u32(data, offset))
 
 
 @inner
-def list_words(data, found, words_at):  # type: ignore[no-untyped-def]
+def list_words(data, parsed, words_at):  # type: ignore[no-untyped-def]
     """Write the word at which each stream begins, and the word after the last stream's: one entry more than streams."""
     word = np.int64(0)
     for stream in range(len(words_at) - 1):
         words_at[stream] = word
-        word += _stream_words(data, found, stream)
+        word += _stream_words(data, parsed, stream)
     words_at[len(words_at) - 1] = word
 
 
 @inner
-def list_all_words(data, tokens, found):  # type: ignore[no-untyped-def]
+def list_all_words(data, tokens, parsed):  # type: ignore[no-untyped-def]
     """List the words of all sections that have streams, and note in `STREAMS` where the entries of each begin."""
     entries = np.int64(0)
-    for i in range(len(found)):
-        found[i, STREAMS] = entries
-        if found[i, STATES]:
-            entries += stream_count(tokens, found[i, LOG2]) + 1
+    for i in range(len(parsed)):
+        parsed[i, STREAMS] = entries
+        if parsed[i, STATES]:
+            entries += stream_count(tokens, parsed[i, LOG2]) + 1
     words_at = np.empty(entries, np.uint32)
-    for i in range(len(found)):
-        if found[i, STATES]:
-            at = found[i, STREAMS]
-            list_words(data, found[i], words_at[at : at + stream_count(tokens, found[i, LOG2]) + 1])
+    for i in range(len(parsed)):
+        if parsed[i, STATES]:
+            at = parsed[i, STREAMS]
+            list_words(data, parsed[i], words_at[at : at + stream_count(tokens, parsed[i, LOG2]) + 1])
     return words_at
 
 
-def problem_error(problem: I64, found: I64, tokens: int) -> FormatError:
-    """Return the error about the section that a compiled loop found damaged, given `problem` and the `found` of all."""
+def problem_error(problem: I64, parsed: I64, tokens: int) -> FormatError:
+    """Return the error about the section that a compiled loop found damaged, given `problem` and all of `parsed`."""
     section, rule, first, second = problem.tolist()
     if rule == rules.STREAM:
-        second = streams.stream_count(tokens, 1 << int(found[section, LOG2]))
+        second = streams.stream_count(tokens, 1 << int(parsed[section, LOG2]))
     return rule_error(rule, first, second)

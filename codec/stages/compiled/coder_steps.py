@@ -29,14 +29,14 @@ _LOWER_BOUND = 1 << 16
 _BIG_ENDIAN = sys.byteorder == "big"
 
 
-def _slot(code: Code, alike: bool, place: Any) -> Any:
-    """Return the decode table's entries at these places of the table of each lane."""
+def _slot(code: Code, alike: bool, index: Any) -> Any:
+    """Return the decode table's entries at these indices of each lane's table."""
     slots = code.data(5)
     if alike:
         first = code.builder.mul(code.integer(4, types.int64), INT64(4))
-        return code.gather(code.builder.gep(slots, [first]), INT32, place, 4)
+        return code.gather(code.builder.gep(slots, [first]), INT32, index, 4)
     base = code.load(code.pointer(4, 3, 4), VECTOR, 4)
-    return code.gather(slots, INT32, code.builder.add(base, place), 4)
+    return code.gather(slots, INT32, code.builder.add(base, index), 4)
 
 
 def _decoding(alike: bool, second: bool) -> Any:
@@ -62,8 +62,8 @@ def _decoding(alike: bool, second: bool) -> Any:
             code = Code(context, builder, sig.args, values)
             state, next_word, left = (code.pointer(array, 3, 4) for array in range(3))
             v, read = code.load(state, VECTOR, 4), code.load(next_word, VECTOR, 4)
-            place, high = builder.and_(v, constant(TOTAL - 1)), builder.lshr(v, constant(PROB_BITS))
-            slot = _slot(code, alike, place)
+            index, high = builder.and_(v, constant(TOTAL - 1)), builder.lshr(v, constant(PROB_BITS))
+            slot = _slot(code, alike, index)
             frequency = builder.and_(builder.lshr(slot, constant(12)), constant(0xFFF))
             moved = builder.add(builder.mul(frequency, high), builder.and_(slot, constant(0xFFF)))
             taking = code.taking(9)
@@ -106,14 +106,14 @@ def _dequantizing(low_bits: bool) -> Any:
     """Make the step for coefficients with low bits, or for those without."""
 
     @spelled_out
-    def dequantize_step(typing: Any, symbols, place, at_low, bits, one, more, step, out, to):  # type: ignore[no-untyped-def]
+    def dequantize_step(typing: Any, symbols, at, at_low, bits, one, more, step, out, to):  # type: ignore[no-untyped-def]
         """Dequantize 16 symbols of one class.
 
-        `dequantize_step(symbols, place, at_low, bits, one, more, step, out, to)`, or `dequantize_low_step`
+        `dequantize_step(symbols, at, at_low, bits, one, more, step, out, to)`, or `dequantize_low_step`
 
         Args:
             symbols: uint8 array.
-            place: where 16 symbols can be read.
+            at: where 16 symbols can be read.
             at_low: where 16 bytes with low bits can be read in the same array, for `dequantize_low_step`.
             bits: the number of low bits, for `dequantize_low_step`.
             one: float32, the shrinkage of level 1.
@@ -125,7 +125,7 @@ def _dequantizing(low_bits: bool) -> Any:
         Returns:
             whether a symbol is -128, which stands for an escape.
         """
-        signature = types.boolean(symbols, place, at_low, bits, one, more, step, out, to)
+        signature = types.boolean(symbols, at, at_low, bits, one, more, step, out, to)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             code = Code(context, builder, sig.args, values)
@@ -160,9 +160,9 @@ dequantize_step, dequantize_low_step = _dequantizing(low_bits=False), _dequantiz
 
 @spelled_out
 def quantize_step(  # type: ignore[no-untyped-def]
-    typing: Any, y, place, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels
+    typing: Any, y, at, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels
 ):  # fmt: skip
-    """Quantize the 16 coefficients at entry `place` of `y` to bytes at entry `to` of `planes`.
+    """Quantize the 16 coefficients at entry `at` of `y` to bytes at entry `to` of `planes`.
 
     From entry `first` on, the float32 arrays `inverse`, `zone` and `rounding` hold one over the steps, the magnitudes
     in steps below which a level is 0, and what is added to other magnitudes; the int32 arrays `half`, `bits`, `least`
@@ -170,8 +170,8 @@ def quantize_step(  # type: ignore[no-untyped-def]
     receives the levels plus `half`. Returns how many active coefficients escape, and whether all of them are below
     `MAX_LEVEL` steps.
     """
-    found = types.Tuple((types.int64, types.boolean))
-    signature = found(y, place, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels)
+    result = types.Tuple((types.int64, types.boolean))
+    signature = result(y, at, inverse, zone, rounding, half, bits, least, greatest, first, active, planes, to, levels)
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         code = Code(context, builder, sig.args, values)
@@ -196,7 +196,7 @@ def quantize_step(  # type: ignore[no-untyped-def]
         escapes = builder.ctpop(builder.bitcast(builder.and_(escaped, taking), INT16))
         outside = builder.bitcast(builder.and_(builder.not_(fits), taking), INT16)
         return context.make_tuple(
-            builder, found, [builder.zext(escapes, INT64), builder.icmp_unsigned("==", outside, INT16(0))]
+            builder, result, [builder.zext(escapes, INT64), builder.icmp_unsigned("==", outside, INT16(0))]
         )
 
     return signature, generate
@@ -206,16 +206,16 @@ def _encoding(alike: bool) -> Any:
     """Make the step for lanes that share a table, or have tables of their own."""
 
     @spelled_out
-    def encode_step(typing: Any, x, at, first, base, symbols, place, coders, active, words):  # type: ignore[no-untyped-def]
+    def encode_step(typing: Any, x, at, first, base, symbols, symbols_at, coders, active, words):  # type: ignore[no-untyped-def]
         """Encode one symbol of 16 streams; `encode_alike_step` takes the one table of all lanes in place of `base`.
 
-        From entry `first` on, the uint32 arrays `x`, `at` and `base` hold the lanes' states and the places of their
+        From entry `first` on, the uint32 arrays `x`, `at` and `base` hold the lanes' states and the indices of their
         next words in `words`, which are updated, and where the table of each lane begins in `coders`, see
-        `EntropyTables.coders`. 16 `symbols`, uint8, can be read from entry `place` on. The states of lanes that are not
+        `EntropyTables.coders`. 16 `symbols`, uint8, begin at entry `symbols_at`. The states of lanes that are not
         `active` do not change. Each lane's words, uint16, are adjacent, in the order of coding; the word after the next
         one is overwritten.
         """
-        signature = types.void(x, at, first, base, symbols, place, coders, active, words)
+        signature = types.void(x, at, first, base, symbols, symbols_at, coders, active, words)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             code = Code(context, builder, sig.args, values)
@@ -234,8 +234,8 @@ def _encoding(alike: bool) -> Any:
             # In all lanes, without branches: a lane that is not full overwrites its word later.
             words = builder.bitcast(code.data(8), INT16.as_pointer())
             states, places = code.each(v, state), code.each(to, next_word)
-            for low, next_place in zip(states, places, strict=True):
-                target = builder.gep(words, [builder.zext(next_place, INT64)])
+            for low, word_at in zip(states, places, strict=True):
+                target = builder.gep(words, [builder.zext(word_at, INT64)])
                 builder.store(builder.trunc(low, INT16), target, align=2)
             code.store(builder.add(to, builder.zext(full, VECTOR)), next_word, 4)
             v_ = builder.select(full, builder.lshr(v, constant(16)), v)
@@ -267,11 +267,11 @@ encode_step, encode_alike_step = _encoding(alike=False), _encoding(alike=True)
 
 
 @spelled_out
-def lookup_step(typing: Any, table, place, index, first, out):  # type: ignore[no-untyped-def]
-    """Write to `out` the 16 entries of `table`, counted from `place`, that `index` has from `first` on, at the same
-    places.
+def lookup_step(typing: Any, table, table_at, index, first, out):  # type: ignore[no-untyped-def]
+    """Write to `out` the 16 entries of `table`, counted from `table_at`, that `index` has from `first` on, at the same
+    entries.
     """
-    signature = types.void(table, place, index, first, out)
+    signature = types.void(table, table_at, index, first, out)
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         code = Code(context, builder, sig.args, values)

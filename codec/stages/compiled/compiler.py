@@ -27,7 +27,7 @@ from cuvee.codec.stages.compiled.linking import LinkedCompiler
 
 _log = logging.getLogger(__name__)
 
-_told: dict[str, object] = {}
+_warned: dict[str, object] = {}
 
 # A fork waits for the compiler. A child forked while another thread compiles would inherit a lock that no thread of the
 # child releases, and an LLVM in an unfinished state.
@@ -96,9 +96,9 @@ class _ReadOnly(caching.UserProvidedCacheLocator):  # type: ignore[misc, unused-
 
 class _Places(caching.CompileResultCacheImpl):  # type: ignore[misc, unused-ignore]
     _locator_classes: ClassVar[list[Any]] = [  # type: ignore[misc, unused-ignore]
-        own
-        for known in caching.CompileResultCacheImpl._locator_classes
-        for own in ((known, _ReadOnly) if known is caching.UserProvidedCacheLocator else (known,))
+        each
+        for locator in caching.CompileResultCacheImpl._locator_classes
+        for each in ((locator, _ReadOnly) if locator is caching.UserProvidedCacheLocator else (locator,))
     ]
 
 
@@ -154,7 +154,7 @@ def _forgiving(work: Callable[..., Any], what: str) -> Callable[..., Any]:
 def _tell(what: str, error: Exception) -> None:
     """Log the first occurrence of a problem."""
     mine = object()
-    if _told.setdefault(what, mine) is not mine:  # one step, so no lock that a forked child could find taken
+    if _warned.setdefault(what, mine) is not mine:  # one step, so no lock that a forked child could find taken
         return
     _log.warning(
         "cuvee: %s; it is compiled anew in every process, which takes some seconds (said once). Set NUMBA_CACHE_DIR to "

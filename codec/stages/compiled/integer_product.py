@@ -30,8 +30,8 @@ def _multiply(y, fields, matrix, scale, pairs, units, edge, x):  # type: ignore[
     y_, x_, stride = y.reshape(y.size), x.reshape(x.size), x.shape[1]
     spare = np.empty(TOKENS * WIDTH, np.float32)
     for block in range(blocks):
-        own = fields[block]
-        half = min(own[_TERMS], depth) // 2
+        record = fields[block]
+        half = min(record[_TERMS], depth) // 2
         for t in range(0, width, WIDTH):
             if t + WIDTH <= width:
                 pair_rows(y_, block * depth * width + t, width, 2 * half, pairs, t * half, units, t)
@@ -40,17 +40,17 @@ def _multiply(y, fields, matrix, scale, pairs, units, edge, x):  # type: ignore[
                 for i in range(width - t):
                     edge[row * WIDTH + i] = y[block, row, t + i]
             pair_rows(edge, 0, WIDTH, 2 * half, pairs, t * half, units, t)
-        for value in range(0, own[_ROWS], WIDTH):
-            tile, size = own[_MAP] + value * (own[_TERMS] // 2), min(WIDTH, own[_ROWS] - value)
+        for value in range(0, record[_ROWS], WIDTH):
+            tile, size = record[_MAP] + value * (record[_TERMS] // 2), min(WIDTH, record[_ROWS] - value)
             for t in range(0, width, TOKENS):
-                at, to, count = (t - t % WIDTH) * half + t % WIDTH, t * stride + own[_BEFORE] + value, width - t
+                at, to, count = (t - t % WIDTH) * half + t % WIDTH, t * stride + record[_BEFORE] + value, width - t
                 if size == WIDTH and count >= TOKENS:
                     multiply_step(
-                        pairs, at, matrix, tile, half, units, t, scale, own[_SCALE] + value, x_, to, stride
+                        pairs, at, matrix, tile, half, units, t, scale, record[_SCALE] + value, x_, to, stride
                     )  # fmt: skip
                     continue
                 multiply_step(
-                    pairs, at, matrix, tile, half, units, t, scale, own[_SCALE] + value, spare, 0, WIDTH
+                    pairs, at, matrix, tile, half, units, t, scale, record[_SCALE] + value, spare, 0, WIDTH
                 )  # fmt: skip
                 for i in range(min(TOKENS, count)):
                     for k in range(size):
@@ -67,13 +67,13 @@ def multiply_leading(y: F32, maps: IntegerMaps, x: F32) -> None:
 
 
 @compiled
-def _analyze(x, sizes, fields, matrix, scale, ranks, known, pairs, units, edge, y, first):  # type: ignore[no-untyped-def]
+def _analyze(x, sizes, fields, matrix, scale, ranks, computed, pairs, units, edge, y, first):  # type: ignore[no-untyped-def]
     tokens, stride = len(x), y.shape[1]
     x_, y_, spare = x.reshape(x.size), y.reshape(y.size), np.empty(TOKENS * WIDTH, np.float32)
-    before, column, begin = np.int64(0), np.int64(0), np.int64(known)
+    before, column, begin = np.int64(0), np.int64(0), np.int64(computed)
     for block in range(len(fields)):
-        own, rank, size = fields[block], ranks[block], sizes[block]
-        half = own[_TERMS] // 2
+        record, rank, size = fields[block], ranks[block], sizes[block]
+        half = record[_TERMS] // 2
         for t in range(0, tokens if begin < rank else 0, WIDTH):
             count = min(WIDTH, tokens - t)
             whole = size // WIDTH * WIDTH if count == WIDTH else np.int64(0)
@@ -85,11 +85,11 @@ def _analyze(x, sizes, fields, matrix, scale, ranks, known, pairs, units, edge, 
             pair_rows(edge, 0, WIDTH, 2 * half, pairs, 0, units, 0)
             for row in range(begin - begin % TOKENS, rank, TOKENS):
                 of_row, at = row % WIDTH, (before + row) * stride + first + t
-                tile = own[_MAP] + (row - of_row) * half + of_row
+                tile = record[_MAP] + (row - of_row) * half + of_row
                 if begin <= row and row + TOKENS <= rank and count == WIDTH:
-                    multiply_step(matrix, tile, pairs, 0, half, scale, own[_SCALE] + row, units, 0, y_, at, stride)
+                    multiply_step(matrix, tile, pairs, 0, half, scale, record[_SCALE] + row, units, 0, y_, at, stride)
                     continue
-                multiply_step(matrix, tile, pairs, 0, half, scale, own[_SCALE] + row, units, 0, spare, 0, WIDTH)
+                multiply_step(matrix, tile, pairs, 0, half, scale, record[_SCALE] + row, units, 0, spare, 0, WIDTH)
                 for i in range(TOKENS):
                     for k in range(count if begin <= row + i < rank else 0):
                         y_[at + i * stride + k] = spare[i * WIDTH + k]
@@ -102,7 +102,7 @@ def analyze(
     run: slice,
     ranks: Sequence[int],
     products: Products,
-    known: int,
+    computed: int,
     y: torch.Tensor,
 ) -> None:
     """Write the coefficients of some columns: `y[: sum(ranks), run]`.
@@ -113,19 +113,19 @@ def analyze(
         run: the columns.
         ranks: the number of leading components of each block.
         products: how to multiply.
-        known: this many components of the first block are there, as products of float32: they are the largest. In
+        computed: this many components of the first block are there, as products of float32: they are the largest. In
             bfloat16 they cost a tenth of the KL at fine steps, because attention sinks are large, and finest of all
             tokens. If none are there, bfloat16 serves no other component either.
         y: `[R, T]` float32.
     """
     if products is not Products.INT16:
-        dtype = products.dense if known else torch.float32
-        basis.coefficients(x[run], tuple(ranks), y[: sum(ranks), run], known, dtype)
+        dtype = products.dense if computed else torch.float32
+        basis.coefficients(x[run], tuple(ranks), y[: sum(ranks), run], computed, dtype)
         return
     maps = basis.forward_integers
     terms = int(maps.fields[:, _TERMS].max())
     _analyze(
-        x[run].numpy(), np.array(basis.block_sizes), maps.fields, maps.matrix, maps.scale, np.array(ranks), known,
+        x[run].numpy(), np.array(basis.block_sizes), maps.fields, maps.matrix, maps.scale, np.array(ranks), computed,
         _arena.array("pairs", terms // 2 * WIDTH, np.int32), _arena.array("units", WIDTH, np.float32),
         _arena.array("edge", terms * WIDTH, np.float32), y.numpy(), run.start,
     )  # fmt: skip

@@ -15,12 +15,12 @@ _HALF = WIDTH // 2
 
 
 @spelled_out
-def pair_rows(typing: Any, y, place, stride, rows, pairs, to, units, first):  # type: ignore[no-untyped-def]
-    """Round 16 columns to integers, as pairs of rows: `pair_rows(y, place, stride, rows, pairs, to, units, first)`.
+def pair_rows(typing: Any, y, at, stride, rows, pairs, to, units, first):  # type: ignore[no-untyped-def]
+    """Round 16 columns to integers, as pairs of rows: `pair_rows(y, at, stride, rows, pairs, to, units, first)`.
 
     Args:
         y: float32 array.
-        place: where row 0 of the columns begins.
+        at: where row 0 of the columns begins.
         stride: from a row to the next.
         rows: how many there are, an even number.
         pairs: int32 array; receives 16 pairs for each two rows, the earlier row's integer in the low half.
@@ -28,7 +28,7 @@ def pair_rows(typing: Any, y, place, stride, rows, pairs, to, units, first):  # 
         units: float32 array; receives what 1 stands for in each column, which makes the norm of a column `LONGEST`.
         first: the first column.
     """
-    signature = types.void(y, place, stride, rows, pairs, to, units, first)
+    signature = types.void(y, at, stride, rows, pairs, to, units, first)
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         code = Code(context, builder, sig.args, values)
@@ -54,8 +54,8 @@ def pair_rows(typing: Any, y, place, stride, rows, pairs, to, units, first):  # 
         with cgutils.for_range(builder, half, intp=INT64) as loop:
             at = builder.gep(source, [builder.mul(builder.shl(loop.index, INT64(1)), row_bytes)])
             low, high = (
-                builder.fptosi(_of_vector(code, "llvm.rint", builder.fmul(code.load(own, FLOATS, 4), scale)), VECTOR)
-                for own in (at, builder.gep(at, [row_bytes]))
+                builder.fptosi(_of_vector(code, "llvm.rint", builder.fmul(code.load(row_at, FLOATS, 4), scale)), VECTOR)
+                for row_at in (at, builder.gep(at, [row_bytes]))
             )
             pair = builder.or_(builder.and_(low, constant(0xFFFF)), builder.shl(high, constant(16)))
             code.store(pair, builder.gep(target, [builder.mul(loop.index, INT64(4 * WIDTH))]), 4)
@@ -65,17 +65,17 @@ def pair_rows(typing: Any, y, place, stride, rows, pairs, to, units, first):  # 
 
 
 @spelled_out
-def transpose_step(typing: Any, x, place, stride, out, to):  # type: ignore[no-untyped-def]
-    """Transpose 16 rows of 16 numbers: `transpose_step(x, place, stride, out, to)`.
+def transpose_step(typing: Any, x, at, stride, out, to):  # type: ignore[no-untyped-def]
+    """Transpose 16 rows of 16 numbers: `transpose_step(x, at, stride, out, to)`.
 
     Args:
         x: float32 array.
-        place: where the first row is.
+        at: where the first row is.
         stride: from a row to the next.
         out: float32 array, receives rows one after the other.
         to: where the first is written.
     """
-    signature = types.void(x, place, stride, out, to)
+    signature = types.void(x, at, stride, out, to)
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         code = Code(context, builder, sig.args, values)
@@ -134,8 +134,8 @@ def multiply_step(typing: Any, pairs, at, matrix, tile, half, units, first, scal
 
         with cgutils.for_range(builder, code.integer(4, types.int64), intp=INT64) as loop:
             offset = builder.mul(loop.index, INT64(4 * WIDTH))
-            own = builder.gep(map_at, [offset])
-            halves = [code.load(builder.gep(own, [INT64(2 * WIDTH * i)]), words, 4) for i in range(2)]
+            tile_at = builder.gep(map_at, [offset])
+            halves = [code.load(builder.gep(tile_at, [INT64(2 * WIDTH * i)]), words, 4) for i in range(2)]
             pair_at = builder.bitcast(builder.gep(source, [offset]), INT32.as_pointer())
             for token, of_token in enumerate(totals):
                 pair = splat(builder.load(builder.gep(pair_at, [INT64(token)])), sums)
@@ -148,8 +148,8 @@ def multiply_step(typing: Any, pairs, at, matrix, tile, half, units, first, scal
         for token, of_token in enumerate(totals):
             unit = splat(builder.load(builder.gep(unit_at, [INT64(token)])), floats)
             to_token = builder.gep(code.pointer(9, 10, 4), [builder.mul(row_bytes, INT64(token))])
-            for i, (total, own_scale) in enumerate(zip(of_token, scales, strict=True)):
-                result = builder.fmul(builder.sitofp(builder.load(total), floats), builder.fmul(own_scale, unit))
+            for i, (total, value_scale) in enumerate(zip(of_token, scales, strict=True)):
+                result = builder.fmul(builder.sitofp(builder.load(total), floats), builder.fmul(value_scale, unit))
                 code.store(result, builder.gep(to_token, [INT64(4 * _HALF * i)]), 4)
         return context.get_dummy_value()
 

@@ -48,7 +48,7 @@ END = 5  # the first column after the window
 GROUP_FIELDS = 6
 
 # Fields of a group that is being decoded. Its lanes have 16 entries in each array of states, words and tables.
-_GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _OWN, _TO, _STEP, _WORDS, _COUNT = range(11)
+_GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _TABLE, _TO, _STEP, _WORDS, _COUNT = range(11)
 _SLOT_FIELDS = 11
 
 _INITIAL = np.uint32(1 << 16)
@@ -91,23 +91,23 @@ def _next_planes(slot, q, groups, sections, classes, planes, of_class):  # type:
     """Find the next planes of a group with the same lanes; return False if none are left."""
     g = slot[q, _GROUP]
     s = groups[g, SECTION]
-    own = classes[sections[s, CLASSES] :]
+    column_class = classes[sections[s, CLASSES] :]
     depth = planes[sections[s, PLANES] :]
     while slot[q, _COLUMN] < groups[g, END]:
         column, plane = slot[q, _COLUMN], slot[q, _PLANE]
         # Classes rise from lane to lane and their planes fall, so the lanes that go on come first.
         lanes = min(groups[g, LANES], groups[g, END] - column)
-        while lanes and depth[own[column + lanes - 1]] <= plane:
+        while lanes and depth[column_class[column + lanes - 1]] <= plane:
             lanes -= 1
         if lanes:
             slot[q, _ACTIVE] = lanes
-            slot[q, _STOP] = depth[own[column + lanes - 1]]
-            slot[q, _ALIKE] = own[column] == own[column + lanes - 1]
-            slot[q, _OWN] = sections[s, TABLES]
+            slot[q, _STOP] = depth[column_class[column + lanes - 1]]
+            slot[q, _ALIKE] = column_class[column] == column_class[column + lanes - 1]
+            slot[q, _TABLE] = sections[s, TABLES]
             if slot[q, _ALIKE]:
-                slot[q, _OWN] += own[column] * sections[s, STRIDE]
+                slot[q, _TABLE] += column_class[column] * sections[s, STRIDE]
             for lane in range(WIDTH):  # inactive lanes look up the first lane's table
-                of_class[q * WIDTH + lane] = own[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
+                of_class[q * WIDTH + lane] = column_class[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
             slot[q, _TO] = sections[s, OUT] + plane * sections[s, COLUMNS] + column
             return True
         slot[q, _COLUMN] += groups[g, ROW]
@@ -126,37 +126,37 @@ def _bad_stream(slot, q, groups, ends, x, at):  # type: ignore[no-untyped-def]
     return -1
 
 
-def _turn(step: Any, alike_step: Any) -> Any:
+def _plane_decoder(step: Any, alike_step: Any) -> Any:
     """Make the function that decodes one plane of each group in flight."""
 
     @inlined
-    def turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, out):  # type: ignore[no-untyped-def]
+    def decode_planes(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, out):  # type: ignore[no-untyped-def]
         for q in range(np.uint64(flying)):
-            own = slot[q]
-            plane, active, to, first = own[_PLANE], own[_ACTIVE], own[_TO], q * np.uint64(WIDTH)
-            words, count = own[_WORDS], own[_COUNT]
-            if own[_ALIKE]:
-                table = tables[np.uint64(own[_OWN] + plane)]
+            fields = slot[q]
+            plane, active, to, first = fields[_PLANE], fields[_ACTIVE], fields[_TO], q * np.uint64(WIDTH)
+            words, count = fields[_WORDS], fields[_COUNT]
+            if fields[_ALIKE]:
+                table = tables[np.uint64(fields[_TABLE] + plane)]
                 if active == WIDTH:
                     alike_step(x, at, ahead, first, table, slots, data, words, count, active, out, to)
                 else:
                     alike_step(x, at, ahead, first, table, slots, data, words, count, active, spare, 0)
             else:
-                lookup_step(tables, own[_OWN] + plane, of_class, first, base)
+                lookup_step(tables, fields[_TABLE] + plane, of_class, first, base)
                 if active == WIDTH:
                     step(x, at, ahead, first, base, slots, data, words, count, active, out, to)
                 else:
                     step(x, at, ahead, first, base, slots, data, words, count, active, spare, 0)
             for lane in range(active if active < WIDTH else 0):
                 out[to + lane] = spare[lane]
-            own[_PLANE] = plane + 1
-            own[_TO] = to + own[_STEP]
+            fields[_PLANE] = plane + 1
+            fields[_TO] = to + fields[_STEP]
 
-    return turn
+    return decode_planes
 
 
-_first_turn, _second_turn = (
-    _turn(step, alike_step) for step, alike_step in zip(decode_steps, decode_alike_steps, strict=True)
+_decode_first, _decode_second = (
+    _plane_decoder(step, alike_step) for step, alike_step in zip(decode_steps, decode_alike_steps, strict=True)
 )
 
 
@@ -223,14 +223,14 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
             steps = min(steps, slot[q, _STOP] - slot[q, _PLANE])
         pairs = steps // 2
         for pair in range(pairs + steps % 2):
-            _first_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, out)
+            _decode_first(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, out)
             if pair < pairs:
-                _second_turn(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, out)
+                _decode_second(slot, flying, x, at, ahead, base, of_class, spare, data, tables, slots, out)
 
 
 # Fields of a group that is being encoded.
 _BACK_GROUP, _BACK_COLUMN, _BACK_PLANE, _BACK_STOP, _BACK_ACTIVE, _BACK_ALIKE = range(6)
-_BACK_OWN, _BACK_TO, _BACK_STEP = range(6, 9)
+_BACK_TABLE, _BACK_TO, _BACK_STEP = range(6, 9)
 _BACK_FIELDS = 9
 
 
@@ -251,7 +251,7 @@ def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # typ
     """Find the preceding planes with the same lanes; return False if none are left."""
     g = slot[q, _BACK_GROUP]
     s = groups[g, SECTION]
-    own = classes[sections[s, CLASSES] :]
+    column_class = classes[sections[s, CLASSES] :]
     depth = planes[sections[s, PLANES] :]
     while True:
         plane, column = slot[q, _BACK_PLANE], slot[q, _BACK_COLUMN]
@@ -260,24 +260,24 @@ def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # typ
             if column < groups[g, FIRST]:
                 return False
             slot[q, _BACK_COLUMN] = column
-            plane = slot[q, _BACK_PLANE] = slot[q, _BACK_STOP] = np.int64(depth[own[column]])
+            plane = slot[q, _BACK_PLANE] = slot[q, _BACK_STOP] = np.int64(depth[column_class[column]])
             if plane == 0:
                 continue
         lanes = min(groups[g, LANES], groups[g, END] - column)
-        while depth[own[column + lanes - 1]] < plane:
+        while depth[column_class[column + lanes - 1]] < plane:
             lanes -= 1
         # Down to where the next lane joins in.
         more = lanes < min(groups[g, LANES], groups[g, END] - column)
-        slot[q, _BACK_STOP] = depth[own[column + lanes]] if more else 0
+        slot[q, _BACK_STOP] = depth[column_class[column + lanes]] if more else 0
         slot[q, _BACK_ACTIVE] = lanes
-        slot[q, _BACK_ALIKE] = own[column] == own[column + lanes - 1]
-        slot[q, _BACK_OWN] = sections[s, TABLES]
+        slot[q, _BACK_ALIKE] = column_class[column] == column_class[column + lanes - 1]
+        slot[q, _BACK_TABLE] = sections[s, TABLES]
         if slot[q, _BACK_ALIKE]:
-            slot[q, _BACK_OWN] += own[column] * sections[s, STRIDE]
+            slot[q, _BACK_TABLE] += column_class[column] * sections[s, STRIDE]
         slot[q, _BACK_STEP] = sections[s, COLUMNS]
         slot[q, _BACK_TO] = sections[s, OUT] + plane * sections[s, COLUMNS] + column  # of the plane coded before
         for lane in range(WIDTH):  # inactive lanes look up the first lane's table
-            of_class[q * WIDTH + lane] = own[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
+            of_class[q * WIDTH + lane] = column_class[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
         return True
 
 
@@ -355,19 +355,19 @@ def encode_lanes(  # type: ignore[no-untyped-def]
             steps = min(steps, slot[q, _BACK_PLANE] - slot[q, _BACK_STOP])
         for _ in range(steps):
             for q in range(np.uint64(flying)):
-                own = slot[q]
-                plane, active, first = own[_BACK_PLANE] - 1, own[_BACK_ACTIVE], q * np.uint64(WIDTH)
-                to = own[_BACK_TO] - own[_BACK_STEP]
-                if own[_BACK_ALIKE]:
-                    table = tables[np.uint64(own[_BACK_OWN] + plane)]
+                fields = slot[q]
+                plane, active, first = fields[_BACK_PLANE] - 1, fields[_BACK_ACTIVE], q * np.uint64(WIDTH)
+                to = fields[_BACK_TO] - fields[_BACK_STEP]
+                if fields[_BACK_ALIKE]:
+                    table = tables[np.uint64(fields[_BACK_TABLE] + plane)]
                     if active == WIDTH:
                         encode_alike_step(x, at, first, table, data, to, coders, WIDTH, spare)
                     else:
                         encode_alike_step(x, at, first, table, data, to, coders, active, spare)
                 else:
-                    lookup_step(tables, own[_BACK_OWN] + plane, of_class, first, base)
+                    lookup_step(tables, fields[_BACK_TABLE] + plane, of_class, first, base)
                     encode_step(x, at, first, base, data, to, coders, active, spare)
-                own[_BACK_PLANE], own[_BACK_TO] = plane, to
+                fields[_BACK_PLANE], fields[_BACK_TO] = plane, to
 
 
 def lane_capacity(most: int) -> int:

@@ -19,13 +19,13 @@ def _shifting(placing: bool) -> tuple[Any, Any]:
         return code.builder.fadd(x, offset) if placing else code.builder.fsub(x, offset)
 
     @spelled_out
-    def shift_step(typing: Any, x, place, mean, of_mean, guess, of_guess, out, to):  # type: ignore[no-untyped-def]
+    def shift_step(typing: Any, x, at, mean, of_mean, guess, of_guess, out, to):  # type: ignore[no-untyped-def]
         """Shift 16 values: `add_step`, or `subtract_step`. After each array comes the entry at which they begin.
 
         The values `x`, their predictions `guess` and `out` are float32, or uint16 for the bits of bfloat16; `mean` is
         float32.
         """
-        signature = types.void(x, place, mean, of_mean, guess, of_guess, out, to)
+        signature = types.void(x, at, mean, of_mean, guess, of_guess, out, to)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             code = Code(context, builder, sig.args, values)
@@ -37,13 +37,13 @@ def _shifting(placing: bool) -> tuple[Any, Any]:
         return signature, generate
 
     @spelled_out
-    def rotate_step(typing: Any, x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to):  # type: ignore[no-untyped-def]
+    def rotate_step(typing: Any, x, at, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to):  # type: ignore[no-untyped-def]
         """Shift and rotate 16 pairs of values: `add_and_rotate_step`, or `rotate_and_subtract_step`.
 
         Arrays are those of `add_step`. The second of each pair come `half` entries after the first in all of them. The
         entries of `cos` and `sin`, float32, begin at `angle`.
         """
-        signature = types.void(x, place, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to)
+        signature = types.void(x, at, mean, of_mean, guess, of_guess, half, cos, sin, angle, out, to)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             code = Code(context, builder, sig.args, values)

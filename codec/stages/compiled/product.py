@@ -219,12 +219,12 @@ def synthesize(
         multiply_leading(y.numpy(), inverse.integers, x.numpy())
         if all(block.first >= inverse.rows for block in inverse.blocks):
             return x
-    for own, block in zip(y, inverse.blocks, strict=True):
+    for block_y, block in zip(y, inverse.blocks, strict=True):
         mine = x[:, column : column + block.values]
         leading = min(block.first, depth)
         if len(block.leading) and leading:
-            mine.copy_(torch.mm(own[:leading].T.bfloat16(), block.leading[:leading]))
-        there, rest = inverse.integers is not None or leading > 0, own[leading:]
+            mine.copy_(torch.mm(block_y[:leading].T.bfloat16(), block.leading[:leading]))
+        there, rest = inverse.integers is not None or leading > 0, block_y[leading:]
         lists = _lists(width, len(rest))
         dense = len(rest) if whole else _list_entries(rest.numpy(), *lists)
         for first in range(0, block.values if dense else 0, TILE):
@@ -261,13 +261,13 @@ def _lists(columns: int, rows: int) -> tuple[U32, F32, I64]:
 def _share_there(y):  # type: ignore[no-untyped-def]
     """Estimate the share of coefficients that are not zero, from some of the rows."""
     blocks, depth, width = y.shape
-    there, asked = 0, 1
+    there, sampled = 0, 1
     for block in range(blocks):
         for row in range(0, depth, SAMPLED):
             for column in range(width):
                 there += y[block, row, column] != 0
-            asked += width
-    return there / asked
+            sampled += width
+    return there / sampled
 
 
 @compiled

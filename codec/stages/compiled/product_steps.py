@@ -31,10 +31,10 @@ def _add_rows(vectors: int) -> Any:
             row_bytes = builder.mul(code.integer(2, types.int64), INT64(4))
             row_at = builder.bitcast(code.data(3), INT32.as_pointer())
             factor_at = builder.bitcast(code.data(4), ir.FloatType().as_pointer())
-            places = [INT64(4 * WIDTH * vector) for vector in range(vectors)]
-            sums = [cgutils.alloca_once(builder, FLOATS) for _ in places]  # which LLVM keeps in registers
-            for place, total in zip(places, sums, strict=True):
-                builder.store(code.load(builder.gep(sums_at, [place]), FLOATS, 4), total)
+            offsets = [INT64(4 * WIDTH * vector) for vector in range(vectors)]
+            sums = [cgutils.alloca_once(builder, FLOATS) for _ in offsets]  # which LLVM keeps in registers
+            for offset, total in zip(offsets, sums, strict=True):
+                builder.store(code.load(builder.gep(sums_at, [offset]), FLOATS, 4), total)
             limits = code.integer(5, types.int64), code.integer(6, types.int64)
             with cgutils.for_range_slice(builder, *limits, INT64(1), INT64) as (entry, _):
                 row = builder.zext(builder.load(builder.gep(row_at, [entry])), INT64)
@@ -42,11 +42,11 @@ def _add_rows(vectors: int) -> Any:
                 one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), factor, INT32(0))
                 factors_ = builder.shuffle_vector(one, one, ir.Constant(VECTOR, [0] * WIDTH))
                 values_at = builder.gep(matrix_at, [builder.mul(row, row_bytes)])
-                for place, total in zip(places, sums, strict=True):
-                    row_values = code.load(builder.gep(values_at, [place]), FLOATS, 4)
+                for offset, total in zip(offsets, sums, strict=True):
+                    row_values = code.load(builder.gep(values_at, [offset]), FLOATS, 4)
                     builder.store(builder.call(fused, [factors_, row_values, builder.load(total)]), total)
-            for place, total in zip(places, sums, strict=True):
-                code.store(builder.load(total), builder.gep(sums_at, [place]), 4)
+            for offset, total in zip(offsets, sums, strict=True):
+                code.store(builder.load(total), builder.gep(sums_at, [offset]), 4)
             return context.get_dummy_value()
 
         return signature, generate
@@ -58,8 +58,8 @@ add_rows, add_rows_by_4, add_rows_by_8 = (_add_rows(vectors) for vectors in (1, 
 
 
 @spelled_out
-def list_step(typing: Any, x, place, stride, row, counts, rows, factors, to, pitch):  # type: ignore[no-untyped-def]
-    """List what is not zero in 16 rows of 16 columns of `x`, float32: the row numbered `row` at entry `place`, and the
+def list_step(typing: Any, x, at, stride, row, counts, rows, factors, to, pitch):  # type: ignore[no-untyped-def]
+    """List what is not zero in 16 rows of 16 columns of `x`, float32: the row numbered `row` at entry `at`, and the
     next.
 
     Rows are `stride` apart. `rows`, uint32, and `factors`, float32, receive the rows and the values of the entries,
@@ -67,7 +67,7 @@ def list_step(typing: Any, x, place, stride, row, counts, rows, factors, to, pit
     `[16]`, says how many entries each column has, and is updated. 16 entries are written, of which those beyond the
     count are meaningless.
     """
-    signature = types.void(x, place, stride, row, counts, rows, factors, to, pitch)
+    signature = types.void(x, at, stride, row, counts, rows, factors, to, pitch)
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         code = Code(context, builder, sig.args, values)
@@ -91,14 +91,14 @@ def list_step(typing: Any, x, place, stride, row, counts, rows, factors, to, pit
         count_at = builder.bitcast(code.data(4), INT64.as_pointer())
         for lane, line in enumerate(lines):
             there = builder.fcmp_unordered("!=", line, ir.Constant(FLOATS, [0.0] * WIDTH))
-            own = builder.gep(count_at, [INT64(lane)])
-            count = builder.load(own)
+            counter = builder.gep(count_at, [INT64(lane)])
+            count = builder.load(counter)
             entry = builder.add(builder.add(start, builder.mul(pitch_, INT64(lane))), count)
             for array, function, line_ in ((5, compress[0], numbers), (6, compress[1], line)):
                 packed = builder.call(function, [line_, there, ir.Constant(line_.type, ir.Undefined)])
                 code.store(packed, builder.gep(code.data(array), [builder.mul(entry, INT64(4))]), 4)
-            found = builder.zext(builder.ctpop(builder.bitcast(there, INT16)), INT64)
-            builder.store(builder.add(count, found), own)
+            nonzero = builder.zext(builder.ctpop(builder.bitcast(there, INT16)), INT64)
+            builder.store(builder.add(count, nonzero), counter)
         return context.get_dummy_value()
 
     return signature, generate

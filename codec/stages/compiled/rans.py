@@ -88,26 +88,26 @@ def _encode(  # type: ignore[no-untyped-def]
 def rans_encode(sections: Sequence[SectionPlanes], tables: EntropyTables) -> list[Streams]:
     """Return the streams of the planes of each section of one chunk; their plans index `tables`."""
     count, tokens = len(sections), len(sections[0].columns)
-    per_stream = np.array([own.tokens_per_stream for own in sections])
-    streams_at = _ends([stream_count(tokens, own.tokens_per_stream) for own in sections])
-    data_at = _ends([own.planes.size for own in sections])
+    per_stream = np.array([each.tokens_per_stream for each in sections])
+    streams_at = _ends([stream_count(tokens, each.tokens_per_stream) for each in sections])
+    data_at = _ends([each.planes.size for each in sections])
     symbols = int(data_at[-1])
     data = _arena.array("data", symbols + WIDTH, np.uint8)
-    np.concatenate([own.planes.reshape(-1) for own in sections], out=data[:symbols])
+    np.concatenate([each.planes.reshape(-1) for each in sections], out=data[:symbols])
     fields = np.zeros((count, lanes.SECTION_FIELDS), np.int64)
     fields[:, lanes.CLASSES], fields[:, lanes.OUT], fields[:, lanes.COLUMNS] = (
         np.arange(count) * tokens, data_at[:-1], tokens
     )  # fmt: skip
-    fields[:, lanes.PLANES] = _ends([len(own.plan.planes) for own in sections])[:-1]
-    fields[:, lanes.TABLES] = _ends([own.plan.tables.size for own in sections])[:-1]
-    fields[:, lanes.STRIDE] = [own.plan.tables.shape[1] for own in sections]
+    fields[:, lanes.PLANES] = _ends([len(each.plan.planes) for each in sections])[:-1]
+    fields[:, lanes.TABLES] = _ends([each.plan.tables.size for each in sections])[:-1]
+    fields[:, lanes.STRIDE] = [each.plan.tables.shape[1] for each in sections]
     states, lengths = np.empty(streams_at[-1], np.uint32), np.empty(streams_at[-1], np.uint32)
-    capacity = lane_capacity(max(len(own.planes) * own.tokens_per_stream for own in sections))
+    capacity = lane_capacity(max(len(each.planes) * each.tokens_per_stream for each in sections))
     words = _arena.array("words", symbols, np.uint16)  # a bound: at most one word per symbol
     filled = _encode(
-        data, np.stack([own.columns for own in sections]), fields,
-        np.concatenate([own.plan.planes for own in sections]), np.concatenate([own.plan.coders for own in sections]),
-        tables.coders.reshape(-1), per_stream, capacity,
+        data, np.stack([each.columns for each in sections]), fields,
+        np.concatenate([each.plan.planes for each in sections]),
+        np.concatenate([each.plan.coders for each in sections]), tables.coders.reshape(-1), per_stream, capacity,
         _arena.array("spare", FLIGHT * WIDTH * capacity + 1, np.uint16), _arena.array("log", symbols, np.uint16),
         states, lengths, words,
     )  # fmt: skip
@@ -135,13 +135,13 @@ def encode_classes(classes: U8, table: EntropyTables) -> Streams:
 
 @inner
 def decode_streams(  # type: ignore[no-untyped-def]
-    data, found, words_at, start, stop, fields, columns, depth, tables, slots, out, problem
+    data, parsed, words_at, start, stop, fields, columns, depth, tables, slots, out, problem
 ):
     """Decode a tile's planes of several sections together, so that the CPU always has streams to turn to.
 
     Args:
         data: uint8, the bytes of the sections.
-        found: int64 `[S, …]`, begins with the fields of `coded_part`; zeros for a section without streams.
+        parsed: int64 `[S, …]`, begins with the fields of `coded_part`; zeros for a section without streams.
         words_at: uint32, of each section where the words of its streams begin, and where the last end.
         start: the first token, which begins a window.
         stop: the token after the last.
@@ -156,12 +156,12 @@ def decode_streams(  # type: ignore[no-untyped-def]
     Returns:
         whether all streams end as they must.
     """
-    count, width = len(found), stop - start
+    count, width = len(parsed), stop - start
     first_stream = np.zeros(count + 1, np.int64)
     for i in range(count):
-        log2 = found[i, part.LOG2]
-        own = part.stream_count(stop, log2) - (start >> log2)
-        first_stream[i + 1] = first_stream[i] + (own if found[i, part.STATES] else np.int64(0))
+        log2 = parsed[i, part.LOG2]
+        streams = part.stream_count(stop, log2) - (start >> log2)
+        first_stream[i + 1] = first_stream[i] + (streams if parsed[i, part.STATES] else np.int64(0))
     total = first_stream[count]
     states, starts, ends = np.empty(total, np.uint32), np.empty(total, np.uint32), np.empty(total, np.uint32)
     groups = np.empty((total + count * (width // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
@@ -170,14 +170,14 @@ def decode_streams(  # type: ignore[no-untyped-def]
         at, streams = first_stream[i], first_stream[i + 1] - first_stream[i]
         if not streams:
             continue
-        log2, words = found[i, part.LOG2], found[i, part.WORDS]
+        log2, words = parsed[i, part.LOG2], parsed[i, part.WORDS]
         first = start >> log2
         for j in range(streams):
-            states[at + j] = read_u32(data, found[i, part.STATES] + 4 * (first + j))
-            starts[at + j] = words_at[found[i, part.STREAMS] + first + j]
-            ends[at + j] = words_at[found[i, part.STREAMS] + first + j + 1]
+            states[at + j] = read_u32(data, parsed[i, part.STATES] + 4 * (first + j))
+            starts[at + j] = words_at[parsed[i, part.STREAMS] + first + j]
+            ends[at + j] = words_at[parsed[i, part.STREAMS] + first + j + 1]
         fetch(data, words + 2 * np.int64(starts[at]), words + 2 * np.int64(ends[at + streams - 1]))
-        fields[i, lanes.WORDS], fields[i, lanes.COUNT], fields[i, lanes.COLUMNS] = words, found[i, part.COUNT], width
+        fields[i, lanes.WORDS], fields[i, lanes.COUNT], fields[i, lanes.COLUMNS] = words, parsed[i, part.COUNT], width
         listed = list_groups(i, at, width, np.int64(1) << log2, groups, listed)
     bad = decode_lanes(groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, out)
     if bad < 0:
@@ -186,5 +186,5 @@ def decode_streams(  # type: ignore[no-untyped-def]
     while first_stream[damaged + 1] <= bad:
         damaged += 1
     problem[part.SECTION], problem[part.RULE] = damaged, rules.STREAM
-    problem[part.FIRST] = (start >> found[damaged, part.LOG2]) + bad - first_stream[damaged]
+    problem[part.FIRST] = (start >> parsed[damaged, part.LOG2]) + bad - first_stream[damaged]
     return False

@@ -38,15 +38,15 @@ _NEVER = 1 << 62  # the row of the escape after the last one
 
 
 @inner
-def _next_escape(cursor, data, found, by_window, tokens, start):  # type: ignore[no-untyped-def]
-    """Move `cursor` (place in `by_window`, its end, row, column, number) to the next escape of its window."""
+def _next_escape(cursor, data, parsed, by_window, tokens, start):  # type: ignore[no-untyped-def]
+    """Move `cursor` (index in `by_window`, its end, row, column, number) to the next escape of its window."""
     cursor[0] += 1
     if cursor[0] == cursor[1]:
         cursor[2] = _NEVER
         return
     cursor[4] = np.int64(by_window[cursor[0]])
-    place = np.int64(read_u32(data, found[part.ESCAPES] + 4 * cursor[4]))
-    cursor[2], cursor[3] = place // tokens, place % tokens - start
+    cell = np.int64(read_u32(data, parsed[part.ESCAPES] + 4 * cursor[4]))
+    cursor[2], cursor[3] = cell // tokens, cell % tokens - start
 
 
 @inner
@@ -66,7 +66,7 @@ def _clear(out, begin, end):  # type: ignore[no-untyped-def]
 
 @inner
 def _dequantize(  # type: ignore[no-untyped-def]
-    data, found, by_window, windows_at, packed, section, tokens, start, pad, columns, shrink, source, out
+    data, parsed, by_window, windows_at, packed, section, tokens, start, pad, columns, shrink, source, out
 ):
     """Turn one section's planes into coefficients; return False if the escapes do not match.
 
@@ -105,13 +105,13 @@ def _dequantize(  # type: ignore[no-untyped-def]
     cursors = np.zeros((windows, 5), np.int64)
     for w in range(windows):
         cursors[w, 0], cursors[w, 1] = windows_at[start // WINDOW + w] - 1, windows_at[start // WINDOW + w + 1]
-        _next_escape(cursors[w], data, found, by_window, tokens, start)
+        _next_escape(cursors[w], data, parsed, by_window, tokens, start)
     for c in range(most):
         plane_at = row_at = c * width
         if alike:
             level = level_of[0] + c
-            block, place = np.int64(packed.block[level]), np.int64(packed.place[level])
-            row_at, filled[block] = (block * pad + place) * width, place + 1
+            block, block_row = np.int64(packed.block[level]), np.int64(packed.block_row[level])
+            row_at, filled[block] = (block * pad + block_row) * width, block_row + 1
         to, at = (out, row_at) if direct else (row, np.int64(0))
         for w in range(windows):
             begin, end = w * WINDOW, min((w + 1) * WINDOW, width)
@@ -144,13 +144,13 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     q += 1
                 level = level_of[q] + c
                 table, bits = np.int64(level_table[level]), np.int64(shift[level])
-                value = np.int32(read_u32(data, found[part.ESCAPES] + 4 * (found[part.LISTED] + cursor[4])))
+                value = np.int32(read_u32(data, parsed[part.ESCAPES] + 4 * (parsed[part.LISTED] + cursor[4])))
                 if bits:
                     low = np.int32(source[np.int64(packed.low_plane[level]) * width + column])
                     value = np.int32((value << bits) + low - (1 << (bits - 1)))
                 to[at + column] = rounded(_dequantized(value, shrink[table, 0], shrink[table, 1], steps[q]), to)
                 escapes -= 1
-                _next_escape(cursor, data, found, by_window, tokens, start)
+                _next_escape(cursor, data, parsed, by_window, tokens, start)
             if escapes:
                 return False
             if direct:
@@ -158,9 +158,9 @@ def _dequantize(  # type: ignore[no-untyped-def]
         for q in range(0 if direct else runs):
             if c < rows_of[q]:
                 level = level_of[q] + c
-                place_at = (np.int64(packed.block[level]) * pad + packed.place[level]) * width
+                out_at = (np.int64(packed.block[level]) * pad + packed.block_row[level]) * width
                 for t in range(bounds[q], bounds[q + 1]):
-                    out[place_at + t] = row[t]
+                    out[out_at + t] = row[t]
     if not alike:
         filled[0] = most
     for b in range(blocks if direct else np.int64(0)):
@@ -172,29 +172,29 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
 
 @inner
-def sort_escapes(data, own, tokens, windows, by_window, next_place, listed):  # type: ignore[no-untyped-def]
+def sort_escapes(data, parsed, tokens, windows, by_window, next_entry, listed):  # type: ignore[no-untyped-def]
     """Sort the numbers of a section's escapes by window: a part lists them row by row, and a row covers all tokens.
 
     `by_window` receives them from entry `listed` on, `windows` where each window begins there, and where the last one
-    ends. `next_place` is scratch of the same length. Returns where the next section's begin.
+    ends. `next_entry` is scratch of the same length. Returns where the next section's begin.
     """
     windows[:] = 0
-    for number in range(own[part.LISTED]):
-        windows[read_u32(data, own[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW + 1] += 1
+    for number in range(parsed[part.LISTED]):
+        windows[read_u32(data, parsed[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW + 1] += 1
     windows[0] = listed
     for w in range(1, len(windows)):
         windows[w] += windows[w - 1]
     for w in range(len(windows)):
-        next_place[w] = windows[w]
-    for number in range(own[part.LISTED]):
-        w = read_u32(data, own[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW
-        by_window[next_place[w]] = number
-        next_place[w] += 1
-    return listed + own[part.LISTED]
+        next_entry[w] = windows[w]
+    for number in range(parsed[part.LISTED]):
+        w = read_u32(data, parsed[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW
+        by_window[next_entry[w]] = number
+        next_entry[w] += 1
+    return listed + parsed[part.LISTED]
 
 
 @compiled
-def _index(data, spans, sections, tokens, packed, classes, windows_at, found, problem):  # type: ignore[no-untyped-def]
+def _index(data, spans, sections, tokens, packed, classes, windows_at, parsed, problem):  # type: ignore[no-untyped-def]
     """Read the parts of sections that their tiles share; `problem` receives what is wrong with the first damaged one.
 
     Returns:
@@ -209,19 +209,19 @@ def _index(data, spans, sections, tokens, packed, classes, windows_at, found, pr
         problem[part.SECTION] = i
         if not part.find_part(
             data, spans[i, 0], spans[i, 1], tokens, np.int64(packed.planes[finest]), np.int64(packed.rows[finest]),
-            found[i], problem,
+            parsed[i], problem,
         ):  # fmt: skip
             return np.empty(0, np.uint32), np.empty(0, np.uint32)
-        escapes += found[i, part.LISTED]
-    words_at, by_window = part.list_all_words(data, tokens, found), np.empty(escapes, np.uint32)
-    next_place = np.empty(windows_at.shape[1], np.int64)
+        escapes += parsed[i, part.LISTED]
+    words_at, by_window = part.list_all_words(data, tokens, parsed), np.empty(escapes, np.uint32)
+    next_entry = np.empty(windows_at.shape[1], np.int64)
     listed = np.int64(0)
     for i in range(count):
-        own, finest = found[i], packed.entries[sections[i], plans.FINEST]
+        coded, finest = parsed[i], packed.entries[sections[i], plans.FINEST]
         problem[part.SECTION] = i
         if not decode_class_stream(
-            data, own[part.CLASSES], own[part.CLASS_WORDS], own[part.CLASS_STATE], packed.class_slots[sections[i]],
-            classes[i],
+            data, coded[part.CLASSES], coded[part.CLASS_WORDS], coded[part.CLASS_STATE],
+            packed.class_slots[sections[i]], classes[i],
         ):  # fmt: skip
             problem[part.RULE] = rules.CLASS_STREAM
             return words_at, by_window
@@ -229,14 +229,14 @@ def _index(data, spans, sections, tokens, packed, classes, windows_at, found, pr
             if not finest <= classes[i, t] < CLASSES:
                 problem[part.RULE], problem[part.FIRST] = rules.CLASS_RANGE, finest
                 return words_at, by_window
-        listed = sort_escapes(data, own, tokens, windows_at[i], by_window, next_place, listed)
+        listed = sort_escapes(data, coded, tokens, windows_at[i], by_window, next_entry, listed)
     return words_at, by_window
 
 
 @compiled
 def _decode(  # type: ignore[no-untyped-def]
     data, words_at, by_window, windows_at, sections, tokens, start, stop, packed, slots, shrink, scratch,
-    scratch_at, y_at, y, order, columns, pads, classes, found, problem
+    scratch_at, y_at, y, order, columns, pads, classes, parsed, problem
 ):  # fmt: skip
     """Decode the tokens `start … stop - 1` of sections; return False if one is damaged, see `_index`.
 
@@ -257,13 +257,13 @@ def _decode(  # type: ignore[no-untyped-def]
         fields[i, lanes.TABLES] = packed.entries[section, plans.TABLES]
         fields[i, lanes.STRIDE] = packed.entries[section, plans.PLANES]
     if not decode_streams(
-        data, found, words_at, start, stop, fields, columns.reshape(columns.size), packed.planes, packed.tables, slots,
+        data, parsed, words_at, start, stop, fields, columns.reshape(columns.size), packed.planes, packed.tables, slots,
         scratch, problem,
     ):  # fmt: skip
         return False
     for i in range(count):
         if not _dequantize(
-            data, found[i], by_window, windows_at[i], packed, sections[i], tokens, start, pads[i], columns[i], shrink,
+            data, parsed[i], by_window, windows_at[i], packed, sections[i], tokens, start, pads[i], columns[i], shrink,
             scratch[scratch_at[i] :], y[y_at[i] :],
         ):  # fmt: skip
             problem[part.SECTION], problem[part.RULE] = i, rules.ESCAPE_LIST
@@ -281,8 +281,8 @@ class SectionIndex:
     Attributes:
         numbers: int64 `[S]`, numbers of the sections.
         data: the bytes of all sections, one after the other.
-        found: `[S, PART_FIELDS]`, the fields of `coded_part`.
-        words_at, by_window, windows_at: places of streams and escapes; see `_index`.
+        parsed: `[S, PART_FIELDS]`, the fields of `coded_part`.
+        words_at, by_window, windows_at: where streams and escapes are; see `_index`.
         classes: uint8 `[S, T]`, of all tokens of the sections.
     """
 
@@ -290,7 +290,7 @@ class SectionIndex:
     numbers: npt.NDArray[np.int64]
     tokens: int
     data: npt.NDArray[np.uint8]
-    found: npt.NDArray[np.int64]
+    parsed: npt.NDArray[np.int64]
     words_at: npt.NDArray[np.uint32]
     by_window: npt.NDArray[np.uint32]
     windows_at: npt.NDArray[np.int64]
@@ -305,7 +305,7 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
     """
     index, problem = read_index(coding, parts, tokens)
     if problem[part.RULE]:
-        raise part.problem_error(problem, index.found, tokens)
+        raise part.problem_error(problem, index.parsed, tokens)
     return index
 
 
@@ -318,11 +318,11 @@ def read_index(
     count = len(parts)
     numbers = np.array([number for number, _ in parts])
     data, spans = joined([section for _, section in parts])
-    found, problem = np.zeros((count, part.PART_FIELDS), np.int64), np.zeros(part.PROBLEM_FIELDS, np.int64)
+    parsed, problem = np.zeros((count, part.PART_FIELDS), np.int64), np.zeros(part.PROBLEM_FIELDS, np.int64)
     classes = np.empty((count, tokens), np.uint8)
     windows_at = np.empty((count, -(-tokens // WINDOW) + 1), np.int64)
-    words_at, by_window = _index(data, spans, numbers, tokens, coding.plans, classes, windows_at, found, problem)
-    return SectionIndex(coding, numbers, tokens, data, found, words_at, by_window, windows_at, classes), problem
+    words_at, by_window = _index(data, spans, numbers, tokens, coding.plans, classes, windows_at, parsed, problem)
+    return SectionIndex(coding, numbers, tokens, data, parsed, words_at, by_window, windows_at, classes), problem
 
 
 def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:
@@ -342,14 +342,14 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
     if not _decode(
         index.data, index.words_at, index.by_window, index.windows_at, numbers, index.tokens, at.start, at.stop,
         packed, tables.slots.reshape(-1), coding.family.quantizer.shrink, scratch, planes_at, y_at,
-        plain(y), order, columns, pads, index.classes, index.found, problem,
+        plain(y), order, columns, pads, index.classes, index.parsed, problem,
     ):  # fmt: skip
-        raise part.problem_error(problem, index.found, index.tokens)
+        raise part.problem_error(problem, index.parsed, index.tokens)
     out = []
     for i, number in enumerate(numbers.tolist()):
         shape = (len(coding.sections[number].class_ranks[0]), int(pads[i]), width)
-        own = y[y_at[i] : y_at[i] + math.prod(shape)].view(shape)
-        out.append(Coefficients(order[i], columns[i], own))
+        coefficients = y[y_at[i] : y_at[i] + math.prod(shape)].view(shape)
+        out.append(Coefficients(order[i], columns[i], coefficients))
     return out
 
 

@@ -32,9 +32,9 @@ class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc, unused-ign
 
     def descr(self, buf: list[str]) -> None:
         """Write the instruction."""
-        own: list[str] = []
-        super().descr(own)
-        buf.append(own[0].replace("load", "load volatile", 1))
+        lines: list[str] = []
+        super().descr(lines)
+        buf.append(lines[0].replace("load", "load volatile", 1))
 
 
 class Code:
@@ -48,9 +48,9 @@ class Code:
         self._context, self.builder, self._kinds, self._values = context, builder, kinds, values
         self.wide = "+avx512f" in context.codegen()._tm_features
 
-    def pointer(self, array: int, place: int, size: int) -> Any:
-        """Return the address of the entry numbered by argument `place`, in the array that is argument `array`."""
-        offset = self.builder.mul(self.integer(place, types.int64), INT64(size))
+    def pointer(self, array: int, entry: int, size: int) -> Any:
+        """Return the address of the entry numbered by argument `entry`, in the array that is argument `array`."""
+        offset = self.builder.mul(self.integer(entry, types.int64), INT64(size))
         return self.builder.gep(self.data(array), [offset])
 
     def data(self, index: int, member: int | None = None) -> Any:
@@ -95,12 +95,12 @@ class Code:
         numbers = cgutils.alloca_once(self.builder, VECTOR)
         self.builder.store(index, numbers)
         elements = self.builder.bitcast(pointer, element.as_pointer())
-        found = ir.Constant(VECTOR, ir.Undefined)
+        gathered = ir.Constant(VECTOR, ir.Undefined)
         for lane, number in enumerate(self._loaded(numbers)):
-            place = self.builder.gep(elements, [self.builder.sext(number, INT64)])
-            value = self.builder.load(self.builder.bitcast(place, INT32.as_pointer()), align=align)
-            found = self.builder.insert_element(found, value, INT32(lane))
-        return found
+            address = self.builder.gep(elements, [self.builder.sext(number, INT64)])
+            value = self.builder.load(self.builder.bitcast(address, INT32.as_pointer()), align=align)
+            gathered = self.builder.insert_element(gathered, value, INT32(lane))
+        return gathered
 
     def each(self, value: Any, pointer: Any) -> Iterator[Any]:
         """Yield the lanes of a vector, which is at `pointer`."""
@@ -126,18 +126,18 @@ class Code:
         self.builder._insert(places)
         return places
 
-    def _numbers(self, array: int, place: int, later: Any) -> tuple[Any, bool]:
-        """Return where entries are, `later` ones after that numbered by argument `place`; and if they are bfloat16."""
+    def _numbers(self, array: int, entry: int, later: Any) -> tuple[Any, bool]:
+        """Return where entries are, `later` ones after that numbered by argument `entry`; and if they are bfloat16."""
         narrow = self._kinds[array].dtype == types.uint16
         size = 2 if narrow else 4
-        pointer = self.pointer(array, place, size)
+        pointer = self.pointer(array, entry, size)
         if later is not None:
             pointer = self.builder.gep(pointer, [self.builder.mul(later, INT64(size))])
         return pointer, narrow
 
-    def floats(self, array: int, place: int, later: Any = None) -> Any:
+    def floats(self, array: int, entry: int, later: Any = None) -> Any:
         """Load 16 entries of an array of float32, or of uint16 for the bits of bfloat16."""
-        pointer, narrow = self._numbers(array, place, later)
+        pointer, narrow = self._numbers(array, entry, later)
         return self.widened(self.load(pointer, HALVES, 2)) if narrow else self.load(pointer, FLOATS, 4)
 
     def widened(self, value: Any) -> Any:
@@ -146,9 +146,9 @@ class Code:
             return value
         return self.builder.bitcast(self.builder.shl(self.builder.zext(value, VECTOR), constant(16)), FLOATS)
 
-    def store_floats(self, value: Any, array: int, place: int, later: Any = None) -> None:
+    def store_floats(self, value: Any, array: int, entry: int, later: Any = None) -> None:
         """Store 16 entries to such an array, rounded to nearest, ties to even."""
-        pointer, narrow = self._numbers(array, place, later)
+        pointer, narrow = self._numbers(array, entry, later)
         if not narrow:
             self.store(value, pointer, 4)
             return
@@ -191,12 +191,12 @@ class Code:
         `places`, `entry`, `later` and `out` are the numbers of the arguments with the array, its first entry, what is
         added to its entries, and the array that receives the vectors.
         """
-        place_at = self.builder.bitcast(self.pointer(places, entry, 8), INT64.as_pointer())
+        begins = self.builder.bitcast(self.pointer(places, entry, 8), INT64.as_pointer())
         moved = self.integer(later, types.int64)
         for number, line in enumerate(lines):
-            place = self.builder.load(self.builder.gep(place_at, [INT64(number)]))
-            with self.builder.if_then(self.builder.icmp_signed(">=", place, INT64(0))):
-                target = self.builder.mul(self.builder.add(place, moved), INT64(2))
+            begin = self.builder.load(self.builder.gep(begins, [INT64(number)]))
+            with self.builder.if_then(self.builder.icmp_signed(">=", begin, INT64(0))):
+                target = self.builder.mul(self.builder.add(begin, moved), INT64(2))
                 self.store(line, self.builder.gep(self.data(out), [target]), 2)
 
     def taking(self, active: int) -> Any:

@@ -55,17 +55,17 @@ def _to_planes(  # type: ignore[no-untyped-def]
     tokens = len(classes)
     y_, out_ = y.reshape(y.size), out.reshape(out.size)
     for begin in range(0, tokens, WINDOW):
-        own = classes[begin : begin + WINDOW]
+        column_class = classes[begin : begin + WINDOW]
         runs = 0
-        for t in range(len(own)):
-            inverse[t] = inverses[own[t]]
+        for t in range(len(column_class)):
+            inverse[t] = inverses[column_class[t]]
             half[t] = bits[t] = 0
-            if t == 0 or own[t] != own[t - 1]:
-                bounds[runs], class_of_run[runs], rows_of_run[runs] = t, own[t], rows[own[t]]
+            if t == 0 or column_class[t] != column_class[t - 1]:
+                bounds[runs], class_of_run[runs], rows_of_run[runs] = t, column_class[t], rows[column_class[t]]
                 level_of_run[runs] = plane_of_run[runs] = -1
                 runs += 1
-        bounds[runs] = len(own)
-        for c in range(rows[own[0]]):
+        bounds[runs] = len(column_class)
+        for c in range(rows[column_class[0]]):
             # Classes rise and their rows fall, so the runs with this row come first.
             r = 0
             low_bits = False
@@ -80,11 +80,11 @@ def _to_planes(  # type: ignore[no-untyped-def]
                     plane_of_run[r] = plane
                     _fill(least, u, v, reach[plane, 0])
                     _fill(greatest, u, v, reach[plane, 1])
-                own_bits = np.int32(shift[k, c])
-                if own_bits != bits[u]:
-                    _fill(bits, u, v, own_bits)
-                    _fill(half, u, v, (np.int32(1) << own_bits) >> np.int32(1) if own_bits else np.int32(0))
-                low_bits |= own_bits != 0
+                row_bits = np.int32(shift[k, c])
+                if row_bits != bits[u]:
+                    _fill(bits, u, v, row_bits)
+                    _fill(half, u, v, (np.int32(1) << row_bits) >> np.int32(1) if row_bits else np.int32(0))
+                low_bits |= row_bits != 0
                 r += 1
             at = c * tokens + begin
             reached, escapes = bounds[r], 0
@@ -101,19 +101,19 @@ def _to_planes(  # type: ignore[no-untyped-def]
             # The first step goes beyond the odd columns that it counts, so that the others are whole.
             t, active = 0, (reached - 1) % WIDTH + 1
             while reached >= WIDTH and t < reached:
-                own_escapes, fit = quantize_step(
+                step_escapes, fit = quantize_step(
                     y_, at + t, inverse, zone, bias, half, bits, least, greatest, t, active, out_, at + t, levels
                 )  # fmt: skip
                 if not fit:
                     return False
-                escapes += own_escapes
+                escapes += step_escapes
                 t += active
                 active = WIDTH
             escaped[c] += escapes
             for q in range(r if low_bits else 0):
                 u, v = bounds[q], bounds[q + 1]
                 if bits[u]:
-                    low = out[low_plane[own[u], c], begin + u : begin + v]
+                    low = out[low_plane[column_class[u], c], begin + u : begin + v]
                     _low_bits(levels[u:v], (np.int32(1) << bits[u]) - np.int32(1), low)
     return True
 

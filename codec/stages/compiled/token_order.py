@@ -23,11 +23,11 @@ def sort_columns(classes, order, columns):  # type: ignore[no-untyped-def]
         first[:] = 0
         for t in range(begin, end):
             first[classes[t]] += 1
-        place = begin
+        at = begin
         for k in range(CLASSES):
             size = first[k]
-            first[k] = place
-            place += size
+            first[k] = at
+            at += size
         for t in range(begin, end):
             k = classes[t]
             order[first[k]] = t
@@ -65,13 +65,13 @@ def arrange(
     tokens = len(classes)
     order, columns = np.empty(tokens, np.intp), np.empty(tokens, np.uint8)
     sort_columns(classes, order, columns)
-    values, known = x.numpy(), _NOTHING if leading is None else leading.numpy()
+    values, first_rows = x.numpy(), _NOTHING if leading is None else leading.numpy()
     if tokens and (columns == columns[0]).all():  # in order already, as without a predictor
         y = tile_arena.array(SECOND, rows * tokens, np.float32).reshape(rows, tokens)
-        for row in range(min(len(known), rows)):
-            y[row] = known[row]
+        for row in range(min(len(first_rows), rows)):
+            y[row] = first_rows[row]
         return columns, x, torch.from_numpy(y)
     ordered = tile_arena.array(SECOND, x.numel(), np.float32).reshape(values.shape)
     y = values.reshape(-1)[: rows * tokens].reshape(rows, tokens)
-    _copy_columns(order, values, known, ordered, y)
+    _copy_columns(order, values, first_rows, ordered, y)
     return columns, torch.from_numpy(ordered), torch.from_numpy(y)

@@ -1,4 +1,4 @@
-"""`place`, `move_keys` and `gather_centered`, compiled: the same bytes as `stages/transform.py`."""
+"""`scatter`, `move_keys` and `gather_centered`, compiled: the same bytes as `stages/transform.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cuvee.codec.support.arrays import F32, I64, U16
 
 
 @inlined
-def place_head(  # type: ignore[no-untyped-def]
+def write_head(  # type: ignore[no-untyped-def]
     x, at, mean, center, predicted, guess, cos, sin, angle, half, size, out, to
 ):
     """Add mean and prediction to the values of a head of one token, rotate its pairs, round all, and write them.
@@ -61,7 +61,7 @@ def place_head(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _place(  # type: ignore[no-untyped-def]
+def _scatter(  # type: ignore[no-untyped-def]
     x, block, mean, predicted, row_of, column, stride, cos, sin, order, memory, begins, head_stride, heads, size,
     dim_stride,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def _place(  # type: ignore[no-untyped-def]
             at = (first // block * columns + row) * block + first % block
             center, guess = of_mean + h * stride, of_token + h * stride
             begin = begins[t] + h * head_stride
-            place_head(
+            write_head(
                 x, at, mean_, center, predicted_, guess, cos_, sin_, angle, half, size, target, 0 if strided else begin
             )  # fmt: skip
             for i in range(len(spare)):
@@ -98,7 +98,7 @@ _MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # bits of 
 _HALFWAY = np.uint32(0x7F7F8000)  # between bfloat16's largest number and infinity
 
 
-def place(
+def scatter(
     x: torch.Tensor,
     centers: Centers,
     section: Section,
@@ -109,9 +109,9 @@ def place(
     values: Sequence[Rows | None],
     order: I64 | None = None,
 ) -> None:
-    """See `stages.transform.place`, which also serves interleaved caches and float16."""
+    """See `stages.transform.scatter`, which also serves interleaved caches and float16."""
     if not served(section, layout):
-        transform.place(x, centers, section, layout, rotation, at, keys, values, order)
+        transform.scatter(x, centers, section, layout, rotation, at, keys, values, order)
         return
     block, tokens = x.shape[-1], x.shape[-2]
     source = plain(x.flatten())
@@ -122,7 +122,7 @@ def place(
         if rows is None:
             continue
         cos, sin = tables_of(layout, unit, rotation, at)
-        _place(
+        _scatter(
             source, block, *arrays, unit.first, unit.stride, cos, sin, to, plain(rows.memory), rows.begins[at],
             rows.head_stride, rows.heads, rows.size, rows.dim_stride,
         )  # fmt: skip
@@ -315,17 +315,17 @@ class _Units:
     """The units of the sections of the layout that was last asked for: to list them takes as long as a short tile."""
 
     def __init__(self) -> None:
-        self._held: tuple[KVLayout | None, dict[Section, tuple[tuple[UnitColumns, ...], bool]]] = (None, {})
+        self._cached: tuple[KVLayout | None, dict[Section, tuple[tuple[UnitColumns, ...], bool]]] = (None, {})
 
     def of(self, section: Section, layout: KVLayout) -> tuple[tuple[UnitColumns, ...], bool]:
         """Return a section's units, and whether the keys of any of its layers are interleaved."""
-        held, known = self._held
-        if held is not layout:
-            known = {}
-            self._held = layout, known
-        if section not in known:
-            known[section] = tuple(section.units(layout)), any(map(_interleaved, section.layers(layout)))
-        return known[section]
+        units_layout, units = self._cached
+        if units_layout is not layout:
+            units = {}
+            self._cached = layout, units
+        if section not in units:
+            units[section] = tuple(section.units(layout)), any(map(_interleaved, section.layers(layout)))
+        return units[section]
 
 
 _units = _Units()

@@ -135,7 +135,7 @@ class PageBlend:
         blender, blend = self._blender, self._blend
         placed = place(blend, self._end)
         slots = blender.slots(blend.blocks, self._end)
-        kv = PromptKV(blender.cache, slots, placed.cached | placed.known)
+        kv = PromptKV(blender.cache, slots, placed.cached | placed.exact)
         model = blender.open_model(blend.blocks)
         selector = Guided(blend.cost, run_overhead=RUN_OVERHEAD, context_overhead=blender.context_overhead)
         yield 0  # the selector may ask all ranks

@@ -109,7 +109,7 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
         OSError: the model does not exist.
         UnsupportedModelError: see `KVLayout.from_config`; raised before any weights are read.
     """
-    place = usable_device(device)
+    usable = usable_device(device)
     transformers = _transformers("a model")
     path = model_path(name)
     coded_layout(load_config(path))  # refuses before any weights are read
@@ -117,7 +117,7 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=False, local_files_only=_only_local(path)
         )
-    loaded: PreTrainedModel = model.to(place).eval()
+    loaded: PreTrainedModel = model.to(usable).eval()
     return loaded
 
 
@@ -151,22 +151,22 @@ def learning_dtype(name: str, device: str = "cpu") -> tuple[str, str]:
     On a CPU with instructions for bfloat16 a model of 1.5 B parameters takes 3.6 times as long in float32, on others
     bfloat16 takes longer. Sums and logits are float32 or wider in any dtype.
     """
-    own = str(load_config(name).get_text_config().dtype).removeprefix("torch.")
-    if torch.device(device).type != "cpu" or own not in ("bfloat16", "float16"):
+    stored = str(load_config(name).get_text_config().dtype).removeprefix("torch.")
+    if torch.device(device).type != "cpu" or stored not in ("bfloat16", "float16"):
         return "auto", "that of its files"
-    if own == "bfloat16" and _multiplies_bfloat16():
-        return own, "that of its files, for which this CPU has instructions"
+    if stored == "bfloat16" and _multiplies_bfloat16():
+        return stored, "that of its files, for which this CPU has instructions"
     size = 2 * sum(file.stat().st_size for file in Path(model_path(name)).glob("*.safetensors"))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size + size // 2 > memory:
-        return own, f"that of its files, since float32 takes {size / 1e9:.0f} GB of {memory / 1e9:.0f} GB of memory"
-    return "float32", f"this CPU has no instructions for {own}"
+        return stored, f"that of its files, since float32 takes {size / 1e9:.0f} GB of {memory / 1e9:.0f} GB of memory"
+    return "float32", f"this CPU has no instructions for {stored}"
 
 
 def _multiplies_bfloat16() -> bool:
     """Return whether the CPU has instructions for bfloat16, as far as torch tells (from 2.10 on)."""
-    found: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -389,7 +389,7 @@ def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None =
     Raises:
         InputError: the texts hold no sequence of this length.
     """
-    whole = [piece for found in _pieces(corpora, length) for piece in found]
+    whole = [piece for of_text in _pieces(corpora, length) for piece in of_text]
     return torch.stack(pick_evenly(whole, count or len(whole)))
 
 
@@ -405,23 +405,23 @@ def sequences_by_text(corpora: Sequence[Corpus], length: int, count: int) -> tup
     pieces = _pieces(corpora, length)
     wanted = [0] * len(pieces)
     for _ in range(count):
-        short = [index for index, found in enumerate(pieces) if wanted[index] < len(found)]
+        short = [index for index, of_text in enumerate(pieces) if wanted[index] < len(of_text)]
         if short:
             wanted[min(short, key=lambda index: wanted[index])] += 1
-    chosen = [pick_evenly(found, share) for found, share in zip(pieces, wanted, strict=True)]
-    rows = [row for found in chosen for row in found]
-    return torch.stack(rows), [index for index, found in enumerate(chosen) for _ in found]
+    chosen = [pick_evenly(of_text, share) for of_text, share in zip(pieces, wanted, strict=True)]
+    rows = [row for of_text in chosen for row in of_text]
+    return torch.stack(rows), [index for index, of_text in enumerate(chosen) for _ in of_text]
 
 
 def _pieces(corpora: Sequence[Corpus], length: int) -> list[list[torch.Tensor]]:
     """Return all disjoint sequences of each text."""
-    found = []
+    by_text = []
     for corpus in corpora:
         body = max(length - len(corpus.leading), 1)
         pieces = (piece for ids in corpus.documents for piece in ids.split(body) if len(piece) == body)
-        found.append([with_leading(corpus.leading, piece) for piece in pieces])
-    if not any(found):
+        by_text.append([with_leading(corpus.leading, piece) for piece in pieces])
+    if not any(by_text):
         raise InputError(
             f"text: must hold at least {length} tokens in one document: give more text, or a smaller --length"
         )
-    return found
+    return by_text

@@ -68,7 +68,7 @@ def sample_text(
     if starts.shape[1] == length:
         return starts.cpu()
     sampler: Any = model  # of `generate`, which has no types
-    own = sampler.generation_config
+    original = sampler.generation_config
     # What the model predicts, with nothing of its own settings, such as a temperature or an end.
     sampler.generation_config = GenerationConfig(do_sample=True, top_k=0, max_length=length, pad_token_id=0)
     try:
@@ -78,7 +78,7 @@ def sample_text(
             steps = _Steps(run or Run(shown=False), len(parts) * (length - starts.shape[1]))
             made = [sampler.generate(rows, attention_mask=torch.ones_like(rows), streamer=steps) for rows in parts]
     finally:
-        sampler.generation_config = own
+        sampler.generation_config = original
     return torch.cat([rows.cpu() for rows in made])
 
 

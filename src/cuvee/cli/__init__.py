@@ -95,8 +95,8 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(value: bool) -> None:
+    if value:
         from cuvee import __version__
 
         print(f"cuvee {__version__}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cuvee.cli.files import blob_files, check_absent, check_output, named, read_profile, whole_folder
+from cuvee.cli.files import blob_files, check_absent, check_output, errors_of, read_profile, whole_folder
 from cuvee.cli.options import Config, Force, ProfileFile, need_one_of_profile_and_config
 from cuvee.cli.output import counted
 
@@ -51,7 +51,7 @@ def decode(
     tokens = 0
     for path in files:
         blob = path.read_bytes()
-        with named(path):
+        with errors_of(path):
             info = inspect(blob)
             tokens += info.tokens
             check_tokens(tokens, max_tokens)
@@ -60,7 +60,7 @@ def decode(
                 codec = Codec(read_profile(profile, config, info.dtype), "lossless")
                 moved = 0 if start is None else start - info.start
             chunks.append(codec.decode(blob, info.start + moved, max_tokens=max_tokens))
-    with named(source):
+    with errors_of(source):
         whole = KVChunk.concat(chunks)
     check_absent(target, force)  # again: the file may have appeared while decoding
     write_cache_file(target, whole.keys, whole.values, whole.start, whole.token_ids)

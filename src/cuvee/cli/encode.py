@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cuvee.cli.files import blob_name, check_output, named, read_profile, write_folder
+from cuvee.cli.files import blob_name, check_output, errors_of, read_profile, write_folder
 from cuvee.cli.options import DEFAULT_CHUNK_TOKENS, Config, Force, ProfileFile, need_one_of_profile_and_config
 from cuvee.cli.output import counted, make_console
 
@@ -57,22 +57,22 @@ def encode(
 
     Example: cuvee encode cache.safetensors blobs --profile model.safetensors --quality high
     """
-    asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
-    given = [f"--{name}" for name, value in asked.items() if value is not None]
-    if len(given) > 1:
-        raise typer.BadParameter(f"must be one option for the quality, got {' and '.join(given)}")
+    options = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
+    chosen = [f"--{name}" for name, value in options.items() if value is not None]
+    if len(chosen) > 1:
+        raise typer.BadParameter(f"must be one option for the quality, got {' and '.join(chosen)}")
     need_one_of_profile_and_config(profile, config)
 
     from cuvee.codec.codec import Codec
     from cuvee.integrations.transformers.cache_file import cache_file_dtype, read_cache_file
 
     dtype = cache_file_dtype(source)
-    known = read_profile(profile, config, dtype)
+    loaded = read_profile(profile, config, dtype)
     sized = None if ratio is None else dtype
-    codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst, dtype=sized)
-    chunk = read_cache_file(source, known.layout)
+    codec = Codec(loaded, quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst, dtype=sized)
+    chunk = read_cache_file(source, loaded.layout)
     check_output(target, force)
-    with named(source):
+    with errors_of(source):
         blobs = _encode_all(codec, chunk, chunk_tokens)
     write_folder(target, {blob_name(i, len(blobs)): blob for i, blob in enumerate(blobs)}, force)
     size = sum(map(len, blobs))

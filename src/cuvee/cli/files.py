@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
 
 __all__ = [
-    "SUFFIX", "blob_files", "blob_name", "check_absent", "check_output", "named", "read_profile", "whole_folder",
+    "SUFFIX", "blob_files", "blob_name", "check_absent", "check_output", "errors_of", "read_profile", "whole_folder",
     "write_folder",
 ]  # fmt: skip
 
@@ -25,7 +25,7 @@ SUFFIX = ".cuvee"
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def errors_of(path: Path) -> Iterator[None]:
     """Prefix errors about a file's contents with its name."""
     try:
         yield

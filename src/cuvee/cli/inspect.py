@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cuvee.cli.files import blob_files, named
+from cuvee.cli.files import blob_files, errors_of
 from cuvee.cli.options import Json
 from cuvee.cli.output import make_console, make_table, print_json
 
@@ -26,7 +26,7 @@ def inspect(
     infos = []
     for source in sources:
         for path in blob_files(source):
-            with named(path):
+            with errors_of(path):
                 infos.append((path, read(path.read_bytes())))
     if as_json:
         print_json(

@@ -52,13 +52,13 @@ def model_check(
     for row, alike in groupby(enumerate(layers), key=lambda pair: _layer_row(pair[1], size)):
         numbers = [index for index, _ in alike]
         runs.append({"first": numbers[0], "last": numbers[-1], **row})
-    total, beside = (
+    total, state_bytes = (
         sum(run[name] * (run["last"] - run["first"] + 1) for run in runs)
         for name in ("bytes_per_token", "states_bytes")
     )
     states, moves = any(layer.beyond for layer in layers), movable(layers)
     if as_json:
-        sums = {"states": states, "movable": moves, "bytes_per_token": total, "states_bytes": beside}
+        sums = {"states": states, "movable": moves, "bytes_per_token": total, "states_bytes": state_bytes}
         print_json({"model_type": config.model_type, **sums, "layers": runs})
         return
     table = make_table("layers", "kind", "heads x key, value", "window", "keys", "bytes/token", "beside")
@@ -79,9 +79,9 @@ def model_check(
     console.print(table)
     for note in dict.fromkeys(run["note"] for run in runs if run["note"]):
         console.print(note, markup=False, highlight=False)
-    if beside:
+    if state_bytes:
         console.print(
-            f"Beside keys and values of tokens: {beside:,} bytes in float32, after the few tokens that were run.",
+            f"Beside keys and values of tokens: {state_bytes:,} bytes in float32, after the few tokens that were run.",
             highlight=False,
         )
     if states:

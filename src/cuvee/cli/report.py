@@ -120,7 +120,7 @@ def report(
     console = make_console(stderr=True)
     try:
         chosen = quick_config(config) if quick else config
-        found = run_report(chosen, out, console, against=against, force=force, command=typed_command())
+        result = run_report(chosen, out, console, against=against, force=force, command=typed_command())
     except KeyboardInterrupt:
         console.print(
             f"interrupted: {out} keeps what was measured, and the same command continues",
@@ -129,9 +129,9 @@ def report(
         )
         raise typer.Exit(130) from None
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        print_summary(found, make_console())
+        print_summary(result, make_console())
         print(f"{out / 'report.md'}\n{out / 'report.json'}")
-    if found.against is not None and found.against.worse:
+    if result.against is not None and result.against.worse:
         raise typer.Exit(3)

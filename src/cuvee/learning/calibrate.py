@@ -125,8 +125,8 @@ def calibrate(
         >>> profile.source, len(profile.learned)
         ('calibrated', 2)
     """
-    for option, given in (("flops", flops is not None), ("tensor_parallel", tensor_parallel)):
-        if given and group != "auto":
+    for option, is_set in (("flops", flops is not None), ("tensor_parallel", tensor_parallel)):
+        if is_set and group != "auto":
             raise InputError(f"{option}: must come with group='auto', which it is for, got {group!r}: leave one out")
     fingerprint = model_fingerprint(model)
     layout = coded_layout(model)
@@ -142,38 +142,38 @@ def calibrate(
             )
         testing[_PLAIN if name is None else name] = tokens[len(tokens) - held_out :]
     for tokens, cached in kinds.values():
-        own = without_shared(tokens[: len(tokens) - held_out_count(len(tokens))], testing.values())
-        learning += [(batch, cached) for batch in own.split(batch_size) if len(batch)]
+        unshared = without_shared(tokens[: len(tokens) - held_out_count(len(tokens))], testing.values())
+        learning += [(batch, cached) for batch in unshared.split(batch_size) if len(batch)]
     if not learning:
         raise InputError("token_ids: must hold different sequences, got none that shares no text with those held out")
     if more_text is not None:
         check_tokens(model, more_text, None)
         more_text = without_shared(more_text, testing.values())
     reading = () if more_text is None or not len(more_text) else more_text.split(batch_size)
-    seen = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
+    cached_tokens = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
     if group == "auto":
         budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
-        group, why = choose_group(layout, seen, budget, tensor_parallel)
+        group, why = choose_group(layout, cached_tokens, budget, tensor_parallel)
         for smaller in ("head",) if tensor_parallel else ("unit", "head"):
-            if seen < (need := tokens_needed(layout, group)):
-                group, why = smaller, f"{group} needs {need} cached tokens to learn from, the text has {seen}"
+            if cached_tokens < (need := tokens_needed(layout, group)):
+                group, why = smaller, f"{group} needs {need} cached tokens to learn from, the text has {cached_tokens}"
         _log.info("group=%r: %s", group, why)
-    need_tokens(layout, group, seen, sum(len(batch) for batch, _ in learning))
+    need_tokens(layout, group, cached_tokens, sum(len(batch) for batch, _ in learning))
     lengths = [rows.shape[1] for rows in testing.values()]
     # At few steps, since how much more these lose than other text changes slowly with the step.
-    beside = {name: rows for name, rows in testing.items() if rows.shape[1] > min(lengths)}
-    usual = {name: rows for name, rows in testing.items() if name not in beside}
-    if len(usual) > 1 or _REREAD not in usual:
-        again = _rereading(usual, prefix)
-        usual.pop(_REREAD, None)
+    extra = {name: rows for name, rows in testing.items() if rows.shape[1] > min(lengths)}
+    main = {name: rows for name, rows in testing.items() if name not in extra}
+    if len(main) > 1 or _REREAD not in main:
+        again = _rereading(main, prefix)
+        main.pop(_REREAD, None)
         if len(again):
-            beside[_REREAD] = again
+            extra[_REREAD] = again
     text = [*(batch for batch, _ in learning), *reading] if predict_tokens else []
     run = progress if isinstance(progress, Run) else Run(progress)
     texts = (learning, text, reading, list(testing.items()))
     run.begin("learning", key_of(model, fingerprint, group, prefix, seed, texts, step_indices))
     steps = len(step_indices or CURVE_STEP_INDICES)
-    run.expect(*stage_costs(model, layout, learning, (text, reading), (usual, beside), steps))
+    run.expect(*stage_costs(model, layout, learning, (text, reading), (main, extra), steps))
     if (kept := run.value("profile")) is not None:
         profile = _unpacked(kept)
     else:
@@ -183,12 +183,12 @@ def calibrate(
         run.put("profile", _packed(profile) if run.keeps else None)
     served = default_step_indices(profile)
     wanted = [step for step in step_indices or served if step >= served[0]]
-    profile = measure(profile, model, usual, prefix=prefix, step_indices=wanted, batch_size=MEASURE_BATCH, progress=run)
-    if not beside:
+    profile = measure(profile, model, main, prefix=prefix, step_indices=wanted, batch_size=MEASURE_BATCH, progress=run)
+    if not extra:
         return profile
     few = _few_steps(served)
     points = measure(
-        profile, model, beside, prefix=prefix, step_indices=few, batch_size=MEASURE_BATCH, progress=run
+        profile, model, extra, prefix=prefix, step_indices=few, batch_size=MEASURE_BATCH, progress=run
     ).points
     return profile.with_curve([*profile.points, *(point for point in points if point.kind)], lengths)
 
@@ -227,8 +227,8 @@ class _Gathered:
     def restore(self, state: list[Any]) -> None:
         """See `Run`."""
         self._generator.set_state(state[0])
-        for section, own in zip(self.moments, state[1:], strict=True):
-            section.restore(own)
+        for section, section_state in zip(self.moments, state[1:], strict=True):
+            section.restore(section_state)
 
     def read(self, model: PreTrainedModel, layout: KVLayout, text: _Text, tokens: TokenModel | None, run: Run) -> None:
         """Add text to learn from, with gradients, and more text, without."""
@@ -259,7 +259,7 @@ def stage_costs(
     embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight
     head: Any = getattr(model.get_output_embeddings(), "weight", None)
     outside = embedding.numel() + (0 if head is None or head is embedding else head.numel())
-    layers = max(sum(own.numel() for own in model.parameters()) - outside, 1)
+    layers = max(sum(parameter.numel() for parameter in model.parameters()) - outside, 1)
     share = embedding.numel() / layers  # of the head
     coding = CODING_FLOPS * layout.values_per_token / layers
     reading, adding = (float(sum(batch.numel() for batch in part)) for part in text)
@@ -270,7 +270,7 @@ def stage_costs(
     out.append(("learning bases", BASES_FLOPS * layout.values_per_token / layers))
     for kinds, count in zip(tested, (steps, len(_few_steps(CURVE_STEP_INDICES))), strict=True):
         ways = 1.5 * count if reading else count
-        rows = sum(own.numel() for own in kinds.values())
+        rows = sum(tokens.numel() for tokens in kinds.values())
         out.append(("measuring", ways * rows * ((1 + HEAD_TIMES * share) / 4 + coding)))
     return [(stage, cost) for stage, cost in out if cost]
 
@@ -284,8 +284,8 @@ def expected_costs(
     learning = [(rows[: cut[name]], 3 * rows.shape[1] // 4) for name, rows in kinds.items()]
     adding = [] if more_text is None else [more_text]
     reading = [*(rows for rows, _ in learning), *adding]
-    usual = {name: rows[cut[name] :] for name, rows in kinds.items()}
-    return stage_costs(model, layout, learning, (reading, adding), (usual, {}))
+    main = {name: rows[cut[name] :] for name, rows in kinds.items()}
+    return stage_costs(model, layout, learning, (reading, adding), (main, {}))
 
 
 def _packed(profile: Profile) -> torch.Tensor:
@@ -307,17 +307,17 @@ def _rereading(kinds: Mapping[str, torch.Tensor], prefix: int | None) -> torch.T
 
     Text that repeats what is cached loses up to 2.7 times the KL of other text (a Qwen2.5 of 1.5 B parameters).
     """
-    given = kinds.get(_REREAD)
+    existing = kinds.get(_REREAD)
     others = torch.cat([rows for name, rows in kinds.items() if name != _REREAD])
     length = others.shape[1]
     cached = 3 * length // 4 if prefix is None else prefix
-    wanted = _REREAD_ROWS - (0 if given is None else len(given))
+    wanted = _REREAD_ROWS - (0 if existing is None else len(existing))
     made = others[:0]
     if 2 * cached >= length + 2 and wanted > 0:
         # A row is taken several times, with other parts, where there are few.
         chosen = others[torch.arange(wanted) * len(others) // wanted]
         made = reread(chosen.repeat_interleave(2, dim=0), cached)[::2]
-    return made if given is None else torch.cat([given, made])
+    return made if existing is None else torch.cat([existing, made])
 
 
 def _learn_tokens(

@@ -190,9 +190,9 @@ def learn_classes(sample: TokenSample, predictor: Predictor, scale: I16) -> tupl
         # The arithmetic mean, because the deviation selects the tables. A geometric mean would be lower.
         energy = relative[classes == k].mean()
         class_scale[k] = 0.5 * OCTAVE * math.log2(max(energy, 1e-9)) * counts[k] / (counts[k] + CLASS_PRIOR)
-    seen = np.flatnonzero(counts)
-    for empty in np.flatnonzero(counts == 0) if len(seen) else ():
-        class_scale[empty] = class_scale[seen[np.abs(seen - empty).argmin()]]
+    occurring = np.flatnonzero(counts)
+    for empty in np.flatnonzero(counts == 0) if len(occurring) else ():
+        class_scale[empty] = class_scale[occurring[np.abs(occurring - empty).argmin()]]
     # Coarser classes must not code more components than finer ones.
     for coarser in range(1, CLASSES):
         class_scale[coarser] = min(class_scale[coarser], class_scale[coarser - 1] + CLASS_UNITS)

@@ -21,10 +21,10 @@ def compare(
         tokens whose most likely successor stays the same.
     """
     kl, loss, same = [], [], []
-    for own, moved, chosen in zip(exact, other, targets[..., None].to(exact.device), strict=True):
-        kl.append(float((own.exp() * (own - moved)).sum(-1).mean()))
-        loss.append(float((own.gather(-1, chosen) - moved.gather(-1, chosen)).mean()))
-        same.append(float((own.argmax(-1) == moved.argmax(-1)).float().mean()))
+    for exact_row, other_row, chosen in zip(exact, other, targets[..., None].to(exact.device), strict=True):
+        kl.append(float((exact_row.exp() * (exact_row - other_row)).sum(-1).mean()))
+        loss.append(float((exact_row.gather(-1, chosen) - other_row.gather(-1, chosen)).mean()))
+        same.append(float((exact_row.argmax(-1) == other_row.argmax(-1)).float().mean()))
     return kl, loss, same
 
 

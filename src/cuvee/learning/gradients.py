@@ -41,8 +41,8 @@ def sample_gradients(
         uniform = torch.rand(logits.shape[:-1], generator=generator, dtype=torch.float32).to(logits.device)
         slopes = torch.empty_like(logits)
         runs = [tensor.flatten(0, 1).split(max(SLICE_VALUES // logits.shape[-1], 1)) for tensor in (logits, slopes)]
-        for own, slope, drawn in zip(*runs, uniform.flatten().split(len(runs[0][0])), strict=True):
-            slope.copy_(_slope(own.detach().float(), drawn[:, None]))
+        for rows, slope, drawn in zip(*runs, uniform.flatten().split(len(runs[0][0])), strict=True):
+            slope.copy_(_slope(rows.detach().float(), drawn[:, None]))
     logits.backward(slopes)
     gradients = tuple((_gradient(keys), _gradient(values)) for keys, values in leaves)
     return filled, replace(filled, units=gradients)

@@ -75,9 +75,9 @@ def base_section(moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor]]
     """
     blocks, scales = [], []
     for inverse, deviation in maps:
-        block, own = _rounded(inverse * unit, deviation / unit)
+        block, block_scale = _rounded(inverse * unit, deviation / unit)
         blocks.append(block)
-        scales.append(own)
+        scales.append(block_scale)
     mean = moments.mean().float()
     scale = np.concatenate(scales)
     basis = SectionBasis(mean, mean.new_zeros(0, len(mean)), tuple(blocks))

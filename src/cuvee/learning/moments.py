@@ -25,7 +25,7 @@ SINK_EXCESS = 1.0  # energy of the deviation of such a mean, over that of an ord
 # rare directions that matter get none, single tokens cost much, and the KL on other text exceeds the curve.
 SHRINKAGE = 0.1
 TOKENS_PER_VALUE = 4  # tokens needed per value of the largest block; with fewer, the covariance is noise
-USUAL_SHARE = 0.99  # share of the tokens whose gradients determine the weight of a section
+CLIPPED_QUANTILE = 0.99  # share of the tokens whose gradients determine the weight of a section
 NORMALIZED_POWER = 0.75  # power of a token's gradient norm that its gradient is divided by in the metric
 NORMALIZED_FLOOR = 1e-3  # tokens far below the mean gradient count less in the metric
 SAMPLE_BYTES = 1 << 30  # values kept for the tables and the predictors; gradients take half as much again
@@ -217,8 +217,8 @@ def normalized(gradient: torch.Tensor) -> torch.Tensor:
     not determine it.
     """
     energy = gradient.square().sum(1, keepdim=True)
-    usual = energy.clamp_max(torch.quantile(energy, USUAL_SHARE)).mean()
-    return gradient * (energy / usual.clamp_min(1e-30) + NORMALIZED_FLOOR).pow(-NORMALIZED_POWER / 2)
+    mean_energy = energy.clamp_max(torch.quantile(energy, CLIPPED_QUANTILE)).mean()
+    return gradient * (energy / mean_energy.clamp_min(1e-30) + NORMALIZED_FLOOR).pow(-NORMALIZED_POWER / 2)
 
 
 def new_moments(layout: KVLayout, group: str, device: torch.device | str = "cpu") -> list[Moments]:

@@ -53,9 +53,9 @@ def without_shared(rows: Tensor, others: Collection[Tensor]) -> Tensor:
     always found, wherever rows were cut.
     """
     size = min([_SHARED, rows.shape[1], *(other.shape[1] for other in others)])
-    known = {
+    other_runs = {
         run.numpy().tobytes() for other in others for run in other.cpu().long().unfold(1, size, 1).reshape(-1, size)
     }
     runs = rows.cpu().long().unfold(1, size, size)
-    kept = [all(run.numpy().tobytes() not in known for run in row) for row in runs]
+    kept = [all(run.numpy().tobytes() not in other_runs for run in row) for row in runs]
     return rows[torch.tensor(kept, dtype=torch.bool)]

@@ -64,7 +64,7 @@ class Run:
         self._parts: dict[str, dict[str, Any]] = {}
         if self._keep is not None and self._keep.exists():
             self._parts = _read(self._keep)
-        self._held = set(self._parts)  # parts that the file holds and that this run goes on from, as far as is known
+        self._resumable = set(self._parts)  # parts of the file that this run goes on from, as far as is known
         self._begun: set[str] = set()
         self._part: dict[str, Any] = _new("")
         self._live: dict[str, Sums] = {}
@@ -84,14 +84,14 @@ class Run:
 
     def begin(self, part: str, key: str) -> None:
         """Begin a part of the run, or go on with it if it was kept with the same key: of all that it depends on."""
-        found = self._parts.get(part)
-        if found is not None and found["key"] != key:
+        saved = self._parts.get(part)
+        if saved is not None and saved["key"] != key:
             _log.warning("%s: is of other weights, texts or options: this run begins anew", self._keep)
-            found = None
-            self._held &= self._begun  # what comes later depends on this part
-            self._parts = {name: own for name, own in self._parts.items() if name in self._begun}
+            saved = None
+            self._resumable &= self._begun  # what comes later depends on this part
+            self._parts = {name: state for name, state in self._parts.items() if name in self._begun}
         self._begun.add(part)
-        self._part = self._parts[part] = found or _new(key)
+        self._part = self._parts[part] = saved or _new(key)
         self._live, self._used = {}, {}
 
     def value(self, name: str) -> Any:
@@ -112,12 +112,12 @@ class Run:
             if name in self._part["sums"]:
                 sums.restore(self._part["sums"].pop(name))
             self._live[name] = sums
-        cost = next((cost for known, cost in self._costs if known == what), 0.0)
+        cost = next((cost for label, cost in self._costs if label == what), 0.0)
         if cost:
             self._costs.remove((what, cost))
         first = self._part["done"].get(stage, 0) if sums is not None else 0
         began = time.monotonic()
-        for number, left in self._told(what, range(first, len(batches)), len(batches)):
+        for number, left in self._with_progress(what, range(first, len(batches)), len(batches)):
             yield batches[number]
             if sums is not None:
                 self._part["done"][stage] = number + 1
@@ -135,7 +135,7 @@ class Run:
 
     def kept(self) -> str:
         """Return what an interrupted run goes on from, in words; empty if from the beginning."""
-        if self._keep is None or not self._held or not self._keep.exists():
+        if self._keep is None or not self._resumable or not self._keep.exists():
             return ""
         done = [f"{stage.rpartition(' ')[0]} {count}" for stage, count in self._part["done"].items()]
         return f"{self._keep} ({self._keep.stat().st_size / 1e6:,.0f} MB; at most: {', '.join(done) or 'samples'})"
@@ -146,7 +146,7 @@ class Run:
         later = sum(cost for _, cost in self._costs)
         return seconds * (1 - share) / share + (later * (self._seconds + seconds) / paid if paid else 0.0)
 
-    def _told(self, what: str, numbers: range, count: int) -> Iterator[tuple[int, list[float]]]:
+    def _with_progress(self, what: str, numbers: range, count: int) -> Iterator[tuple[int, list[float]]]:
         """Yield each number and a list that takes the seconds left after it; show them."""
         left: list[float] = []
         if self._shown and self._console.is_terminal:
@@ -184,7 +184,7 @@ class Run:
                 file.write(digest)
         for name in self._live:
             del self._part["sums"][name]  # they change
-        self._held = set(self._parts)
+        self._resumable = set(self._parts)
         self._written = time.monotonic()
         self._pause = max(LEAST_PAUSE, WRITING * (self._written - began))
 
@@ -209,8 +209,8 @@ def key_of(model: PreTrainedModel, *parts: Any) -> str:
             digest.update(repr(part.shape).encode() + part.cpu().long().numpy().tobytes())
         elif isinstance(part, list | tuple):
             digest.update(repr(len(part)).encode())
-            for own in part:
-                add(own)
+            for item in part:
+                add(item)
         else:
             digest.update(repr(part).encode())
 

@@ -129,9 +129,9 @@ def learn_token_model(sums: TokenSums, sections: Sequence[Section]) -> TokenMode
     weights = (weights * deviation.double()[:, None]).float().cpu()
     maps = []
     for at in columns:
-        own = weights[:, at]
-        scale = own.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_WEIGHT
-        maps.append(TokenMap((own / scale).round().to(torch.int8).contiguous(), scale))
+        section_weights = weights[:, at]
+        scale = section_weights.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_WEIGHT
+        maps.append(TokenMap((section_weights / scale).round().to(torch.int8).contiguous(), scale))
     everything = spread.float().cpu()
     return TokenModel(table, tuple(maps), tuple(everything[:, at] for at in columns))
 

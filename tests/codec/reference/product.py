@@ -49,13 +49,13 @@ def analyze(
     run: slice,
     ranks: Sequence[int],
     products: Products,
-    known: int,
+    computed: int,
     y: torch.Tensor,
 ) -> None:
     """See `cuvee.codec.stages.compiled.integer_product.analyze`."""
     if products is not Products.INT16:
-        dtype = products.dense if known else torch.float32
-        basis.coefficients(x[run], tuple(ranks), y[: sum(ranks), run], known, dtype)
+        dtype = products.dense if computed else torch.float32
+        basis.coefficients(x[run], tuple(ranks), y[: sum(ranks), run], computed, dtype)
         return
     maps, row, column = basis.forward_integers, 0, 0
     for (terms, rows, at, first, _), size, rank in zip(maps.fields.tolist(), basis.block_sizes, ranks, strict=True):
@@ -68,10 +68,10 @@ def analyze(
         factor = np.divide(np.float32(LONGEST), norm, out=np.zeros_like(norm), where=sound)
         integers = np.rint(own * factor).astype(np.float64)
         tiles = maps.matrix[at:].view(np.int16)[: -(-rows // 16) * 16 * terms].reshape(-1, terms // 2, 16, 2)
-        matrix = tiles.transpose(0, 2, 1, 3).reshape(-1, terms)[known:rank, :size].astype(np.float64)
-        scale = maps.scale[first + known : first + rank, None] * (norm / np.float32(LONGEST))
-        y[row + known : row + rank, run] = torch.from_numpy((matrix @ integers).astype(np.float32) * scale)
-        row, column, known = row + rank, column + size, 0
+        matrix = tiles.transpose(0, 2, 1, 3).reshape(-1, terms)[computed:rank, :size].astype(np.float64)
+        scale = maps.scale[first + computed : first + rank, None] * (norm / np.float32(LONGEST))
+        y[row + computed : row + rank, run] = torch.from_numpy((matrix @ integers).astype(np.float32) * scale)
+        row, column, computed = row + rank, column + size, 0
 
 
 def prepare_inverse(

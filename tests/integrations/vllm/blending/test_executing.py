@@ -71,7 +71,7 @@ def blends(draw: Callable[..., Any]) -> tuple[Blend, int]:
 def test_a_blend_is_placed_as_it_says(given: tuple[Blend, int]) -> None:
     blend, end = given
     placed = place(blend, end)
-    rows = zip(placed.segment.tolist(), placed.offset.tolist(), placed.cached.tolist(), placed.known.tolist())  # noqa: B905
+    rows = zip(placed.segment.tolist(), placed.offset.tolist(), placed.cached.tolist(), placed.exact.tolist())  # noqa: B905
     assert list(rows) == reference(blend, end)
     assert placed.tokens.tolist() == blend.tokens and placed.end == end
     assert not placed.leading.any()
