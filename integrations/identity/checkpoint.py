@@ -240,6 +240,7 @@ def naming_of_weights(
     model_id: str | None = None,
     revision: str | None = None,
     load_format: str = "auto",
+    drafter: tuple[str, str | None] | None = None,
 ) -> Make:
     """Return what makes `name_of_weights`, which may take as long as reading the checkpoint's files.
 
@@ -250,6 +251,8 @@ def naming_of_weights(
         model_id: the user's name for the weights, if there is one; then no file is read.
         revision: of a hub id.
         load_format: by which the engine reads the checkpoint.
+        drafter: path and revision of a drafter's checkpoint, whose layers lie in the same pages; None: there is none,
+            or its weights are in the model's own.
 
     Raises:
         InputError: as `Checkpoint`.
@@ -257,7 +260,12 @@ def naming_of_weights(
     if model_id is not None:
         return lambda stop: name_of_weights(model_id, dtype, options)
     checkpoint = Checkpoint(path, revision=revision, load_format=load_format)
-    return lambda stop: name_of_weights(checkpoint.identity(stop), dtype, options)
+    if drafter is None or drafter == (str(path), revision):
+        return lambda stop: name_of_weights(checkpoint.identity(stop), dtype, options)
+    drafts = Checkpoint(drafter[0], revision=drafter[1])
+    return lambda stop: name_of_weights(
+        checkpoint.identity(stop), dtype, {**(options or {}), "drafter": drafts.identity(stop)}
+    )
 
 
 def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = None, tokenizer: bool = True) -> Identity:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.identity.checkpoint import checkpoint_identity, configuration_identity, file_identity
 from cuvee.integrations.identity.engine_environment import sglang_environment, vllm_environment
@@ -171,9 +173,9 @@ VLLM: Listed = {
 SGLANG: Listed = {
     "ServerArgs": {
         "the content of the checkpoint's files is in the key": "model_path revision download_dir model_checksum",
-        "the tokens are in the key, and the cache's dtype is in the layout": (
+        "the tokens are in the key": (
             "tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num "
-            "skip_tokenizer_init kv_cache_dtype chat_template trust_request_chat_template hf_chat_template_name "
+            "skip_tokenizer_init chat_template trust_request_chat_template hf_chat_template_name "
             "completion_template default_chat_template_kwargs allow_auto_truncate enable_dynamic_batch_tokenizer "
             "dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode "
             "disable_tokenizer_batch_decode"
@@ -275,6 +277,8 @@ def vllm_options(vllm_config: Any, *, named: bool = False) -> dict[str, Any]:
     }
     options = set_options(vllm_config, VLLM, readers, named=named)
     options |= {"dummy": model.seed} if load_format.endswith("dummy") else {}
+    if torch.version.hip and str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
+        options |= {"fp8": "rocm"}  # whose codes may have other values under the same name
     environment = vllm_environment()
     return options | ({"environment": environment} if environment else {})
 
@@ -293,6 +297,8 @@ def sglang_options(server_args: Any, *, named: bool = False) -> dict[str, Any]:
         )
     dummy = server_args.load_format == "dummy"
     readers: Readers = {
+        # The layout tells 16 bits from 32, but SGLang's pools hold all codes of 8 and 4 bits as bytes.
+        "ServerArgs.kv_cache_dtype": lambda name: LEFT_OUT if name in ("auto", "bf16", "bfloat16") else name,
         "ServerArgs.random_seed": lambda seed: seed if dummy else LEFT_OUT,
         "ServerArgs.json_model_override_args": lambda text: json.loads(text or "{}") or LEFT_OUT,
         "ServerArgs.lora_paths": lambda paths: _adapters(paths) or LEFT_OUT,

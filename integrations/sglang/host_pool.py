@@ -101,6 +101,7 @@ class OpaquePool:
                 [(each, str(getattr(pool, each, None))) for each in _GEOMETRY],
                 config.tp_size, config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size,
                 config.dcp_rank, config.dcp_size,
+                *(["rocm"] if torch.version.hip else []),  # whose fp8 may have other values under the same name
             )
         )  # fmt: skip
 

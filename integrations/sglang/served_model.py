@@ -33,15 +33,16 @@ class ServedModel:
     server_args: Any = None
 
     @classmethod
-    def find(cls, model: str | None, served_name: str | None) -> ServedModel:
+    def find(cls, model: str | None, served_name: str | None, model_id: str | None = None) -> ServedModel:
         """Return the model by the user's option, by SGLang's arguments, or by its served name, in this order.
 
         Args:
             model: option `model`.
             served_name: name of the model that SGLang gives its storage backends.
+            model_id: the user's name for the weights.
 
         Raises:
-            InputError: none of them names a model.
+            InputError: none of them names a model; or there are no arguments, and the user names no weights.
         """
         try:
             args = get_server_args()
@@ -51,6 +52,11 @@ class ServedModel:
         if not path:
             raise InputError("model: must be the folder or hub id of the served checkpoint, got none")
         if args is None:
+            if model_id is None:
+                raise InputError(
+                    "model_id: must be a name that changes with the weights and SGLang's options, which this process "
+                    "does not tell, got none"
+                )
             return cls(path)
         return cls(path, args.revision, json.loads(args.json_model_override_args or "{}"), args)
 
@@ -83,6 +89,8 @@ class ServedModel:
         """
         options = None if self.server_args is None else sglang_options(self.server_args, named=model_id is not None)
         load_format = "auto" if self.server_args is None else str(self.server_args.load_format)
+        drafter = getattr(self.server_args, "speculative_draft_model_path", None)
         return naming_of_weights(
-            self.path, dtype, options, model_id=model_id, revision=self.revision, load_format=load_format
-        )
+            self.path, dtype, options, model_id=model_id, revision=self.revision, load_format=load_format,
+            drafter=drafter and (drafter, self.server_args.speculative_draft_model_revision),
+        )  # fmt: skip

@@ -51,7 +51,7 @@ from cuvee.integrations.pages.opaque import LAYOUT
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, OpaqueRows, cache_dtype, row_memory, row_shape
-from cuvee.integrations.vllm_tier.tier_checks import check_model, of_connector, refuse_names, watch_steps
+from cuvee.integrations.vllm_tier.tier_checks import check_model, drafter_of, of_connector, refuse_names, watch_steps
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
 logger = logging.getLogger(__name__)
@@ -125,12 +125,16 @@ class CuveeTier(SecondaryTierManager):
         self.locality = Locality(given.locality or ("LOCAL" if given.local else "REMOTE"))
         self._counts = Counts()
         self._guard = Guard(self._counts)
+        set_options = None if engine is None else vllm_options(engine, named=given.model_id is not None)
+        drafter = None
+        if layout is None and set_options is not None:  # the layers of a drafter may lie in the rows
+            drafter, of_drafter = drafter_of(engine)
+            set_options |= of_drafter
         self._stores = PageStores(
             given, layout,
             naming_of_weights(
-                path, (layout or LAYOUT).torch_dtype if engine is None else engine.model_config.dtype,
-                None if engine is None else vllm_options(engine, named=given.model_id is not None),
-                model_id=given.model_id, revision=revision, load_format=_load_format(engine),
+                path, (layout or LAYOUT).torch_dtype if engine is None else engine.model_config.dtype, set_options,
+                model_id=given.model_id, revision=revision, load_format=_load_format(engine), drafter=drafter,
             ),
             checkpoint=(path, revision), engine=_ENGINE, page_tokens=self._tokens, counts=self._counts, positions=False,
         )  # fmt: skip

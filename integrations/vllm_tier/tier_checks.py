@@ -82,6 +82,16 @@ def refuse_names(engine: Any, options: TierOptions) -> None:
         )
 
 
+def drafter_of(engine: Any) -> tuple[tuple[str, str | None] | None, dict[str, Any]]:
+    """Return the checkpoint and revision of a drafter with weights of its own, and how vLLM uses them."""
+    drafts = getattr(engine.speculative_config, "draft_model_config", None)
+    served = engine.model_config
+    if drafts is None or (drafts.model, drafts.revision) == (served.model, served.revision):
+        return None, {}
+    how = {"method": engine.speculative_config.method, "dtype": str(drafts.dtype), "quantization": drafts.quantization}
+    return (str(drafts.model), drafts.revision), {"speculative": how}
+
+
 def check_model(path: str, revision: str | None = None) -> None:
     """Tell a model with windows: its chunks may lack blocks that no window reaches any more.
 

@@ -94,7 +94,8 @@ class Drafts:
         pages = KVLayout("drafter", shapes, dtype, None)
         layout = pages if codes is None else pairs_of_codes(pages, codes)
         # The weights of heads in the model's own checkpoint are named by the entries' digests.
-        own = drafter.model == vllm_config.model_config.model
+        model = vllm_config.model_config
+        own = (drafter.model, drafter.revision) == (model.model, model.revision)
         checkpoint = None if own else Checkpoint(drafter.model, revision=drafter.revision)
 
         def make(stop: threading.Event) -> str:

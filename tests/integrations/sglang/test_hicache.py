@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,6 +50,15 @@ JSON = {
 }  # fmt: skip
 
 
+def published() -> AbstractContextManager[Any]:
+    """SGLang's arguments as its scheduler's process has them, unless a test has others."""
+    module = real("cuvee.integrations.sglang.served_model")
+    if module.get_server_args is not real("sglang.srt.runtime_context").get_server_args:
+        return nullcontext()
+    args = real("sglang.srt.server_args").ServerArgs(model_path=str(bundled_model_path()))
+    return patch.object(module, "get_server_args", lambda: args)
+
+
 class Rank:
     """One rank of an engine: SGLang's host pool, our backend made by SGLang's factory, and its controller's methods.
 
@@ -77,7 +88,8 @@ class Rank:
         given = {name: value for name, value in given.items() if value is not None}
         self.backend = factory.create_backend("dynamic", storage_config(self.pool, given, **config), self.pool)
         self.backend.register_mem_pool_host(self.pool)
-        self.backend.on_host_pools_registered()
+        with published():
+            self.backend.on_host_pools_registered()
         self._hashes = page_hash()
         # The controller's own loops over batches of 128 pages, on a stand-in without its threads and devices.
         module = real("sglang.srt.managers.cache_controller")
@@ -385,7 +397,6 @@ def test_sglangs_own_faults_are_misses(
         ({"model": 5}, {}, InputError, "model: must be a string"),
         ({"store": "nowhere://"}, {}, InputError, "url: must begin"),
         ({"model": "/nowhere"}, {}, InputError, "model: must be a folder or hub id"),
-        ({"model": None}, {"model_name": None}, InputError, "model: must be the folder"),
         ({"profile": __file__}, {}, FormatError, "is not a safetensors file"),
         ({"kl": 0.1}, {}, InputError, "kl: must be quality='lossless' with an unlearned profile"),
         ({}, {"should_split_heads": True}, UnsupportedModelError, "tp_lcm_size"),
@@ -462,7 +473,8 @@ def test_further_pools_come_back_bit_for_bit_and_bound_what_is_found(rank: Calla
     window = host_pool("layer_first", layers=2, heads=1, dim=32, page_tokens=16, pages=8, dtype=torch.float8_e4m3fn)
     for name, pool in ((names.KV, r.pool), (names.MAMBA, states), (names.SWA, window)):
         r.backend.register_mem_host_pool_v2(pool, name)
-    r.backend.on_host_pools_registered()
+    with published():
+        r.backend.on_host_pools_registered()
     hashes = r.hashes(tokens)
     at = r.alloc(6)
 
@@ -572,17 +584,47 @@ def test_the_model_is_what_the_engine_serves(rank: Callable[..., Rank], monkeypa
     assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 4
     assert rank({**served, "model_id": "mine"}).backend.batch_exists(by_option.hashes(tokens)) == 0
     for name, value in (
-        ("quantization", "fp8"), ("load_format", "dummy"), ("mm_process_config", {"image": {"max_pixels": 4}}),
+        ("quantization", "fp8"), ("kv_cache_dtype", "fp8_e5m2"), ("load_format", "dummy"),
+        ("mm_process_config", {"image": {"max_pixels": 4}}),
         ("json_model_override_args", json.dumps({"rms_norm_eps": 0.5})),
     ):  # fmt: skip
         before = getattr(args, name)
         force_setattr(args, name, value)
         assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 0, name
         force_setattr(args, name, before)
-    force_setattr(args, "port", 7)
-    assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 4, "which says nothing about the cache"
+    for name, harmless in (("port", 7), ("kv_cache_dtype", "bfloat16")):
+        force_setattr(args, name, harmless)
+        assert rank(served).backend.batch_exists(by_option.hashes(tokens)) == 4, "which says nothing about the cache"
     force_setattr(args, "json_model_override_args", json.dumps({"num_key_value_heads": 4}))
     assert rank(served).backend._attached[1] is None, "its heads are not the pool's"
+
+    def none() -> Any:
+        raise ValueError("as SGLang says that it has published none")
+
+    monkeypatch.setattr("cuvee.integrations.sglang.served_model.get_server_args", none)
+    with pytest.raises(InputError, match="model_id: must be a name that changes with the weights and SGLang's"):
+        rank()
+    with pytest.raises(InputError, match="model: must be the folder"):
+        rank({**served, "model_id": "mine"}, model_name=None)
+    rank({"model_id": "mine"})
+
+
+def test_a_drafters_weights_are_in_the_names(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SGLang keeps the drafter's pages under the same names."""
+    drafter = Path(shutil.copytree(bundled_model_path(), tmp_path / "drafter"))
+    args = real("sglang.srt.server_args").ServerArgs(
+        model_path=str(bundled_model_path()), speculative_draft_model_path=str(drafter)
+    )
+    monkeypatch.setattr("cuvee.integrations.sglang.served_model.get_server_args", lambda: args)
+    made, tokens = rank({"model": None}), TOKENS[:64]
+    made.back_up(tokens, made.alloc(4), [])
+    assert rank({"model": None}).backend.batch_exists(made.hashes(tokens)) == 4
+    weights = bytearray((drafter / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (drafter / "model.safetensors").write_bytes(weights)
+    assert rank({"model": None}).backend.batch_exists(made.hashes(tokens)) == 0
 
 
 def test_sglang_calls_the_interface_that_is_there() -> None:

@@ -337,6 +337,8 @@ def test_layers_of_a_drafter_have_a_layout_of_their_own(monkeypatch: pytest.Monk
 
     assert len({name(each) for each in (made, read("other"), read(size=6), eight)}) == 4
     assert name(read()) == name(made)
+    served = _engine()[0].model_config.model
+    assert name(read(served)) != name(read(served, model__revision="tuned")), "the drafter's are of `main`"
     assert _read_drafts([], [], speculative=_drafts("ngram")) is None and _read_drafts([], []) is None
 
 

@@ -19,12 +19,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.integrations.identity.test_checkpoint import cached
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier.real_tiers import (
     BLOCK,
     CHUNK,
+    LAYERS,
     MODEL,
     Engine,
     Worker,
@@ -576,6 +578,30 @@ def test_a_revision_of_a_hub_id_names_its_own_weights(
         wait_until(lambda: len(RecordStore(store).read()[0]) == 2)
         one, other = RecordStore(store).read()[0]
         assert {*differences(one, other)["revision"]} == {"main", "tuned"}
+
+
+def test_a_drafters_weights_are_in_the_names_where_its_layers_lie_in_the_rows(
+    engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """And nowhere else: engines share keys and values, whatever proposes their tokens."""
+    where, plain = {"store": f"file://{tmp_path}/store"}, engine().engine
+    folder = Path(shutil.copytree(MODEL, tmp_path / "drafter"))
+    tensors = load_file(folder / "model.safetensors")
+
+    def of(layers: int, quantization: str | None = None) -> Engine:
+        drafts = SimpleNamespace(model=str(folder), revision=None, dtype=torch.bfloat16, quantization=quantization)
+        changed = copy.copy(plain)
+        changed.speculative_config = SimpleNamespace(method="eagle", draft_model_config=drafts)
+        return engine(where, engine=changed, layers=layers)
+
+    for layers in (LAYERS + 1, LAYERS):
+        of(layers).save([1])
+        shared = layers == LAYERS
+        assert of(layers).lookup([1]) == 1
+        assert of(layers, "fp8").lookup([1]) == engine(where, layers=layers).lookup([1]) == shared
+        next(iter(tensors.values())).view(torch.uint8).flatten()[0] ^= 1
+        save_file(tensors, folder / "model.safetensors")
+        assert of(layers).lookup([1]) == shared
 
 
 def test_names_that_do_not_tell_the_content_are_refused(engine: Callable[..., Engine]) -> None:
