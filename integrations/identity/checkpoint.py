@@ -57,9 +57,11 @@ _FORMATS = {
 }
 # Files besides the weights that determine a token's KV, including a checkpoint's code.
 _CONFIGS = (
-    "config.json", "params.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json", "*.py",
+    "config.json", "params.json", "quant_config.json", "quantize_config.json", "quantization_config.json",
+    "hf_quant_config.json", "adapter_config.json", "*.py",
     "*processor_config.json", "*.safetensors.index.json",
 )  # fmt: skip
+_NANOSECONDS = 19  # digits of a time in nanoseconds, until the year 2286
 # Entries about a file's writer and origin, and the path of an adapter's base model.
 VOLATILE = {
     "transformers_version", "_name_or_path", "_commit_hash", "peft_version", "base_model_name_or_path", "revision",
@@ -293,23 +295,33 @@ def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = No
     )
 
 
-def checkpoint_files(path: str | Path) -> tuple[Path, list[Path]]:
+def checkpoint_files(path: str | Path, load_format: str = "auto") -> tuple[Path, list[Path]]:
     """Return the folder of a checkpoint, or its single file, and the files that make its identity.
 
     Args and Raises as `checkpoint_identity`, which also raises where there are no weights.
     """
     root = resolve(path, None)
-    return root, [*_files(root, _CONFIGS), *_weights(root)]
+    return root, [*_files(root, _CONFIGS), *_weights(root, load_format)]
 
 
-def changed_since(path: str | Path, time: int) -> Path | None:
-    """Return a file of a checkpoint that was written or put there since a time, in nanoseconds since the epoch.
+def changed_while_loading(vllm_config: Any, path: str | Path) -> bool:
+    """Return, and log, whether the files of a checkpoint may be others than those that vLLM has read: some were written
+    or put there since its configuration was made.
 
-    None: none was, or the path is a hub id, whose files never change.
+    The files of a hub id never change.
     """
-    if not Path(path).exists():
-        return None
-    return next((file for file in checkpoint_files(path)[1] if file.stat().st_ctime_ns > time), None)
+    began = str(vllm_config.instance_id)  # a time
+    if not Path(path).exists() or not began.isdecimal() or len(began) != _NANOSECONDS:
+        return False
+    load_format = str(vllm_config.load_config.load_format)
+    files = checkpoint_files(path, load_format if load_format in _FORMATS else "auto")[1]
+    file = next((each for each in files if each.stat().st_ctime_ns > int(began)), None)
+    if file is not None:
+        logger.warning(
+            "cuvee: nothing is stored or loaded, because %s changed while the engine started: its weights may be "
+            "others than those in %s now; restart it", file, path,
+        )  # fmt: skip
+    return file is not None
 
 
 def check_profile(profile: Profile, path: str | Path, *, revision: str | None = None) -> str:

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -277,8 +278,14 @@ def vllm_options(vllm_config: Any, *, named: bool = False) -> dict[str, Any]:
     }
     options = set_options(vllm_config, VLLM, readers, named=named)
     options |= {"dummy": model.seed} if load_format.endswith("dummy") else {}
-    if torch.version.hip and str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
-        options |= {"fp8": "rocm"}  # whose codes may have other values under the same name
+    if torch.version.hip and str(vllm_config.cache_config.cache_dtype) not in ("auto", "bfloat16", "float16"):
+        from vllm.platforms import current_platform
+
+        options |= {"fp8": str(current_platform.fp8_dtype())}  # which differs between devices under one name
+    if not named:
+        from vllm import envs
+
+        _refuse_other_copies(model.model, vllm_config.load_config.download_dir, envs.VLLM_USE_MODELSCOPE)
     environment = vllm_environment()
     return options | ({"environment": environment} if environment else {})
 
@@ -308,6 +315,17 @@ def sglang_options(server_args: Any, *, named: bool = False) -> dict[str, Any]:
     environment = sglang_environment()
     options = set_options(server_args, SGLANG, readers, named=named)
     return options | ({"environment": environment} if environment else {})
+
+
+def _refuse_other_copies(path: str, download_dir: str | None, modelscope: bool) -> None:
+    """Refuse a hub id whose files the engine reads from elsewhere than the hub's cache, where they are named."""
+    if Path(path).exists() or not (download_dir or modelscope):
+        return
+    field = "download_dir" if download_dir else "modelscope"
+    raise InputError(
+        f"{field}: must not be used with the hub id {path}, because the copy in the usual cache may be another one: "
+        "give the folder of the checkpoint, or set option 'model_id' to a name that changes with the weights"
+    )
 
 
 def set_options(

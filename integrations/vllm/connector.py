@@ -39,6 +39,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.guard import Guard
+from cuvee.integrations.identity.checkpoint import changed_while_loading
 from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.vllm.engine_text import line_breaks
 from cuvee.integrations.vllm.kv_events import event_maker
@@ -146,7 +147,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 _give_workers_time(getattr(vllm_config, "shutdown_timeout", 0))
             model = vllm_config.model_config
             identity, make = self._setup.naming(vllm_config)
-            if self._setup.changed_while_loading(vllm_config):
+            if changed_while_loading(vllm_config, model.model):
                 self._setup = replace(self._setup, loads=False, stores=False)
             weights = WeightsName(make, partial(self._recorder.count, "failures", label="weights"))
             weights.wait_at_start()

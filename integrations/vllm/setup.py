@@ -27,7 +27,7 @@ from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.identity.checkpoint import (
     VOLATILE,
     Checkpoint,
-    changed_since,
+    changed_while_loading,
     name_of_weights,
     naming_with_profile,
     tokenizer_identity,
@@ -64,7 +64,6 @@ logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _DEFAULT_GB = 4.0  # of the default store
-_NANOSECONDS = 19  # digits of a time since the epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +293,7 @@ class Setup:
             weights = named or ""
             if checkpoint is not None:
                 weights = checkpoint.identity(stop)
-                if self.changed_while_loading(vllm_config):
+                if changed_while_loading(vllm_config, model.model):
                     raise InputError("model: must not change while the engine starts")
             return name_of_weights(weights, model.dtype, options)
 
@@ -317,19 +316,6 @@ class Setup:
             shards=self.shards,
         )
         return identity, make
-
-    def changed_while_loading(self, vllm_config: Any) -> bool:
-        """Return, and log, whether the checkpoint's files may be others than those that the engine has read: some are
-        newer than its configuration.
-        """
-        began, path = str(vllm_config.instance_id), vllm_config.model_config.model  # vLLM's id is a time
-        file = changed_since(path, int(began)) if began.isdecimal() and len(began) == _NANOSECONDS else None
-        if file is not None:
-            logger.warning(
-                "cuvee: nothing is stored or loaded, because %s changed while the engine started: its weights may be "
-                "others than those in %s now; restart it", file, path,
-            )  # fmt: skip
-        return file is not None
 
     def codec(self, rank: int) -> Codec:
         """Return the codec of one rank, which is this process. It starts no threads, because the worker codes several

@@ -237,6 +237,7 @@ class OpaqueRows:
                 parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size,
                 [(group.group_id, group.tokens_per_block, tuple(group.layer_names)) for group in config.groups],
                 sorted((number, kind, str(dtype)) for number, (kind, dtype) in self._groups.items()),
+                None if caches is None else [repr(group.kv_cache_spec) for group in caches.kv_cache_groups],
             )
         )  # fmt: skip
 

@@ -22,9 +22,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Condition
+from threading import Condition, Event
 from typing import Any, ClassVar
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import (
@@ -39,19 +40,27 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from cuvee.codec.errors import UnsupportedModelError
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.core.refusals import check_uniform
-from cuvee.integrations.identity.checkpoint import naming_of_weights, read_layout
+from cuvee.integrations.identity.checkpoint import changed_while_loading, naming_of_weights, read_layout
 from cuvee.integrations.identity.engine_config import vllm_options
+from cuvee.integrations.identity.weights_name import Make
 from cuvee.integrations.pages import COUNTED, Counts, PageStore, PageStores
 from cuvee.integrations.pages.counts import GAUGES
 from cuvee.integrations.pages.opaque import LAYOUT
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, OpaqueRows, cache_dtype, row_memory, row_shape
-from cuvee.integrations.vllm_tier.tier_checks import check_model, drafter_of, of_connector, refuse_names, watch_steps
+from cuvee.integrations.vllm_tier.tier_checks import (
+    check_model,
+    drafter_of,
+    of_connector,
+    options_of_bytes,
+    refuse_names,
+    watch_steps,
+)
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
 logger = logging.getLogger(__name__)
@@ -60,11 +69,6 @@ _ENGINE = "vllm-tier"
 _METRICS = "vllm:cuvee_tier_"  # begins the names of vLLM's metrics
 _THREADS = 4  # for each kind of job; they mostly wait for the store and for the codec's threads
 _TOGETHER = 2048  # tokens of a job that are stored between two looks at the clock
-
-
-def _load_format(engine: Any) -> str:
-    """Return how vLLM reads the checkpoint, if it tells."""
-    return "auto" if engine is None else str(engine.load_config.load_format)
 
 
 class _Lookups(AsyncLookupManager):
@@ -125,17 +129,8 @@ class CuveeTier(SecondaryTierManager):
         self.locality = Locality(given.locality or ("LOCAL" if given.local else "REMOTE"))
         self._counts = Counts()
         self._guard = Guard(self._counts)
-        set_options = None if engine is None else vllm_options(engine, named=given.model_id is not None)
-        drafter = None
-        if layout is None and set_options is not None:  # the layers of a drafter may lie in the rows
-            drafter, of_drafter = drafter_of(engine)
-            set_options |= of_drafter
         self._stores = PageStores(
-            given, layout,
-            naming_of_weights(
-                path, (layout or LAYOUT).torch_dtype if engine is None else engine.model_config.dtype, set_options,
-                model_id=given.model_id, revision=revision, load_format=_load_format(engine), drafter=drafter,
-            ),
+            given, layout, self._naming(path, revision, layout, engine),
             checkpoint=(path, revision), engine=_ENGINE, page_tokens=self._tokens, counts=self._counts, positions=False,
         )  # fmt: skip
         watch_calls(EngineCore, self._withdraw)
@@ -157,12 +152,37 @@ class CuveeTier(SecondaryTierManager):
         _ = self._pages  # whose identity is recorded from now on
         self._lookups = _Lookups(tier_type, self._find_stored)
 
+    def _naming(self, path: str, revision: str | None, layout: KVLayout | None, engine: Any) -> Make:
+        """Return what names the weights as vLLM uses them; `layout` is None if the rows are bytes."""
+        model_id = self._options.model_id
+        if engine is None:  # the user names them
+            return naming_of_weights(path, (layout or LAYOUT).torch_dtype, model_id=model_id, revision=revision)
+        options, drafter = vllm_options(engine, named=model_id is not None), None
+        if layout is None:
+            options["bytes"], drafter = options_of_bytes(engine), drafter_of(engine)
+        make = naming_of_weights(
+            path, engine.model_config.dtype, options, model_id=model_id, revision=revision,
+            load_format=str(engine.load_config.load_format), drafter=drafter,
+        )  # fmt: skip
+
+        def name(stop: Event) -> str:
+            named = make(stop)
+            if model_id is None and changed_while_loading(engine, path):
+                raise InputError("model: must not change while the engine starts")
+            return named
+
+        return name
+
     def _known_rows(self, path: str, revision: str | None, config: Any, view: memoryview) -> tuple[KVLayout, ChunkRows]:
         """Return the model's layout, and the rows as keys and values.
 
         Raises:
             UnsupportedModelError: their order is not known.
         """
+        if torch.version.hip:
+            raise UnsupportedModelError(
+                "on ROCm, some attention backends keep keys and values in an order of their own"
+            )
         layout = read_layout(path, cache_dtype(config), revision=revision)
         check_model(path, revision)
         check_uniform(layout)

@@ -9,6 +9,10 @@ from functools import wraps
 from types import FrameType
 from typing import Any
 
+import vllm
+from vllm import envs
+from vllm.platforms import current_platform
+
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.identity.checkpoint import read_config
 from cuvee.integrations.vllm_tier.tier_options import TierOptions
@@ -70,6 +74,12 @@ def refuse_names(engine: Any, options: TierOptions) -> None:
                 "not tell, got none"
             )
         return
+    algorithm = str(engine.cache_config.prefix_caching_hash_algo)
+    if "xxhash" in algorithm:
+        raise InputError(
+            f"prefix_caching_hash_algo: must be sha256 or sha256_cbor, since clients can make others collide, got "
+            f"{algorithm}: a store outlives the engine's own cache"
+        )
     if engine.model_config.supports_multimodal_inputs:
         raise UnsupportedModelError(
             "CuveeTier does not support images and other media, whose names clients may choose: pass "
@@ -82,14 +92,37 @@ def refuse_names(engine: Any, options: TierOptions) -> None:
         )
 
 
-def drafter_of(engine: Any) -> tuple[tuple[str, str | None] | None, dict[str, Any]]:
-    """Return the checkpoint and revision of a drafter with weights of its own, and how vLLM uses them."""
-    drafts = getattr(engine.speculative_config, "draft_model_config", None)
-    served = engine.model_config
+def drafter_of(engine: Any) -> tuple[str, str | None] | None:
+    """Return the checkpoint and revision of a drafter with weights of its own."""
+    drafts, served = getattr(engine.speculative_config, "draft_model_config", None), engine.model_config
     if drafts is None or (drafts.model, drafts.revision) == (served.model, served.revision):
-        return None, {}
-    how = {"method": engine.speculative_config.method, "dtype": str(drafts.dtype), "quantization": drafts.quantization}
-    return (str(drafts.model), drafts.revision), {"speculative": how}
+        return None
+    return str(drafts.model), drafts.revision
+
+
+def options_of_bytes(engine: Any) -> dict[str, Any]:
+    """Return how vLLM arranges the bytes of its pages, as far as it tells: what else names rows that are stored as they
+    are. Each attention backend orders tokens and heads in its way, and vLLM chooses it by the device.
+    """
+    attention, speculative, capability = engine.attention_config, engine.speculative_config, None
+    if current_platform.device_type != "cpu":
+        capability = current_platform.get_device_capability()
+    options: dict[str, Any] = {
+        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+        "device": [current_platform.device_type, str(capability)],
+        "attention": [str(attention.backend), str(getattr(attention, "backend_per_kind", None))],
+        "context_parallel_interleave": engine.parallel_config.cp_kv_cache_interleave_size,
+        "variables": [str(envs.VLLM_SSM_CONV_STATE_LAYOUT), str(envs.VLLM_PP_LAYER_PARTITION)],
+    }
+    if speculative is not None:
+        drafts = speculative.draft_model_config
+        options["speculative"] = [
+            str(speculative.method), speculative.num_speculative_tokens,  # which recurrent states have room for
+            str(getattr(drafts, "dtype", None)), str(getattr(drafts, "quantization", None)),
+        ]  # fmt: skip
+        if speculative.method == "extract_hidden_states":
+            options["hidden_states"] = repr(drafts.hf_config)
+    return options
 
 
 def check_model(path: str, revision: str | None = None) -> None:

@@ -210,6 +210,37 @@ def test_a_configuration_from_elsewhere_counts_by_its_content(vllm: Any, tmp_pat
     assert found[0] == found[2] != found[1] and found[0] != {}
 
 
+@pytest.mark.parametrize("field", ["download_dir", "modelscope"])
+def test_a_hub_id_whose_files_are_read_from_elsewhere_is_refused(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, field: str
+) -> None:
+    config = copy.deepcopy(vllm)
+    if field == "download_dir":
+        config.load_config.download_dir = str(tmp_path)
+    else:
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    vllm_options(config)  # of a folder
+    config.model_config.model = "org/name"
+    with pytest.raises(InputError, match=rf"^{field}: must not be used with the hub id org/name.*'model_id'"):
+        vllm_options(config)
+    vllm_options(config, named=True)
+
+
+def test_codes_of_fp8_are_those_of_the_device(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's devices give one name to two kinds."""
+    from vllm.platforms import current_platform
+
+    config, found = copy.deepcopy(vllm), []
+    config.cache_config.cache_dtype = "fp8_e4m3"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        monkeypatch.setattr(current_platform, "fp8_dtype", lambda dtype=dtype: dtype, raising=False)
+        found.append(vllm_options(config))
+    assert found[0] != found[1]
+    config.cache_config.cache_dtype = "auto"
+    assert vllm_options(config) == vllm_options(vllm)
+
+
 def test_a_function_that_changes_the_configuration_counts_by_what_it_makes(vllm: Any) -> None:
     model = vllm.model_config
     plain = model.hf_config

@@ -31,6 +31,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations.identity import checkpoint as checkpoint_module
+from cuvee.integrations.identity.checkpoint import changed_while_loading
 from cuvee.integrations.profiles.collection import ProfileCollection
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm import setup
@@ -128,7 +129,7 @@ def _engine(
             "kv_cache_memory_bytes": None,
         },
         "scheduler": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
-        "load": {"load_format": "auto"},
+        "load": {"load_format": "auto", "download_dir": None},
         "kv_transfer": {"kv_connector_extra_config": extra or {}, "is_kv_consumer": True, "is_kv_producer": True},
     }  # fmt: skip
     speculative, lora = changes.pop("speculative", None), changes.pop("lora", None)
@@ -677,9 +678,9 @@ def test_a_checkpoint_that_changes_while_the_engine_starts_is_not_used(
     """vLLM's id is the time at which it read its configuration; the weights were read some time after."""
 
     def changed(path: Path | str, began: str) -> bool:
-        config, cache = _engine(model__model=str(path))
+        config, _ = _engine(model__model=str(path))
         config.instance_id = began
-        return Setup.of_engine(config, cache).changed_while_loading(config)
+        return changed_while_loading(config, config.model_config.model)
 
     newest = max(file.stat().st_ctime_ns for file in model_path.iterdir())
     assert not changed(model_path, str(newest)) and not caplog.messages

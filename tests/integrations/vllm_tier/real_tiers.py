@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import time
@@ -133,7 +134,7 @@ class Engine:
 
     Args:
         tier, changes: as in `offloading_config`; `engine` is vLLM's configuration, by default `engine_config`; `specs`
-            are vLLM's, of the groups.
+            are vLLM's, of the groups; `began`: the configuration was made before the checkpoint.
 
     Attributes:
         engine, config, spec, manager: of vLLM.
@@ -143,7 +144,9 @@ class Engine:
 
     def __init__(self, tier: dict[str, Any], **changes: Any) -> None:
         # A tier finds it in the frame that makes it, as in vLLM's connector.
-        vllm_config = changes.pop("engine") if "engine" in changes else engine_config()
+        vllm_config = changes.pop("engine") if "engine" in changes else copy.copy(engine_config())
+        if vllm_config is not None and "model" in changes and not changes.pop("began", False):
+            vllm_config.instance_id = str(time.time_ns())  # when it was made
         specs = changes.pop("specs", None)
         kv_cache_config = None
         if specs is not None:

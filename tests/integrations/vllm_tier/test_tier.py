@@ -591,7 +591,9 @@ def test_a_drafters_weights_are_in_the_names_where_its_layers_lie_in_the_rows(
     def of(layers: int, quantization: str | None = None) -> Engine:
         drafts = SimpleNamespace(model=str(folder), revision=None, dtype=torch.bfloat16, quantization=quantization)
         changed = copy.copy(plain)
-        changed.speculative_config = SimpleNamespace(method="eagle", draft_model_config=drafts)
+        changed.speculative_config = SimpleNamespace(
+            method="eagle", num_speculative_tokens=3, draft_model_config=drafts
+        )
         return engine(where, engine=changed, layers=layers)
 
     for layers in (LAYERS + 1, LAYERS):
@@ -604,12 +606,74 @@ def test_a_drafters_weights_are_in_the_names_where_its_layers_lie_in_the_rows(
         assert of(layers).lookup([1]) == shared
 
 
+def test_how_vllm_arranges_its_pages_names_rows_of_bytes(
+    engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options that change no keys and values, and so name none: rows that vLLM itself describes are shared."""
+    where, plain = {"store": f"file://{tmp_path}/store"}, engine().engine
+    interface = real("vllm.v1.kv_cache_interface")
+    dtypes = (torch.bfloat16, torch.float32)
+
+    def states(size: int) -> Any:
+        return interface.MambaSpec(BLOCK, shapes=((size, 64), (2, 8)), dtypes=dtypes, page_size_padded=4096)
+
+    def of(part: str = "", option: str = "", value: Any = None) -> Any:
+        changed = copy.copy(plain)
+        if part:
+            setattr(changed, part, copy.copy(getattr(changed, part)))
+            setattr(getattr(changed, part), option, value)
+        return changed
+
+    def drafts(tokens: int) -> Any:
+        changed = copy.copy(plain)
+        changed.speculative_config = SimpleNamespace(
+            method="mtp", num_speculative_tokens=tokens, draft_model_config=changed.model_config
+        )
+        return changed
+
+    rows: dict[str, Any] = {"dtype": "fp8_e4m3", "specs": [states(3)]}
+    engine(where, engine=of(), **rows).save([1])
+    engine(where).save([2])
+    engine(where, engine=drafts(2), **rows).save([1])
+
+    def found(changed: Any, **other: Any) -> tuple[int, int]:
+        opaque = engine(where, engine=changed, **{**rows, **other}).lookup([1])
+        return opaque, engine(where, engine=changed).lookup([2])
+
+    assert found(of()) == found(drafts(2)) == (1, 1)
+    assert found(drafts(3)) == (0, 1)
+    assert found(of(), specs=[states(4)]) == (0, 1), "another room for states in a page of one size"
+    assert found(of("attention_config", "backend", "FLASHINFER")) == (0, 1)
+    assert found(of("parallel_config", "cp_kv_cache_interleave_size", 64)) == (0, 1)
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    assert found(of()) == (0, 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert engine(where).lookup([2]) == 0, "backends there have orders of their own, so that rows are bytes"
+
+
+def test_a_checkpoint_that_changes_while_the_engine_starts_is_not_used(
+    engine: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = copy.copy(engine().engine)
+    began.instance_id = str(time.time_ns())
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    late = engine(engine=began, model=str(folder), began=True)
+    late.save([1])
+    assert late.lookup([1]) == 0 and "changed while the engine started" in caplog.text
+
+
 def test_names_that_do_not_tell_the_content_are_refused(engine: Callable[..., Engine]) -> None:
     adapters, images = copy.copy(engine().engine), copy.copy(engine().engine)
     adapters.lora_config = real("vllm.config").LoRAConfig()
     with pytest.raises(InputError, match="model_id: must be a name that changes with the adapters' files"):
         engine(engine=adapters)
     engine({"model_id": "mine"}, engine=adapters)
+    weak = copy.copy(adapters)
+    weak.cache_config = copy.copy(weak.cache_config)
+    weak.cache_config.prefix_caching_hash_algo = "xxhash"
+    with pytest.raises(InputError, match="prefix_caching_hash_algo: must be sha256"):
+        engine({"model_id": "mine"}, engine=weak)
     images.model_config = SimpleNamespace(supports_multimodal_inputs=True)
     with pytest.raises(UnsupportedModelError, match="does not support images"):
         engine({"model_id": "mine"}, engine=images)
