@@ -671,13 +671,13 @@ def update(source: str, succeeds: bool = True, flushes: bool = True, version: st
 
 def test_after_an_update_pages_are_named_by_the_version_of_the_weights(rank: Callable[..., Rank]) -> None:
     tokens = TOKENS[:64]
-    r = rank()
+    r = rank({"model_id": "run"})
     at, names = r.alloc(4), r.hashes(tokens)
     assert r.back_up(tokens, at, []) == 64
     update("disk", version="step 7")
     assert r.backend.batch_exists(names) == 0 and r.prefetch(tokens, at) == 0
     assert r.back_up(tokens[:32], at, []) == 32
-    other = rank()
+    other = rank({"model_id": "run"})
     assert other.backend.batch_exists(names) == 4, "an engine that was not updated"
     update("ipc", version="step 7")  # of both, in this process
     assert other.backend.batch_exists(names) == 2 == r.backend.batch_exists(names)
