@@ -100,7 +100,15 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         self._attached = stores, cache
         self._stores, self._rank = stores, (rank, ranks)
         watch_updates(self)
+        self._withhold(model)
         self._pages("kv")  # whose identity is recorded from now on
+
+    def _withhold(self, model: ServedModel) -> None:
+        """Give weights that may be others than the files' another name, or none."""
+        updated, version = model.updated()
+        if updated:
+            self._stores.withdraw("SGLang's weights were updated before this backend was attached")
+            self._stores.rename(version)
 
     def _known(self, model: ServedModel, rank: int, ranks: int) -> tuple[KVLayout, PagedCache]:
         """Return the model's layout, and the pool as keys and values of a rank.
@@ -132,15 +140,15 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         """Have pages again, of other names.
 
         Args:
-            flushed: whether SGLang holds no pages of the old weights. If it does, there are none until an update
-                flushes its cache.
+            flushed: whether SGLang holds no pages of the old weights. If it does, there are none until its cache is
+                flushed.
             version: `weight_version` of the update, if it has one.
         """
         with self._guard("updating"):
             if not flushed:
                 logger.warning(
-                    "cuvee: nothing is stored or loaded, because an update of the weights failed, or SGLang keeps "
-                    "pages of before it: update with flush_cache, or restart"
+                    "cuvee: nothing is stored or loaded, because SGLang may keep pages of before an update of its "
+                    "weights: flush its cache (POST /flush_cache), or restart"
                 )
                 return
             self._stores.rename(version)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_context, get_server_args
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
@@ -76,6 +76,11 @@ class ServedModel:
         """
         config = read_config(self.path, revision=self.revision, overrides=self.overrides)
         return bool(getattr(config, "rope_interleave", True))  # SGLang's own default
+
+    def updated(self) -> tuple[bool, str | None]:
+        """Return whether SGLang has recorded another version of its weights since its start, and that version."""
+        changes = [fields for _, fields in get_context().overrides_log() if "weight_version" in fields]
+        return bool(changes), changes[-1]["weight_version"] if changes else None
 
     def naming(self, model_id: str | None, dtype: torch.dtype) -> Make:
         """Return what names the weights as this engine uses them.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -645,28 +646,53 @@ def test_sglang_calls_the_interface_that_is_there() -> None:
 # Weights that change ------------------------------------------------------------------------------------------------
 
 
+class Weights:
+    """SGLang's own class that updates weights, of a worker whose answers are given."""
+
+    def __init__(self) -> None:
+        name = "sglang.srt.managers.scheduler_components.weight_updater"
+        self.manager = object.__new__(real(name).SchedulerWeightUpdaterManager)
+        self.answer = True, "as told"
+        worker = SimpleNamespace(
+            update_weights_from_disk=lambda *given, **named: self.answer,
+            update_weights_from_ipc=lambda *given: self.answer,
+            update_weights_from_tensor=lambda **named: self.answer,
+            begin_weight_update=lambda: None, end_weight_update=lambda run_post_load: None,
+        )  # fmt: skip
+        tp_worker = SimpleNamespace(
+            weight_update_runners=lambda: [("target", SimpleNamespace(weight_updater=worker))],
+            deserialize_own_rank=lambda tensors: [],
+        )
+        for field, value in {
+            "tp_worker": tp_worker, "draft_worker": None, "metrics_collector": None,
+            "flush_cache": lambda **named: self.flush(), "tp_cpu_group": None,
+            "scheduler": SimpleNamespace(record_weight_version_change=lambda new_version: None), "_session": None,
+        }.items():  # fmt: skip
+            setattr(self.manager, field, value)
+        # As the scheduler keeps them, before a backend is attached.
+        self._held = {name: getattr(self.manager, name) for name in dir(self.manager) if "update" in name}
+
+    def flush(self) -> bool:
+        """As the scheduler does, by SGLang's controller, here without threads and pools."""
+        controller = SimpleNamespace(
+            write_queue=[], load_queue=[], ack_write_queue=[], ack_load_queue=[], enable_storage=False,
+            storage_stop_event=Event(), _stop_storage_threads=lambda: None,
+        )  # fmt: skip
+        real("sglang.srt.managers.cache_controller").HiCacheController.reset(controller)
+        return True
+
+    def call(self, name: str, succeeds: bool = True, flushes: bool = True, version: str | None = None) -> None:
+        self.answer = succeeds, "as told"
+        request = SimpleNamespace(
+            model_path="x", load_format=None, recapture_cuda_graph=False, weight_version=version, flush_cache=flushes,
+            torch_empty_cache=False, selector="all", serialized_named_tensors=[],
+        )  # fmt: skip
+        with patch.object(torch.distributed, "barrier", lambda group: None):
+            assert self._held[name](request).success is succeeds
+
+
 def update(source: str, succeeds: bool = True, flushes: bool = True, version: str | None = None) -> None:
-    """Have SGLang's own class update weights, of a worker whose answer is given."""
-    manager_class = real("sglang.srt.managers.scheduler_components.weight_updater").SchedulerWeightUpdaterManager
-    answer = succeeds, "as told"
-    updater = SimpleNamespace(
-        update_weights_from_disk=lambda *given, **named: answer, update_weights_from_ipc=lambda *given: answer
-    )
-    runner = SimpleNamespace(weight_updater=updater)
-    manager = object.__new__(manager_class)
-    for name, value in {
-        "tp_worker": SimpleNamespace(weight_update_runners=lambda: [("target", runner)]),
-        "draft_worker": None, "metrics_collector": None, "flush_cache": lambda **named: True, "tp_cpu_group": None,
-        "scheduler": SimpleNamespace(record_weight_version_change=lambda new_version: None), "_session": None,
-    }.items():  # fmt: skip
-        setattr(manager, name, value)
-    request = SimpleNamespace(
-        model_path="x", load_format=None, recapture_cuda_graph=False, weight_version=version, flush_cache=flushes,
-        torch_empty_cache=False,
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "barrier", lambda group: None)
-        assert getattr(manager, f"update_weights_from_{source}")(request).success is succeeds
+    Weights().call(f"update_weights_from_{source}", succeeds, flushes, version)
 
 
 def test_after_an_update_pages_are_named_by_the_version_of_the_weights(rank: Callable[..., Rank]) -> None:
@@ -697,7 +723,44 @@ def test_nothing_is_stored_while_pages_may_be_of_other_weights(
     assert r.back_up(tokens, at, []) == 64
     update("disk", version="step 7", **how)
     assert r.backend.batch_exists(r.hashes(tokens)) == 0 == r.back_up(TOKENS[64:128], at, [])
-    assert "update with flush_cache, or restart" in caplog.text
+    assert "flush its cache (POST /flush_cache), or restart" in caplog.text
     assert rank().backend.batch_exists(r.hashes(tokens)) == 4
     update("disk", version="step 8")
     assert r.back_up(TOKENS[64:128], at, []) == 64
+
+
+def test_nothing_is_stored_while_a_session_of_updates_is_open(rank: Callable[..., Rank]) -> None:
+    """Also where others write to the weights' memory, so that only a flush after the session counts."""
+    weights = Weights()
+    r = rank({"model_id": "run"})
+    at, tokens = r.alloc(4), TOKENS[:64]
+    names = r.hashes(tokens)
+    assert r.back_up(tokens, at, []) == 64
+    weights.call("begin_weight_update")
+    assert r.backend.batch_exists(names) == 0 == r.back_up(tokens, at, [])
+    weights.call("update_weights_from_tensor", version="step 7")
+    assert r.backend.batch_exists(names) == 0 == r.back_up(tokens, at, []), "more may come"
+    weights.call("end_weight_update")
+    assert r.backend.batch_exists(names) == 0 and r.back_up(tokens[:32], at, []) == 32
+    other = rank({"model_id": "run"})
+    update("disk", version="step 7")  # of both
+    assert other.backend.batch_exists(names) == 2 == r.backend.batch_exists(names)
+    weights.call("begin_weight_update")
+    weights.flush()
+    weights.call("end_weight_update")
+    assert r.backend.batch_exists(names) == 0 == r.back_up(tokens, at, [])
+    weights.flush()
+    assert r.backend.batch_exists(names) == 0 and r.back_up(tokens, at, []) == 64
+    assert other.backend.batch_exists(names) == 0, "nobody knows these weights"
+    assert r.backend.counters()["weights_changed"] == 3
+
+
+def test_weights_that_were_updated_before_a_backend_is_attached_are_not_the_files(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, context = rank(), real("sglang.srt.runtime_context").get_context()
+    made.back_up(TOKENS[:64], made.alloc(4), [])
+    monkeypatch.setattr(context, "_overrides_log", [("scheduler.weight_version", {"weight_version": "step 7"})])
+    assert rank().backend.batch_exists(made.hashes(TOKENS[:64])) == 0
+    names = [rank({"model_id": "run"}).backend._pages("kv")._names.page(b"name") for _ in range(2)]
+    assert names[0] == names[1]
