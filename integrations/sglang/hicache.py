@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
+import psutil
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -106,7 +107,11 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
     def _withhold(self, model: ServedModel) -> None:
         """Give weights that may be others than the files' another name, or none."""
         updated, version = model.updated()
-        if updated:
+        if self._options.model_id is None and (file := model.changed_since(_started())):
+            self._stores.withdraw(
+                f"{file} changed after SGLang's start, which may have read others than there are now: restart it"
+            )
+        elif updated:
             self._stores.withdraw("SGLang's weights were updated before this backend was attached")
             self._stores.rename(version)
 
@@ -342,6 +347,11 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         if attached is None:
             raise RuntimeError("no host pool is registered, or the backend was closed")
         return attached
+
+
+def _started() -> int:
+    """Return when this process started, before it read any weights, in nanoseconds since the epoch."""
+    return int(psutil.Process().create_time() * 1e9)
 
 
 def _moved() -> dict[str, deque[tuple[int, float]]]:

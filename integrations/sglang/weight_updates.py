@@ -74,11 +74,9 @@ def watch_updates(listener: Updatable) -> None:
     if isinstance(vars(Manager)["_session"], _Session):
         return
     Manager._observe_weight_load = _update(Manager._observe_weight_load)
-    Manager.record_weight_version_after_update = _then(
-        Manager.record_weight_version_after_update, lambda version: _watch.succeeded(version)
-    )
+    Manager.record_weight_version_after_update = _then(Manager.record_weight_version_after_update, _watch.succeeded)
     Manager._session = _Session(vars(Manager)["_session"])
-    HiCacheController.reset = _then(HiCacheController.reset, lambda: _watch.flushed())
+    HiCacheController.reset = _then(HiCacheController.reset, _watch.flushed)
 
 
 def _update(observe: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -79,6 +80,7 @@ class Rank:
         layers: int = LAYERS,
         dtype: torch.dtype = torch.bfloat16,
         pool: Any = None,
+        started: Callable[[], int] = time.time_ns,
         **config: Any,
     ) -> None:
         self.pool = pool or host_pool(
@@ -89,7 +91,8 @@ class Rank:
         given = {name: value for name, value in given.items() if value is not None}
         self.backend = factory.create_backend("dynamic", storage_config(self.pool, given, **config), self.pool)
         self.backend.register_mem_pool_host(self.pool)
-        with published():
+        hicache = real("cuvee.integrations.sglang.hicache")
+        with published(), patch.object(hicache, "_started", started):
             self.backend.on_host_pools_registered()
         self._hashes = page_hash()
         # The controller's own loops over batches of 128 pages, on a stand-in without its threads and devices.
@@ -764,3 +767,32 @@ def test_weights_that_were_updated_before_a_backend_is_attached_are_not_the_file
     assert rank().backend.batch_exists(made.hashes(TOKENS[:64])) == 0
     names = [rank({"model_id": "run"}).backend._pages("kv")._names.page(b"name") for _ in range(2)]
     assert names[0] == names[1]
+
+
+def test_nothing_is_stored_if_files_changed_after_sglang_had_started(
+    rank: Callable[..., Rank], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, tokens = real("cuvee.integrations.sglang.hicache"), TOKENS[:64]
+    assert 0 < time.time_ns() - module._started() < 3600e9, "seconds, and of this process"
+    folder = str(shutil.copytree(bundled_model_path(), tmp_path / "copy"))
+    made = rank({"model": folder}, started=lambda: time.time_ns() - 3600 * 10**9)
+    assert made.back_up(tokens, made.alloc(4), []) == 0
+    assert re.search(r"config.json changed after SGLang's start, .*: restart", caplog.text)
+    for options in ({"model": folder}, {"model": folder, "model_id": "mine"}):
+        made = rank(options)
+        assert made.back_up(tokens, made.alloc(4), []) == 64
+
+
+@pytest.mark.parametrize("field", ["download_dir", "SGLANG_USE_MODELSCOPE"])
+def test_hub_ids_that_sglang_reads_from_elsewhere_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, field: str
+) -> None:
+    args = real("sglang.srt.server_args").ServerArgs(
+        model_path="org/name", download_dir=str(tmp_path) if field == "download_dir" else None
+    )
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", str(field != "download_dir"))
+    served = real("cuvee.integrations.sglang.served_model").ServedModel
+    with pytest.raises(InputError, match=f"^{field}: must not be set .* hub id org/name .* set option 'model_id'"):
+        served("org/name", server_args=args).naming(None, torch.bfloat16)
+    served("org/name", server_args=args).naming("mine", torch.bfloat16)
+    served(str(bundled_model_path()), server_args=args).naming(None, torch.bfloat16)
