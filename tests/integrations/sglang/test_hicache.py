@@ -796,3 +796,16 @@ def test_hub_ids_that_sglang_reads_from_elsewhere_are_refused(
         served("org/name", server_args=args).naming(None, torch.bfloat16)
     served("org/name", server_args=args).naming("mine", torch.bfloat16)
     served(str(bundled_model_path()), server_args=args).naming(None, torch.bfloat16)
+
+
+def test_bytes_of_other_dtypes_have_other_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also codes of fp8, which ROCm's devices write in two ways under one name."""
+    found, pool, other = set(), state_pool(), state_pool()
+    other.conv_dtype = torch.float16
+    for hip, dtype in ((None, "float8_e4m3fn"), ("7", "float8_e4m3fn"), ("7", "float8_e4m3fnuz")):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(real("sglang.kernels.ops.quantization.fp8_kernel"), "fp8_dtype", getattr(torch, dtype))
+        for each in (pool, other):
+            made = real("cuvee.integrations.sglang.host_pool").OpaquePool("mamba", each, storage_config(pool, {}))
+            found.add(made.description)
+    assert len(found) == 6
