@@ -100,20 +100,15 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         )  # fmt: skip
         self._attached = stores, cache
         self._stores, self._rank = stores, (rank, ranks)
+        if model.updated():
+            self.updating()
+            self.updated(flushed=True, version=None)
         watch_updates(self)
-        self._withhold(model)
-        self._pages("kv")  # whose identity is recorded from now on
-
-    def _withhold(self, model: ServedModel) -> None:
-        """Give weights that may be others than the files' another name, or none."""
-        updated, version = model.updated()
-        if self._options.model_id is None and (file := model.changed_since(_started())):
-            self._stores.withdraw(
+        if options.model_id is None and (file := model.changed_since(_started())):
+            stores.withdraw(
                 f"{file} changed after SGLang's start, which may have read others than there are now: restart it"
             )
-        elif updated:
-            self._stores.withdraw("SGLang's weights were updated before this backend was attached")
-            self._stores.rename(version)
+        self._pages("kv")  # whose identity is recorded from now on
 
     def _known(self, model: ServedModel, rank: int, ranks: int) -> tuple[KVLayout, PagedCache]:
         """Return the model's layout, and the pool as keys and values of a rank.

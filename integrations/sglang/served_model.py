@@ -79,10 +79,9 @@ class ServedModel:
         config = read_config(self.path, revision=self.revision, overrides=self.overrides)
         return bool(getattr(config, "rope_interleave", True))  # SGLang's own default
 
-    def updated(self) -> tuple[bool, str | None]:
-        """Return whether SGLang has recorded another version of its weights since its start, and that version."""
-        changes = [fields for _, fields in get_context().overrides_log() if "weight_version" in fields]
-        return bool(changes), changes[-1]["weight_version"] if changes else None
+    def updated(self) -> bool:
+        """Return whether SGLang has recorded another version of its weights since its start."""
+        return any("weight_version" in fields for _, fields in get_context().overrides_log())
 
     def changed_since(self, time_ns: int) -> Path | None:
         """Return a file of the checkpoint, or of a drafter's, that was written or put there since a time."""

@@ -30,11 +30,20 @@ class _Watch:
 
     def __init__(self) -> None:
         self.listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.seen = False  # whether there was an update
         self._nested = 0  # updates within a session of updates
         self._stale = False  # whether SGLang may hold pages of weights before
         self._version: str | None = None
 
+    def add(self, listener: Updatable) -> None:
+        self.listeners.add(listener)
+        if self.seen:
+            listener.updating()
+            if self._nested == 0:
+                listener.updated(not self._stale, None)
+
     def begin(self) -> None:
+        self.seen = True
         if self._nested == 0:
             for each in list(self.listeners):
                 each.updating()
@@ -66,11 +75,11 @@ _watch = _Watch()
 
 
 def watch_updates(listener: Updatable) -> None:
-    """Tell a listener of every update in this process."""
+    """Tell a listener of every update in this process, and of those that were seen before."""
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
 
-    _watch.listeners.add(listener)
+    _watch.add(listener)
     if isinstance(vars(Manager)["_session"], _Session):
         return
     Manager._observe_weight_load = _update(Manager._observe_weight_load)

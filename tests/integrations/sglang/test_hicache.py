@@ -81,6 +81,7 @@ class Rank:
         dtype: torch.dtype = torch.bfloat16,
         pool: Any = None,
         started: Callable[[], int] = time.time_ns,
+        seen: bool = False,
         **config: Any,
     ) -> None:
         self.pool = pool or host_pool(
@@ -92,7 +93,8 @@ class Rank:
         self.backend = factory.create_backend("dynamic", storage_config(self.pool, given, **config), self.pool)
         self.backend.register_mem_pool_host(self.pool)
         hicache = real("cuvee.integrations.sglang.hicache")
-        with published(), patch.object(hicache, "_started", started):
+        watch = real("cuvee.integrations.sglang.weight_updates")._watch  # of all engines of these tests
+        with published(), patch.object(hicache, "_started", started), patch.object(watch, "seen", seen):
             self.backend.on_host_pools_registered()
         self._hashes = page_hash()
         # The controller's own loops over batches of 128 pages, on a stand-in without its threads and devices.
@@ -766,7 +768,21 @@ def test_weights_that_were_updated_before_a_backend_is_attached_are_not_the_file
     monkeypatch.setattr(context, "_overrides_log", [("scheduler.weight_version", {"weight_version": "step 7"})])
     assert rank().backend.batch_exists(made.hashes(TOKENS[:64])) == 0
     names = [rank({"model_id": "run"}).backend._pages("kv")._names.page(b"name") for _ in range(2)]
-    assert names[0] == names[1]
+    assert names[0] != names[1], "there may have been an update without a version since"
+    monkeypatch.undo()
+    assert rank().backend.batch_exists(made.hashes(TOKENS[:64])) == 4
+    weights = Weights()
+    weights.call("begin_weight_update")
+    weights.flush()
+    attached = [rank({"model_id": "run"}, seen=True)]
+    weights.call("end_weight_update")
+    attached.append(rank({"model_id": "run"}, seen=True))
+    at = attached[0].alloc(4)
+    assert [each.back_up(TOKENS[:64], at, []) for each in attached] == [0, 0]
+    weights.flush()
+    attached.append(rank({"model_id": "run"}, seen=True))
+    assert [each.back_up(TOKENS[:64], at, []) for each in attached] == [64, 64, 64]
+    assert len({each.backend._pages("kv")._names.page(b"name") for each in attached}) == 3
 
 
 def test_nothing_is_stored_if_files_changed_after_sglang_had_started(
