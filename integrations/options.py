@@ -77,7 +77,8 @@ class CodingOptions:
             profile, `"lossless"` without one, which then is the only quality.
         worst: with `kl`: the worst kind of text decides, as it does for presets.
         tenant: of requests without a `cache_salt`.
-        model_id: identifies the weights; default: computed from the checkpoint's files.
+        model_id: identifies the weights; default: computed from the checkpoint's files. Where SGLang updates weights
+            while it serves, it names the run of training that counts their versions.
         check_model: refuse a profile that was calibrated on other weights; only with `profile`.
         threads: CPU threads that encode and decode.
         key_env: name of the environment variable that holds the secret, or a list of them; blobs are then

@@ -433,3 +433,18 @@ def _canonical_json(file: Path, data: bytes) -> bytes:
         return json.dumps(clean(parse_json(data, constants=True)), sort_keys=True).encode()
     except ValueError as error:
         raise InputError(f"model: must hold valid JSON in {file}, got {error}: copy the checkpoint again") from error
+
+
+def files_changed_since(path: str | Path, time_ns: int, load_format: str = "auto") -> Path | None:
+    """Return a file of a checkpoint that was written or put there since a time.
+
+    Args:
+        path: as in `checkpoint_identity`. The files of a hub id never change.
+        time_ns: nanoseconds since the epoch.
+        load_format: by which the engine reads it.
+    """
+    root = Path(path)
+    if not root.exists():
+        return None
+    files = [*_files(root, _CONFIGS), *_weights(root, load_format if load_format in _FORMATS else "auto")]
+    return next((file for file in files if file.stat().st_ctime_ns > time_ns), None)

@@ -310,6 +310,7 @@ def sglang_options(server_args: Any, *, named: bool = False) -> dict[str, Any]:
         "ServerArgs.json_model_override_args": lambda text: json.loads(text or "{}") or LEFT_OUT,
         "ServerArgs.lora_paths": lambda paths: _adapters(paths) or LEFT_OUT,
         "ServerArgs.quantization_param_path": lambda path: path and file_identity(path),
+        "ServerArgs.uno_lora_path": lambda path: path and checkpoint_identity(path),
         "ServerArgs.model_loader_extra_config": _loader_of_sglang,
     }
     environment = sglang_environment()

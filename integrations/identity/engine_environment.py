@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -85,6 +85,13 @@ SGLANG_VARIABLES: _Listed = {
 }  # fmt: skip
 
 
+# Without the prefix: SGLang, and the kernels that it calls, choose by them in how many bits they compute.
+_SGLANG_OTHERS = (
+    "AITER_FORCE_A8W4", "AITER_SITUV2_A8W4", "AITER_SITUV2_A4W4", "FLASHINFER_NVFP4_4OVER6*",
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT",
+)  # fmt: skip
+
+
 def vllm_environment() -> dict[str, str]:
     """Return the variables of vLLM that belong to an identity: a digest of the value by the name."""
     from vllm import envs
@@ -97,7 +104,7 @@ def vllm_environment() -> dict[str, str]:
         )
         return bool(read() == unset())
 
-    return _environment("VLLM_", VLLM_VARIABLES, is_default)
+    return _environment(("VLLM_*",), VLLM_VARIABLES, is_default)
 
 
 def sglang_environment() -> dict[str, str]:
@@ -108,14 +115,14 @@ def sglang_environment() -> dict[str, str]:
         field = vars(type(envs))[name]
         return bool(field.get() == field._resolve_default())
 
-    return _environment("SGLANG_", SGLANG_VARIABLES, is_default)
+    return _environment(("SGLANG_*", *_SGLANG_OTHERS), SGLANG_VARIABLES, is_default)
 
 
-def _environment(prefix: str, listed: _Listed, is_default: Callable[[str], bool]) -> dict[str, str]:
-    patterns = [pattern for names in listed.values() for pattern in names.split()]
+def _environment(names: tuple[str, ...], listed: _Listed, is_default: Callable[[str], bool]) -> dict[str, str]:
+    left_out = [pattern for given in listed.values() for pattern in given.split()]
     found = {}
     for name, value in os.environ.items():
-        if not name.startswith(prefix) or any(fnmatchcase(name, pattern) for pattern in patterns):
+        if not _any(name, names) or _any(name, left_out):
             continue
         try:
             if is_default(name):
@@ -124,6 +131,10 @@ def _environment(prefix: str, listed: _Listed, is_default: Callable[[str], bool]
             pass
         found[name] = hashlib.blake2b(value.encode(errors="surrogateescape"), digest_size=8).hexdigest()
     return dict(sorted(found.items()))
+
+
+def _any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class _Unset:

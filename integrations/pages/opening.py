@@ -119,7 +119,7 @@ class PageStores:
             threads=options.threads, lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
             valid=lambda: False,
         )  # fmt: skip
-        self.withdrawn = False
+        self.withdrawn = self._told_to_name = False
         self._make, self._base = weights, ""
         self._weights = WeightsName(self._name, partial(counts.count, "failures", label="weights"))
         try:
@@ -180,10 +180,18 @@ class PageStores:
         """Name the engine's weights anew.
 
         Args:
-            version: of the weights, which engines with equal weights have in common; None: unknown, so that nobody else
-                finds what is stored from now on, and neither does this engine after a restart.
+            version: of the weights, which engines of the same `options.model_id` have in common. None, or without
+                `model_id`: nobody else finds what is stored from now on, and neither does this engine after a restart.
         """
         self.withdrawn = False
+        if version is not None and self._options.model_id is None:  # two runs of training count from 1
+            if not self._told_to_name:
+                logger.warning(
+                    "cuvee: what is stored from now on is found by this engine alone, until it restarts, because "
+                    "version %r of the weights may be another run's, too: set option 'model_id' to a name of the run, "
+                    "which its engines have in common", version,
+                )  # fmt: skip
+            self._told_to_name, version = True, None
         suffix = f" live {uuid4().hex}" if version is None else f" version {version}"
         if self._base or (version is None and not self._checks):
             self._weights.use(self._base + suffix)

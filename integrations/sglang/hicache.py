@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
+import psutil
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -99,7 +100,14 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         )  # fmt: skip
         self._attached = stores, cache
         self._stores, self._rank = stores, (rank, ranks)
+        if model.updated():
+            self.updating()
+            self.updated(flushed=True, version=None)
         watch_updates(self)
+        if options.model_id is None and (file := model.changed_since(_started())):
+            stores.withdraw(
+                f"{file} changed after SGLang's start, which may have read others than there are now: restart it"
+            )
         self._pages("kv")  # whose identity is recorded from now on
 
     def _known(self, model: ServedModel, rank: int, ranks: int) -> tuple[KVLayout, PagedCache]:
@@ -132,15 +140,15 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         """Have pages again, of other names.
 
         Args:
-            flushed: whether SGLang holds no pages of the old weights. If it does, there are none until an update
-                flushes its cache.
+            flushed: whether SGLang holds no pages of the old weights. If it does, there are none until its cache is
+                flushed.
             version: `weight_version` of the update, if it has one.
         """
         with self._guard("updating"):
             if not flushed:
                 logger.warning(
-                    "cuvee: nothing is stored or loaded, because an update of the weights failed, or SGLang keeps "
-                    "pages of before it: update with flush_cache, or restart"
+                    "cuvee: nothing is stored or loaded, because SGLang may keep pages of before an update of its "
+                    "weights: flush its cache (POST /flush_cache), or restart"
                 )
                 return
             self._stores.rename(version)
@@ -334,6 +342,11 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
         if attached is None:
             raise RuntimeError("no host pool is registered, or the backend was closed")
         return attached
+
+
+def _started() -> int:
+    """Return when this process started, before it read any weights, in nanoseconds since the epoch."""
+    return int(psutil.Process().create_time() * 1e9)
 
 
 def _moved() -> dict[str, deque[tuple[int, float]]]:

@@ -31,7 +31,7 @@ ARRANGEMENTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 _NOT_OF_LATENTS = "page_head"
 _GEOMETRY = (
     "layout", "storage_format_tag", "start_layer", "end_layer", "layer_num", "head_num", "head_dim", "v_head_dim",
-    "kv_lora_rank", "qk_rope_head_dim", "temporal_state_shape", "conv_state_shapes",
+    "kv_lora_rank", "qk_rope_head_dim", "temporal_state_shape", "temporal_dtype", "conv_state_shapes", "conv_dtype",
 )  # fmt: skip
 _OF_SIZE = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -65,6 +65,15 @@ def check_pool(pool: Any, config: Any) -> None:
 def holds_latents(pool: Any) -> bool:
     """Return whether a pool of SGLang is one of multi-head latent attention."""
     return hasattr(pool, "kv_lora_rank")
+
+
+def _fp8_of_rocm() -> list[str]:
+    """Return which of two codes fp8 has on this device, where pools hold either as bytes under one name; [] on CUDA."""
+    if not torch.version.hip:
+        return []
+    from sglang.kernels.ops.quantization.fp8_kernel import fp8_dtype
+
+    return [str(fp8_dtype)]
 
 
 class OpaquePool:
@@ -101,7 +110,7 @@ class OpaquePool:
                 [(each, str(getattr(pool, each, None))) for each in _GEOMETRY],
                 config.tp_size, config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size,
                 config.dcp_rank, config.dcp_size,
-                *(["rocm"] if torch.version.hip else []),  # whose fp8 may have other values under the same name
+                *_fp8_of_rocm(),
             )
         )  # fmt: skip
 

@@ -1,13 +1,16 @@
-"""Updates of SGLang's weights while it serves, of which it tells its storage backends nothing."""
+"""Updates of SGLang's weights while it serves, of which it tells its storage backends nothing.
+
+They are watched in attributes that SGLang looks up on every call: where a backend is attached while it serves, its
+scheduler already holds the methods that update weights.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Protocol
-
-_UPDATES = ("disk", "distributed", "tensor", "ipc")
 
 
 class Updatable(Protocol):
@@ -18,37 +21,117 @@ class Updatable(Protocol):
         ...
 
     def updated(self, flushed: bool, version: str | None) -> None:
-        """They have changed; or not, if the update failed, and then the cache is not flushed either."""
+        """They have changed, or an update has failed; or the cache of before was flushed since."""
         ...
 
 
-_watching: weakref.WeakSet[Any] = weakref.WeakSet()
+class _Watch:
+    """What was seen of updates in this process, which SGLang's scheduler makes between two batches."""
+
+    def __init__(self) -> None:
+        self.listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.seen = False  # whether there was an update
+        self._nested = 0  # updates within a session of updates
+        self._stale = False  # whether SGLang may hold pages of weights before
+        self._version: str | None = None
+
+    def add(self, listener: Updatable) -> None:
+        self.listeners.add(listener)
+        if self.seen:
+            listener.updating()
+            if self._nested == 0:
+                listener.updated(not self._stale, None)
+
+    def begin(self) -> None:
+        self.seen = True
+        if self._nested == 0:
+            for each in list(self.listeners):
+                each.updating()
+        self._nested += 1
+        self.wrote()
+
+    def wrote(self) -> None:
+        self._stale, self._version = True, None
+
+    def succeeded(self, version: str | None) -> None:
+        self._version = version
+
+    def flushed(self) -> None:
+        was, self._stale = self._stale, False
+        if was and self._nested == 0:
+            self._tell()
+
+    def end(self) -> None:
+        self._nested -= 1
+        if self._nested == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        for each in list(self.listeners):
+            each.updated(not self._stale, self._version)
+
+
+_watch = _Watch()
 
 
 def watch_updates(listener: Updatable) -> None:
-    """Tell a listener of every update in this process, which SGLang's scheduler makes between two batches."""
+    """Tell a listener of every update in this process, and of those that were seen before."""
+    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
 
-    _watching.add(listener)
-    for source in _UPDATES:
-        name = f"update_weights_from_{source}"
-        if not hasattr(getattr(Manager, name), "__wrapped__"):
-            setattr(Manager, name, _told(getattr(Manager, name)))
+    _watch.add(listener)
+    if isinstance(vars(Manager)["_session"], _Session):
+        return
+    Manager._observe_weight_load = _update(Manager._observe_weight_load)
+    Manager.record_weight_version_after_update = _then(Manager.record_weight_version_after_update, _watch.succeeded)
+    Manager._session = _Session(vars(Manager)["_session"])
+    HiCacheController.reset = _then(HiCacheController.reset, _watch.flushed)
 
 
-def _told(update: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(update)
-    def told(self: Any, request: Any) -> Any:
-        listeners = list(_watching)
-        for each in listeners:
-            each.updating()
-        flushed = False
+def _update(observe: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the context in which SGLang makes each update, with the watch told."""
+
+    @wraps(observe)
+    @contextmanager
+    def told(self: Any, source: str) -> Iterator[None]:
+        _watch.begin()
         try:
-            output = update(self, request)
-            flushed = bool(output.success and request.flush_cache)
-            return output
+            with observe(self, source):
+                yield
         finally:
-            for each in listeners:
-                each.updated(flushed, request.weight_version)
+            _watch.end()
 
     return told
+
+
+def _then(method: Callable[..., Any], tell: Callable[..., None]) -> Callable[..., Any]:
+    @wraps(method)
+    def told(self: Any, *given: Any, **named: Any) -> Any:
+        result = method(self, *given, **named)
+        tell(*given, **named)
+        return result
+
+    return told
+
+
+class _Session:
+    """The attribute that holds SGLang's session of updates, between `begin_weight_update` and `end_weight_update`."""
+
+    def __init__(self, slot: Any) -> None:
+        self._slot = slot
+
+    def __get__(self, manager: Any, kind: Any = None) -> Any:
+        return self if manager is None else self._slot.__get__(manager, kind)
+
+    def __set__(self, manager: Any, session: Any) -> None:
+        try:
+            before = self._slot.__get__(manager)
+        except AttributeError:  # a new manager's
+            before = None
+        self._slot.__set__(manager, session)
+        if before is None and session is not None:
+            _watch.begin()
+        elif before is not None and session is None:
+            if not before.loaded_weights:  # others wrote to the weights' memory, until now
+                _watch.wrote()
+            _watch.end()

@@ -374,7 +374,9 @@ def test_the_lists_name_variables_that_there_are(vllm: Any) -> None:
     [
         ("SGLANG_ROPE_CACHE_FP32", "1", True), ("SGLANG_ROPE_CACHE_FP32", "0", False),
         ("SGLANG_OF_A_LATER_VERSION", _SECRET, True), ("SGLANG_LOG_MS", "1", False), ("SGLANG_PORT", "1", False),
-        ("SGLANG_MAMBA_SSM_DTYPE", "bfloat16", True),
+        ("SGLANG_MAMBA_SSM_DTYPE", "bfloat16", True), ("AITER_FORCE_A8W4", "1", True),
+        ("FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "1", True), ("FLASHINFER_NVFP4_4OVER6", "0", False),
+        ("AITER_LOG_LEVEL", "1", False),
     ],
 )  # fmt: skip
 def test_variables_of_sglang(
@@ -390,16 +392,18 @@ def test_variables_of_sglang(
 
 
 @pytest.fixture(scope="module")
-def server_args() -> Any:
+def server_args() -> Iterator[Any]:
     pytest.importorskip("sglang")
     from tests.integrations.sglang.real_sglang import real
 
-    return real("sglang.srt.server_args").ServerArgs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("AITER_SITUV2_A4W4", raising=False)  # which vLLM sets for its own kernels
+        yield real("sglang.srt.server_args").ServerArgs
 
 
 _READ_SGLANG = {
     "trust_mm_content_hashes", "lora_paths", "json_model_override_args", "quantization_param_path", "random_seed",
-    "load_format", "model_loader_extra_config",
+    "load_format", "model_loader_extra_config", "uno_lora_path",
 }  # fmt: skip
 
 
@@ -441,6 +445,9 @@ def test_what_sglang_reads_from_files(server_args: Any, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     shutil.copytree(bundled_model_path(), adapter)
     as_text, as_object = found(lora_paths=[f"sql={adapter}"]), SimpleNamespace(lora_name="sql", lora_path=str(adapter))
+    draft = found(uno_lora_path=str(adapter))
+    assert draft == found(uno_lora_path=str(shutil.copytree(adapter, tmp_path / "copy"))) != {}
     assert as_text == found(lora_paths=[as_object]) == found(lora_paths={"sql": str(adapter)}) != {}
     (adapter / "config.json").write_text("{}")
+    assert found(uno_lora_path=str(adapter)) != draft
     assert found(lora_paths=[f"sql={adapter}"]) != as_text, "SGLang names it by its path"

@@ -94,7 +94,7 @@ def test_weights_that_change_before_they_have_a_name(monkeypatch: pytest.MonkeyP
         stops.append(stop.is_set())
         return "weights"
 
-    stores, early = (opened(weights=slow) for _ in range(2))
+    stores, early = (opened(weights=slow, model_id="run") for _ in range(2))
     memory = [torch.randn(1, 16, 4, 8) for _ in range(4)]
     cache = PagedCache(LAYOUT, memory[:2], memory[2:])
     before = stores.of(0, 1, "")
@@ -114,11 +114,29 @@ def test_weights_that_change_before_they_have_a_name(monkeypatch: pytest.MonkeyP
     assert pages.stored([b"name"]) == [False] == before.stored([b"name"])
     assert pages.save(cache, torch.arange(16), [b"name"], None) == [True]
     monkeypatch.undo()
-    quick = opened()
+    quick = opened(model_id="run")
     quick.rename("2")
     assert quick.of(0, 1, "")._names.page(b"name") == pages._names.page(b"name") != before._names.page(b"name")
     for opened_stores in (stores, early, quick):
         opened_stores.close()
+
+
+def test_a_version_names_weights_only_within_a_run_that_the_user_names(caplog: pytest.LogCaptureFixture) -> None:
+    """Two runs of training from one checkpoint both count from 1."""
+
+    def names(**options: Any) -> list[bytes]:
+        found = []
+        for _ in range(2):
+            stores = opened(**options)
+            stores.rename("1")
+            found.append(stores.of(0, 1, "")._names.page(b"name"))
+            stores.rename("1")
+            stores.close()
+        return found
+
+    assert len(set(names())) == 2
+    assert caplog.text.count("set option 'model_id' to a name of the run") == 2, "once for each engine"
+    assert len(set(names(model_id="run"))) == 1
 
 
 def test_a_profile_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,12 @@ import json
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -78,6 +80,8 @@ class Rank:
         layers: int = LAYERS,
         dtype: torch.dtype = torch.bfloat16,
         pool: Any = None,
+        started: Callable[[], int] = time.time_ns,
+        seen: bool = False,
         **config: Any,
     ) -> None:
         self.pool = pool or host_pool(
@@ -88,7 +92,9 @@ class Rank:
         given = {name: value for name, value in given.items() if value is not None}
         self.backend = factory.create_backend("dynamic", storage_config(self.pool, given, **config), self.pool)
         self.backend.register_mem_pool_host(self.pool)
-        with published():
+        hicache = real("cuvee.integrations.sglang.hicache")
+        watch = real("cuvee.integrations.sglang.weight_updates")._watch  # of all engines of these tests
+        with published(), patch.object(hicache, "_started", started), patch.object(watch, "seen", seen):
             self.backend.on_host_pools_registered()
         self._hashes = page_hash()
         # The controller's own loops over batches of 128 pages, on a stand-in without its threads and devices.
@@ -645,39 +651,64 @@ def test_sglang_calls_the_interface_that_is_there() -> None:
 # Weights that change ------------------------------------------------------------------------------------------------
 
 
+class Weights:
+    """SGLang's own class that updates weights, of a worker whose answers are given."""
+
+    def __init__(self) -> None:
+        name = "sglang.srt.managers.scheduler_components.weight_updater"
+        self.manager = object.__new__(real(name).SchedulerWeightUpdaterManager)
+        self.answer = True, "as told"
+        worker = SimpleNamespace(
+            update_weights_from_disk=lambda *given, **named: self.answer,
+            update_weights_from_ipc=lambda *given: self.answer,
+            update_weights_from_tensor=lambda **named: self.answer,
+            begin_weight_update=lambda: None, end_weight_update=lambda run_post_load: None,
+        )  # fmt: skip
+        tp_worker = SimpleNamespace(
+            weight_update_runners=lambda: [("target", SimpleNamespace(weight_updater=worker))],
+            deserialize_own_rank=lambda tensors: [],
+        )
+        for field, value in {
+            "tp_worker": tp_worker, "draft_worker": None, "metrics_collector": None,
+            "flush_cache": lambda **named: self.flush(), "tp_cpu_group": None,
+            "scheduler": SimpleNamespace(record_weight_version_change=lambda new_version: None), "_session": None,
+        }.items():  # fmt: skip
+            setattr(self.manager, field, value)
+        # As the scheduler keeps them, before a backend is attached.
+        self._held = {name: getattr(self.manager, name) for name in dir(self.manager) if "update" in name}
+
+    def flush(self) -> bool:
+        """As the scheduler does, by SGLang's controller, here without threads and pools."""
+        controller = SimpleNamespace(
+            write_queue=[], load_queue=[], ack_write_queue=[], ack_load_queue=[], enable_storage=False,
+            storage_stop_event=Event(), _stop_storage_threads=lambda: None,
+        )  # fmt: skip
+        real("sglang.srt.managers.cache_controller").HiCacheController.reset(controller)
+        return True
+
+    def call(self, name: str, succeeds: bool = True, flushes: bool = True, version: str | None = None) -> None:
+        self.answer = succeeds, "as told"
+        request = SimpleNamespace(
+            model_path="x", load_format=None, recapture_cuda_graph=False, weight_version=version, flush_cache=flushes,
+            torch_empty_cache=False, selector="all", serialized_named_tensors=[],
+        )  # fmt: skip
+        with patch.object(torch.distributed, "barrier", lambda group: None):
+            assert self._held[name](request).success is succeeds
+
+
 def update(source: str, succeeds: bool = True, flushes: bool = True, version: str | None = None) -> None:
-    """Have SGLang's own class update weights, of a worker whose answer is given."""
-    manager_class = real("sglang.srt.managers.scheduler_components.weight_updater").SchedulerWeightUpdaterManager
-    answer = succeeds, "as told"
-    updater = SimpleNamespace(
-        update_weights_from_disk=lambda *given, **named: answer, update_weights_from_ipc=lambda *given: answer
-    )
-    runner = SimpleNamespace(weight_updater=updater)
-    manager = object.__new__(manager_class)
-    for name, value in {
-        "tp_worker": SimpleNamespace(weight_update_runners=lambda: [("target", runner)]),
-        "draft_worker": None, "metrics_collector": None, "flush_cache": lambda **named: True, "tp_cpu_group": None,
-        "scheduler": SimpleNamespace(record_weight_version_change=lambda new_version: None), "_session": None,
-    }.items():  # fmt: skip
-        setattr(manager, name, value)
-    request = SimpleNamespace(
-        model_path="x", load_format=None, recapture_cuda_graph=False, weight_version=version, flush_cache=flushes,
-        torch_empty_cache=False,
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "barrier", lambda group: None)
-        assert getattr(manager, f"update_weights_from_{source}")(request).success is succeeds
+    Weights().call(f"update_weights_from_{source}", succeeds, flushes, version)
 
 
 def test_after_an_update_pages_are_named_by_the_version_of_the_weights(rank: Callable[..., Rank]) -> None:
     tokens = TOKENS[:64]
-    r = rank()
+    r = rank({"model_id": "run"})
     at, names = r.alloc(4), r.hashes(tokens)
     assert r.back_up(tokens, at, []) == 64
     update("disk", version="step 7")
     assert r.backend.batch_exists(names) == 0 and r.prefetch(tokens, at) == 0
     assert r.back_up(tokens[:32], at, []) == 32
-    other = rank()
+    other = rank({"model_id": "run"})
     assert other.backend.batch_exists(names) == 4, "an engine that was not updated"
     update("ipc", version="step 7")  # of both, in this process
     assert other.backend.batch_exists(names) == 2 == r.backend.batch_exists(names)
@@ -697,7 +728,100 @@ def test_nothing_is_stored_while_pages_may_be_of_other_weights(
     assert r.back_up(tokens, at, []) == 64
     update("disk", version="step 7", **how)
     assert r.backend.batch_exists(r.hashes(tokens)) == 0 == r.back_up(TOKENS[64:128], at, [])
-    assert "update with flush_cache, or restart" in caplog.text
+    assert "flush its cache (POST /flush_cache), or restart" in caplog.text
     assert rank().backend.batch_exists(r.hashes(tokens)) == 4
     update("disk", version="step 8")
     assert r.back_up(TOKENS[64:128], at, []) == 64
+
+
+def test_nothing_is_stored_while_a_session_of_updates_is_open(rank: Callable[..., Rank]) -> None:
+    """Also where others write to the weights' memory, so that only a flush after the session counts."""
+    weights = Weights()
+    r = rank({"model_id": "run"})
+    at, tokens = r.alloc(4), TOKENS[:64]
+    names = r.hashes(tokens)
+    assert r.back_up(tokens, at, []) == 64
+    weights.call("begin_weight_update")
+    assert r.backend.batch_exists(names) == 0 == r.back_up(tokens, at, [])
+    weights.call("update_weights_from_tensor", version="step 7")
+    assert r.backend.batch_exists(names) == 0 == r.back_up(tokens, at, []), "more may come"
+    weights.call("end_weight_update")
+    assert r.backend.batch_exists(names) == 0 and r.back_up(tokens[:32], at, []) == 32
+    other = rank({"model_id": "run"})
+    update("disk", version="step 7")  # of both
+    assert other.backend.batch_exists(names) == 2 == r.backend.batch_exists(names)
+    weights.call("begin_weight_update")
+    weights.flush()
+    weights.call("end_weight_update")
+    assert r.backend.batch_exists(names) == 0 == r.back_up(tokens, at, [])
+    weights.flush()
+    assert r.backend.batch_exists(names) == 0 and r.back_up(tokens, at, []) == 64
+    assert other.backend.batch_exists(names) == 0, "nobody knows these weights"
+    assert r.backend.counters()["weights_changed"] == 3
+
+
+def test_weights_that_were_updated_before_a_backend_is_attached_are_not_the_files(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, context = rank(), real("sglang.srt.runtime_context").get_context()
+    made.back_up(TOKENS[:64], made.alloc(4), [])
+    monkeypatch.setattr(context, "_overrides_log", [("scheduler.weight_version", {"weight_version": "step 7"})])
+    assert rank().backend.batch_exists(made.hashes(TOKENS[:64])) == 0
+    names = [rank({"model_id": "run"}).backend._pages("kv")._names.page(b"name") for _ in range(2)]
+    assert names[0] != names[1], "there may have been an update without a version since"
+    monkeypatch.undo()
+    assert rank().backend.batch_exists(made.hashes(TOKENS[:64])) == 4
+    weights = Weights()
+    weights.call("begin_weight_update")
+    weights.flush()
+    attached = [rank({"model_id": "run"}, seen=True)]
+    weights.call("end_weight_update")
+    attached.append(rank({"model_id": "run"}, seen=True))
+    at = attached[0].alloc(4)
+    assert [each.back_up(TOKENS[:64], at, []) for each in attached] == [0, 0]
+    weights.flush()
+    attached.append(rank({"model_id": "run"}, seen=True))
+    assert [each.back_up(TOKENS[:64], at, []) for each in attached] == [64, 64, 64]
+    assert len({each.backend._pages("kv")._names.page(b"name") for each in attached}) == 3
+
+
+def test_nothing_is_stored_if_files_changed_after_sglang_had_started(
+    rank: Callable[..., Rank], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, tokens = real("cuvee.integrations.sglang.hicache"), TOKENS[:64]
+    assert 0 < time.time_ns() - module._started() < 3600e9, "seconds, and of this process"
+    folder = str(shutil.copytree(bundled_model_path(), tmp_path / "copy"))
+    made = rank({"model": folder}, started=lambda: time.time_ns() - 3600 * 10**9)
+    assert made.back_up(tokens, made.alloc(4), []) == 0
+    assert re.search(r"config.json changed after SGLang's start, .*: restart", caplog.text)
+    for options in ({"model": folder}, {"model": folder, "model_id": "mine"}):
+        made = rank(options)
+        assert made.back_up(tokens, made.alloc(4), []) == 64
+
+
+@pytest.mark.parametrize("field", ["download_dir", "SGLANG_USE_MODELSCOPE"])
+def test_hub_ids_that_sglang_reads_from_elsewhere_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, field: str
+) -> None:
+    args = real("sglang.srt.server_args").ServerArgs(
+        model_path="org/name", download_dir=str(tmp_path) if field == "download_dir" else None
+    )
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", str(field != "download_dir"))
+    served = real("cuvee.integrations.sglang.served_model").ServedModel
+    with pytest.raises(InputError, match=f"^{field}: must not be set .* hub id org/name .* set option 'model_id'"):
+        served("org/name", server_args=args).naming(None, torch.bfloat16)
+    served("org/name", server_args=args).naming("mine", torch.bfloat16)
+    served(str(bundled_model_path()), server_args=args).naming(None, torch.bfloat16)
+
+
+def test_bytes_of_other_dtypes_have_other_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also codes of fp8, which ROCm's devices write in two ways under one name."""
+    found, pool, other = set(), state_pool(), state_pool()
+    other.conv_dtype = torch.float16
+    for hip, dtype in ((None, "float8_e4m3fn"), ("7", "float8_e4m3fn"), ("7", "float8_e4m3fnuz")):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(real("sglang.kernels.ops.quantization.fp8_kernel"), "fp8_dtype", getattr(torch, dtype))
+        for each in (pool, other):
+            made = real("cuvee.integrations.sglang.host_pool").OpaquePool("mamba", each, storage_config(pool, {}))
+            found.add(made.description)
+    assert len(found) == 6
