@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -295,27 +295,58 @@ def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = No
     )
 
 
-def checkpoint_files(path: str | Path, load_format: str = "auto") -> tuple[Path, list[Path]]:
+def checkpoint_files(path: str | Path) -> tuple[Path, list[Path]]:
     """Return the folder of a checkpoint, or its single file, and the files that make its identity.
 
     Args and Raises as `checkpoint_identity`, which also raises where there are no weights.
     """
     root = resolve(path, None)
-    return root, [*_files(root, _CONFIGS), *_weights(root, load_format)]
+    return root, [*_files(root, _CONFIGS), *_weights(root)]
+
+
+def files_changed_since(path: str | Path, time_ns: int, load_format: str = "auto") -> Path | None:
+    """Return a file of a checkpoint that was written or put there since a time.
+
+    Args:
+        path: as in `checkpoint_identity`. The files of a hub id never change.
+        time_ns: nanoseconds since the epoch.
+        load_format: by which the engine reads it.
+    """
+    root = Path(path)
+    if not root.exists():
+        return None
+    files = [*_files(root, _CONFIGS), *_weights(root, load_format if load_format in _FORMATS else "auto")]
+    return next((file for file in files if file.stat().st_ctime_ns > time_ns), None)
+
+
+def refuse_other_copies(names: Iterable[str | None], features: Mapping[str, Any]) -> None:
+    """Refuse hub ids whose files an engine reads from elsewhere than the hub's usual cache, where they are named.
+
+    Args:
+        names: of checkpoints: folders or hub ids.
+        features: what has the engine read other copies, by name, if it is set.
+
+    Raises:
+        InputError: one is set, and a name is a hub id.
+    """
+    for name in names:
+        for feature, value in features.items():
+            if name and value and not Path(name).exists():
+                raise InputError(
+                    f"{feature}: must not be set where the hub id {name} names the weights, because the engine reads "
+                    "another copy: give it the folder instead, or set option 'model_id' to a name of your own that "
+                    "changes with the weights"
+                )
 
 
 def changed_while_loading(vllm_config: Any, path: str | Path) -> bool:
     """Return, and log, whether the files of a checkpoint may be others than those that vLLM has read: some were written
     or put there since its configuration was made.
-
-    The files of a hub id never change.
     """
     began = str(vllm_config.instance_id)  # a time
-    if not Path(path).exists() or not began.isdecimal() or len(began) != _NANOSECONDS:
+    if not began.isdecimal() or len(began) != _NANOSECONDS:
         return False
-    load_format = str(vllm_config.load_config.load_format)
-    files = checkpoint_files(path, load_format if load_format in _FORMATS else "auto")[1]
-    file = next((each for each in files if each.stat().st_ctime_ns > int(began)), None)
+    file = files_changed_since(path, int(began), str(vllm_config.load_config.load_format))
     if file is not None:
         logger.warning(
             "cuvee: nothing is stored or loaded, because %s changed while the engine started: its weights may be "
@@ -433,18 +464,3 @@ def _canonical_json(file: Path, data: bytes) -> bytes:
         return json.dumps(clean(parse_json(data, constants=True)), sort_keys=True).encode()
     except ValueError as error:
         raise InputError(f"model: must hold valid JSON in {file}, got {error}: copy the checkpoint again") from error
-
-
-def files_changed_since(path: str | Path, time_ns: int, load_format: str = "auto") -> Path | None:
-    """Return a file of a checkpoint that was written or put there since a time.
-
-    Args:
-        path: as in `checkpoint_identity`. The files of a hub id never change.
-        time_ns: nanoseconds since the epoch.
-        load_format: by which the engine reads it.
-    """
-    root = Path(path)
-    if not root.exists():
-        return None
-    files = [*_files(root, _CONFIGS), *_weights(root, load_format if load_format in _FORMATS else "auto")]
-    return next((file for file in files if file.stat().st_ctime_ns > time_ns), None)

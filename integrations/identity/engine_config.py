@@ -16,13 +16,17 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
-from cuvee.integrations.identity.checkpoint import checkpoint_identity, configuration_identity, file_identity
+from cuvee.integrations.identity.checkpoint import (
+    checkpoint_identity,
+    configuration_identity,
+    file_identity,
+    refuse_other_copies,
+)
 from cuvee.integrations.identity.engine_environment import sglang_environment, vllm_environment
 from cuvee.integrations.identity.option_values import (
     LEFT_OUT,
@@ -285,7 +289,10 @@ def vllm_options(vllm_config: Any, *, named: bool = False) -> dict[str, Any]:
     if not named:
         from vllm import envs
 
-        _refuse_other_copies(model.model, vllm_config.load_config.download_dir, envs.VLLM_USE_MODELSCOPE)
+        features = {
+            "download_dir": vllm_config.load_config.download_dir, "VLLM_USE_MODELSCOPE": envs.VLLM_USE_MODELSCOPE,
+        }  # fmt: skip
+        refuse_other_copies([model.model], features)
     environment = vllm_environment()
     return options | ({"environment": environment} if environment else {})
 
@@ -316,17 +323,6 @@ def sglang_options(server_args: Any, *, named: bool = False) -> dict[str, Any]:
     environment = sglang_environment()
     options = set_options(server_args, SGLANG, readers, named=named)
     return options | ({"environment": environment} if environment else {})
-
-
-def _refuse_other_copies(path: str, download_dir: str | None, modelscope: bool) -> None:
-    """Refuse a hub id whose files the engine reads from elsewhere than the hub's cache, where they are named."""
-    if Path(path).exists() or not (download_dir or modelscope):
-        return
-    field = "download_dir" if download_dir else "modelscope"
-    raise InputError(
-        f"{field}: must not be used with the hub id {path}, because the copy in the usual cache may be another one: "
-        "give the folder of the checkpoint, or set option 'model_id' to a name that changes with the weights"
-    )
 
 
 def set_options(

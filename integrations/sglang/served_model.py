@@ -13,7 +13,13 @@ from sglang.srt.runtime_context import get_context, get_server_args
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.integrations.identity.checkpoint import files_changed_since, naming_of_weights, read_config, read_layout
+from cuvee.integrations.identity.checkpoint import (
+    files_changed_since,
+    naming_of_weights,
+    read_config,
+    read_layout,
+    refuse_other_copies,
+)
 from cuvee.integrations.identity.engine_config import sglang_options
 from cuvee.integrations.identity.weights_name import Make
 
@@ -94,21 +100,6 @@ class ServedModel:
     def _load_format(self) -> str:
         return "auto" if self.server_args is None else str(self.server_args.load_format)
 
-    def _check_places(self) -> None:
-        """Refuse hub ids whose files SGLang reads from elsewhere than huggingface_hub's own cache."""
-        features = {
-            "download_dir": getattr(self.server_args, "download_dir", None),
-            "SGLANG_USE_MODELSCOPE": envs.SGLANG_USE_MODELSCOPE.get(),
-        }
-        for name in (self.path, getattr(self.server_args, "speculative_draft_model_path", None)):
-            for feature, value in features.items():
-                if name and value and not Path(name).exists():
-                    raise InputError(
-                        f"{feature}: must not be set where the hub id {name} names the weights, because SGLang reads "
-                        "another copy: give it the folder instead, or set option 'model_id' to a name of your own that "
-                        "changes with the weights"
-                    )
-
     def naming(self, model_id: str | None, dtype: torch.dtype) -> Make:
         """Return what names the weights as this engine uses them.
 
@@ -119,10 +110,14 @@ class ServedModel:
         Raises:
             InputError: as `naming_of_weights` and `set_options`.
         """
-        if model_id is None:
-            self._check_places()
         options = None if self.server_args is None else sglang_options(self.server_args, named=model_id is not None)
         drafter = getattr(self.server_args, "speculative_draft_model_path", None)
+        if model_id is None:
+            features = {
+                "download_dir": getattr(self.server_args, "download_dir", None),
+                "SGLANG_USE_MODELSCOPE": envs.SGLANG_USE_MODELSCOPE.get(),
+            }
+            refuse_other_copies([self.path, drafter], features)
         return naming_of_weights(
             self.path, dtype, options, model_id=model_id, revision=self.revision, load_format=self._load_format,
             drafter=drafter and (drafter, self.server_args.speculative_draft_model_revision),

@@ -210,7 +210,7 @@ def test_a_configuration_from_elsewhere_counts_by_its_content(vllm: Any, tmp_pat
     assert found[0] == found[2] != found[1] and found[0] != {}
 
 
-@pytest.mark.parametrize("field", ["download_dir", "modelscope"])
+@pytest.mark.parametrize("field", ["download_dir", "VLLM_USE_MODELSCOPE"])
 def test_a_hub_id_whose_files_are_read_from_elsewhere_is_refused(
     vllm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, field: str
 ) -> None:
@@ -218,10 +218,10 @@ def test_a_hub_id_whose_files_are_read_from_elsewhere_is_refused(
     if field == "download_dir":
         config.load_config.download_dir = str(tmp_path)
     else:
-        monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+        monkeypatch.setenv(field, "True")
     vllm_options(config)  # of a folder
     config.model_config.model = "org/name"
-    with pytest.raises(InputError, match=rf"^{field}: must not be used with the hub id org/name.*'model_id'"):
+    with pytest.raises(InputError, match=rf"^{field}: must not be set where the hub id org/name .*'model_id'"):
         vllm_options(config)
     vllm_options(config, named=True)
 
