@@ -82,13 +82,13 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 def function_digest(model: PreTrainedModel) -> str:
     """Return a digest of what a model computes with its weights: 32 hex digits.
 
-    It covers the configuration, without entries about its origin, and the values of float buffers that are not stored,
-    such as frequencies of RoPE. It does not see forward hooks, nor attributes of modules that were set by hand.
+    It covers the configuration, without entries about its origin, and float buffers that are not stored, such as
+    frequencies of RoPE, to four digits. It does not see forward hooks, nor attributes of modules that were set by hand.
     """
     buffers = WeightHash()
     for name, buffer in _unstored_buffers(model):
         buffers.begin(name, tuple(buffer.shape))
-        buffers.add(buffer.detach().reshape(-1))
+        buffers.add(_rounded(buffer.detach().reshape(-1)))
     told = f"{buffers.fingerprint} {_configuration(model)}"
     return hashlib.blake2b(told.encode(), digest_size=16, person=b"cuvee-function").hexdigest()
 
@@ -153,6 +153,12 @@ def _configuration(model: PreTrainedModel) -> str:
 def _unstored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the float buffers that are not stored with a model."""
     return ((name, buffer) for name, buffer in _buffers(model, stored=False) if buffer.is_floating_point())
+
+
+def _rounded(values: torch.Tensor) -> torch.Tensor:
+    """Return values to 14 bits: the last bit of float32 `pow` differs between the CPUs of a fleet."""
+    mantissa, exponent = torch.frexp(values.float())
+    return torch.ldexp((mantissa * 2**14).round(), exponent)
 
 
 def _buffers(model: torch.nn.Module, stored: bool) -> Iterator[tuple[str, torch.Tensor]]:

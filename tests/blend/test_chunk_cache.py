@@ -284,6 +284,16 @@ def test_other_buffers_are_another_model(model: Any) -> None:
     assert blob_of(library, TOKENS) != first and library.counters.misses == 1 and len(store) == 2
 
 
+def test_the_last_bit_of_a_frequency_is_that_of_a_cpu(model: Any) -> None:
+    """As in the fingerprints of layouts. A change by a thousandth is another model's."""
+    other, before = deepcopy(model), function_digest(model)
+    frequencies = other.model.rotary_emb.inv_freq
+    frequencies.copy_(frequencies.nextafter(torch.tensor(2.0)))
+    assert function_digest(other) == before
+    frequencies[-1] *= 1.001
+    assert function_digest(other) != before
+
+
 def test_a_copy_from_disk_is_the_same_model(model: Any, tmp_path: Path) -> None:
     """Saving a model writes its class and dtype into its configuration, also while it is in use."""
     store = Shelf()
