@@ -43,7 +43,13 @@ from cuvee.integrations.identity.checkpoint import naming_of_weights, read_confi
 from cuvee.integrations.lmcache.l2_accounts import Accounts
 from cuvee.integrations.lmcache.l2_options import LMCacheOptions
 from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
-from cuvee.integrations.lmcache.memory_objects import check_shapes, holds_latents, object_cache, object_page
+from cuvee.integrations.lmcache.memory_objects import (
+    check_heads,
+    check_shapes,
+    holds_latents,
+    object_cache,
+    object_page,
+)
 from cuvee.integrations.lmcache.object_keys import following_tokens, page_name
 from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.pages.opaque import LAYOUT
@@ -385,13 +391,15 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """Return the page store of an object, and the object as a cache; None if it is one of bytes.
 
         Raises:
-            UnsupportedModelError: a key of another model.
+            UnsupportedModelError: a key of another model, or fewer heads than one of its ranks has.
         """
         if key.model_name != self._model_name:
             raise UnsupportedModelError(
                 f"model_name: must be {self._model_name!r}, got objects of {key.model_name!r}: set model_name to the "
                 "engine's name of this model, and give every model an --l2-adapter of its own"
             )
+        if self._layout is not None and not holds_latents(self._layout):
+            check_heads(memory.get_shapes(), self._layout, self._rank(key)[1])
         try:
             pages = self._known_pages(key, counts)
             return pages, object_cache(memory, pages.layout, self._options.chunk_tokens)
@@ -401,8 +409,9 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
     def _opaque_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
         """Return the page store of objects of bytes, which name their shapes and dtypes themselves."""
-        tenant = key.cache_salt or self._options.tenant
-        return self._pages.opaque("objects", tenant, counts, main=not key.object_group_id)
+        tenant, servers = key.cache_salt or self._options.tenant, self._options.servers
+        of_server = "" if servers == 1 else f" of server {self._options.server_index} of {servers}"
+        return self._pages.opaque(f"objects{of_server}", tenant, counts, main=not key.object_group_id)
 
     def _known_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
         """Return the page store of a key's rank and salt.
@@ -413,7 +422,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """
         if self._layout is None or key.object_group_id:
             raise UnsupportedModelError(f"object_group_id: must be 0 of keys and values, got {key.object_group_id}")
-        ranks, rank = key.kv_rank >> 24 & 0xFF, key.kv_rank >> 16 & 0xFF  # ObjectKey.ComputeKVRank
+        rank, ranks = self._rank(key)
         if holds_latents(self._layout) and rank < ranks:
             rank, ranks = 0, 1  # every rank holds all of them; the name tells ranks apart
         try:
@@ -422,6 +431,11 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
             raise UnsupportedModelError(
                 f"kv_rank: must be one of tensor parallelism, got {key.kv_rank:#x}: {error}"
             ) from error
+
+    def _rank(self, key: ObjectKey) -> tuple[int, int]:
+        """Return the tensor-parallel rank of a key and the number of ranks, those of other servers included."""
+        ranks, rank = key.kv_rank >> 24 & 0xFF, key.kv_rank >> 16 & 0xFF  # ObjectKey.ComputeKVRank
+        return self._options.server_index * ranks + rank, self._options.servers * ranks
 
     def _refuse(self, error: UnsupportedModelError) -> None:
         """Count an object that is not supported, and log it."""
