@@ -105,10 +105,10 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         options = config.options
         super().__init__(max_capacity_bytes=int((options.max_gb or 0) * 1e9))
         self._options = options
-        path = str(options.model)  # required
+        path, revision = str(options.model), options.revision  # required
         self._layout: KVLayout | None = None
         try:
-            self._layout = _known_layout(path, options.dtype)
+            self._layout = _known_layout(path, revision, options.dtype)
         except UnsupportedModelError as error:
             logger.warning("cuvee: objects are stored as bytes, without loss and without a profile: %s", error)
         self._model_name = options.model_name or path
@@ -116,8 +116,10 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._guard = Guard(self._counts)
         self._pages = PageStores(
             options, self._layout,
-            naming_of_weights(path, (self._layout or LAYOUT).torch_dtype, model_id=options.model_id),
-            checkpoint=(path, None), engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
+            naming_of_weights(
+                path, (self._layout or LAYOUT).torch_dtype, model_id=options.model_id, revision=revision
+            ),
+            checkpoint=(path, revision), engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
             positions=False,
         )  # fmt: skip
         self._slots = torch.arange(options.chunk_tokens)
@@ -443,17 +445,17 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._once(str(error), "cuvee: objects are not stored or loaded: %s", error)
 
 
-def _known_layout(path: str, dtype: str | None) -> KVLayout:
+def _known_layout(path: str, revision: str | None, dtype: str | None) -> KVLayout:
     """Return the layout of a model whose objects may hold keys and values in a known order.
 
     Raises:
         InputError: as `read_layout`.
         UnsupportedModelError: they never do.
     """
-    layout = read_layout(path, None if dtype is None else TORCH_DTYPES[dtype])
+    layout = read_layout(path, None if dtype is None else TORCH_DTYPES[dtype], revision=revision)
     if not holds_latents(layout):
         check_uniform(layout)
-    elif not getattr(read_config(path), "rope_interleave", True):
+    elif not getattr(read_config(path, revision=revision), "rope_interleave", True):
         raise UnsupportedModelError(
             "model: must keep pairs of rotated dimensions adjacent (rope_interleave), because vLLM and SGLang disagree "
             "about their order in other models, got rope_interleave false"

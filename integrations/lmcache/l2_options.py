@@ -21,6 +21,7 @@ class LMCacheOptions(CodingOptions):
     Attributes:
         chunk_tokens: tokens per chunk: LMCache's `--chunk-size`.
         model: folder or hub id of the served checkpoint; required.
+        revision: of the checkpoint, if `model` is a hub id; default: `main`.
         model_name: the engine's name of the model; default: `model`.
         dtype: of the engine's cache; default: that of the checkpoint.
         servers: LMCache servers that one engine's ranks are divided among (`lmcache.mp.server_urls`). LMCache numbers
@@ -39,6 +40,7 @@ class LMCacheOptions(CodingOptions):
 
     chunk_tokens: int = 256
     model: str | None = None
+    revision: str | None = None
     model_name: str | None = None
     dtype: str | None = limited(None, choices=tuple(TORCH_DTYPES))
     servers: int = 1

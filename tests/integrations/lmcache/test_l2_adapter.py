@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import random
 import re
 import select
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.integrations.identity.test_checkpoint import cached
 from tests.integrations.latent_models import Latents
 from tests.integrations.lmcache.real_lmcache import (
     CHUNK,
     DIM,
     HEADS,
     LAYERS,
+    MODEL,
     NEED_LMCACHE,
     PARAMS,
     PLUGIN,
@@ -39,7 +44,9 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.integrations.core.refusals import check_uniform
+from cuvee.integrations.identity.records import RecordStore
 from cuvee.integrations.stores.base import Store
+from cuvee.integrations.stores.disk import DiskStore
 
 pytestmark = NEED_LMCACHE
 
@@ -458,6 +465,28 @@ def test_objects_with_heads_of_a_server_among_several_are_refused(
         assert m.save([1], desc) == -1 and m.load([1], desc) == []
         assert "must hold 2 heads among 1 ranks, got 1: if an engine's ranks" in caplog.text
         assert m.counters["refused_pages"] == 2 and m.save([1], desc, rank=1, ranks=2) > 0
+
+
+def test_a_revision_of_a_hub_id_names_its_own_weights(
+    memory: Callable[..., Memory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is what the layout is read from, and what the records of both say."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = json.loads((Path(MODEL) / "config.json").read_text())
+    for revision, changes in (("main", {}), ("tuned", {"rms_norm_eps": 0.5}), ("wide", {"num_key_value_heads": 4})):
+        folder = shutil.copytree(MODEL, tmp_path / revision)
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        cached(tmp_path, folder, revision)
+    disk = DiskStore(tmp_path / "store")
+    main, same, tuned, wide = (
+        memory({"model": "org/name", "revision": each}, over=disk) for each in (None, "main", "tuned", "wide")
+    )
+    assert main.save([1]) > 0 and main.found([1]) == [1] == same.found([1]) and tuned.found([1]) == []
+    desc = layout_desc((2, LAYERS, CHUNK, 4 * DIM))
+    assert wide.save([1], desc) > 0 and not any("opaque" in name for name in wide.counters)
+    assert tuned.save([1]) > 0
+    wait_until(lambda: len(RecordStore(disk).read()[0]) == 3)
+    assert {each.about.get("revision") for each in RecordStore(disk).read()[0]} >= {"tuned", "wide"}
 
 
 def test_many_tasks_at_once(memory: Callable[..., Memory]) -> None:
