@@ -32,7 +32,7 @@ from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
-from cuvee.codec.models.fingerprint import are_others, model_fingerprint, weights_state
+from cuvee.codec.models.fingerprint import are_others, function_digest, model_fingerprint, weights_state
 from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, layer_units, prefill
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.support.torch_modes import without_modes
@@ -107,16 +107,18 @@ class ChunkCache:
         (1, 1)
 
     Args:
-        model: a causal language model of transformers that can be blended, in eval mode. Its weights must not change
-            afterwards: their fingerprint is computed now and is part of the key. `segment` refuses a model whose
-            weights torch knows to have changed; an edit through a parameter's `.data` is not seen.
+        model: a causal language model of transformers that can be blended, in eval mode. Its weights, configuration
+            and buffers must not change afterwards: their digests are computed now and are part of the key. `segment`
+            refuses a model in which torch knows them to have changed; an edit through a parameter's `.data` is not
+            seen. No key tells of a forward hook, or of an attribute of a module that was set by hand: give such a model
+            a `tenant` of its own.
         codec: encodes the chunks. Its profile and quality are part of the key.
         store: keeps the blobs.
         contexts: `[N, C]` int32 or int64: N runs of text like those that will precede chunks, for example eight other
             chunks. Each chunk then costs N passes of the model instead of one, and N * C tokens of KV stay on the
             model's device once the first chunk is computed. With None, chunks are computed alone.
         tenant: cache salt. Chunks of different tenants never share a key.
-        identity: identity of the blobs, instead of one of the model's weights and the codec. With that of an
+        identity: identity of the blobs, instead of one of the model and the codec. With that of an
             engine (`cuvee.integrations.identity.checkpoint.engine_identity`), engine and cache find each other's
             segments. A chunk may then have been computed behind any text.
 
@@ -163,7 +165,7 @@ class ChunkCache:
         self._contexts = None if contexts is None else self._check_contexts(contexts)
         self._shared = identity is not None
         self._identity = identity or Identity(
-            model=model_fingerprint(model),
+            model=f"{model_fingerprint(model)} {function_digest(model)}",
             tokenizer="",
             layout=self._layout.fingerprint,
             profile=b"" if codec.lossless else codec.profile.id,
@@ -199,13 +201,13 @@ class ChunkCache:
 
         Raises:
             InputError: there are no tokens, they are not a row of integers, they are outside the vocabulary, or (with
-                contexts) they go beyond the model's positions; a lossy quality cannot encode the values; the model's
-                weights have changed.
+                contexts) they go beyond the model's positions; a lossy quality cannot encode the values; the model has
+                changed.
         """
         if weights_state(self._model) != self._weights:
             raise InputError(
-                "model: must keep its weights, because they name what is stored, but they have changed: make another "
-                "ChunkCache"
+                "model: must keep its weights, configuration and buffers, because they name what is stored, but they "
+                "have changed: make another ChunkCache"
             )
         ids = Segment(tokens).tokens
         self._check_vocabulary("tokens", ids)

@@ -32,7 +32,7 @@ from cuvee.calibration.corpus import leading_ids, model_path, without_repeats
 from cuvee.codec.codec import Codec
 from cuvee.codec.dtypes import TORCH_DTYPES, value_bits
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.fingerprint import function_digest, model_fingerprint
 from cuvee.codec.models.forward import cache_argument, coded_layout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.devices import usable_device
@@ -229,6 +229,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
         return {
             "model": self._fingerprint,
+            "function": function_digest(self.model),
             "dtype": str(self.model.dtype),
             "mixed_precision_dtype": str(self.mixed_precision_dtype),
             "softmax_dtype": str(self.softmax_dtype),

@@ -1,4 +1,4 @@
-"""Fingerprints of a model's weights: XXH3 over every value.
+"""Fingerprints of a model's weights: XXH3 over every value; and a digest of what else decides what it computes.
 
     name, shape ─┐
     values ──────┴─> as float32 ──XXH3, 128 bits──> "w2-" and 32 hex digits
@@ -9,9 +9,11 @@ prefix are of cuvee before 0.4, which took 256 values of each parameter: whether
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -29,6 +31,11 @@ _ON_DEVICE = 1 << 24  # likewise, copied from a device at a time
 # them: DistributedDataParallel, PEFT.
 _INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
 _BEFORE = ("module.", "base_model.model.")
+# Entries of a configuration about its writer and origin, and the path of an adapter's base model.
+VOLATILE = frozenset(
+    {"transformers_version", "_name_or_path", "_commit_hash", "peft_version", "base_model_name_or_path", "revision"}
+)
+_SAVED = VOLATILE | {"architectures", "dtype", "torch_dtype"}  # likewise what saving a model writes into its own
 
 
 class WeightHash:
@@ -72,25 +79,58 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     return weights.fingerprint
 
 
-def weights_state(model: torch.nn.Module) -> list[object]:
-    """Return what is another once torch knows that what `model_fingerprint` reads has changed, in about a millisecond.
+def function_digest(model: PreTrainedModel) -> str:
+    """Return a digest of what a model computes with its weights: 32 hex digits.
+
+    It covers the configuration, without entries about its origin, and float buffers that are not stored, such as
+    frequencies of RoPE, to four digits. It does not see forward hooks, nor attributes of modules that were set by hand.
+    """
+    buffers = WeightHash()
+    for name, buffer in _unstored_buffers(model):
+        buffers.begin(name, tuple(buffer.shape))
+        buffers.add(_rounded(buffer.detach().reshape(-1)))
+    told = f"{buffers.fingerprint} {_configuration(model)}"
+    return hashlib.blake2b(told.encode(), digest_size=16, person=b"cuvee-function").hexdigest()
+
+
+def weights_state(model: PreTrainedModel) -> list[object]:
+    """Return what is another once torch knows that what `model_fingerprint` or `function_digest` reads has changed, in
+    about a millisecond.
 
     Torch counts no edits through `.data`, and none of tensors that were made in inference mode.
     """
     tensors = (
         (name, tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version, tensor.dtype)
-        for name, tensor in stored_tensors(model)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
     )
-    return [*tensors, *_adapter_states(model)]
+    return [*tensors, *_adapter_states(model), _configuration(model)]
 
 
 def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's parameters, then the buffers that are stored with it."""
     yield from model.named_parameters()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
+    yield from _buffers(model, stored=True)
+
+
+def canonical_config(config: Any, left_out: Collection[str] = VOLATILE) -> str:
+    """Return a configuration's JSON in one spelling, without entries that differ between copies of a model.
+
+    Args:
+        config: JSON values.
+        left_out: names of entries, at any depth.
+    """
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        kept = {str(key): clean(item) for key, item in value.items() if key not in left_out}
+        if "torch_dtype" in kept:  # the name until transformers 5
+            kept.setdefault("dtype", kept.pop("torch_dtype"))
+        return kept
+
+    return json.dumps(clean(config), sort_keys=True, default=str)
 
 
 def are_others(recorded: str | None, model: PreTrainedModel | str) -> bool:
@@ -103,6 +143,29 @@ def are_others(recorded: str | None, model: PreTrainedModel | str) -> bool:
         logger.warning("cuvee: is the profile of this model's weights? Unknown: %s", SAMPLED)
         return False
     return recorded != (model if isinstance(model, str) else model_fingerprint(model))
+
+
+def _configuration(model: PreTrainedModel) -> str:
+    """Return a model's configuration, apart from its dtype, which its layout has."""
+    return canonical_config(model.config.to_dict(), _SAVED)
+
+
+def _unstored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the float buffers that are not stored with a model."""
+    return ((name, buffer) for name, buffer in _buffers(model, stored=False) if buffer.is_floating_point())
+
+
+def _rounded(values: torch.Tensor) -> torch.Tensor:
+    """Return values to 14 bits: the last bit of float32 `pow` differs between the CPUs of a fleet."""
+    mantissa, exponent = torch.frexp(values.float())
+    return torch.ldexp((mantissa * 2**14).round(), exponent)
+
+
+def _buffers(model: torch.nn.Module, stored: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if stored is (name.rpartition(".")[2] not in module._non_persistent_buffers_set):
+                yield name, buffer
 
 
 def _unwrapped(name: str) -> str:

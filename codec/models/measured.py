@@ -11,11 +11,16 @@ import torch
 
 from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.models.fingerprint import function_digest
 from cuvee.codec.models.kimi import as_deepseek_v3, is_deepseek_v3
 from cuvee.codec.models.probe import BOUND, MeasuredLayer, ProbeError, measure
 from cuvee.codec.models.stand_in import measure_config
 
-_of_models: weakref.WeakKeyDictionary[torch.nn.Module, tuple[MeasuredLayer, ...]] = weakref.WeakKeyDictionary()
+# With the digest of what the model computed then: its frequencies of RoPE, for example, may be edited. Where keys are
+# bound, it does not count, because a forward pass may change frequencies.
+_of_models: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, tuple[MeasuredLayer, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def measured_layers(model: Any) -> tuple[Any, tuple[MeasuredLayer, ...]]:
@@ -29,9 +34,10 @@ def measured_layers(model: Any) -> tuple[Any, tuple[MeasuredLayer, ...]]:
     config = _checked(decoder_config(model), states=True)
     if not isinstance(model, torch.nn.Module) or any(parameter.is_meta for parameter in model.parameters()):
         return config, measure_config(config)
-    if model not in _of_models:
-        _of_models[model] = _measured(model, config)
-    return config, _of_models[model]
+    known, computes = _of_models.get(model), cast(Any, model)
+    if known is None or (movable(known[1]) and known[0] != function_digest(computes)):
+        _of_models[model] = function_digest(computes), _measured(model, config)
+    return config, _of_models[model][1]
 
 
 def decoder_config(model: Any) -> Any:

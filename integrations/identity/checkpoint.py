@@ -27,7 +27,7 @@ import torch
 
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.fingerprint import PREFIX, SAMPLED
+from cuvee.codec.models.fingerprint import PREFIX, SAMPLED, canonical_config
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.plain_json import parse_json
 from cuvee.integrations.identity.checkpoint_files import load_config, open_file, read_header, resolve
@@ -62,10 +62,6 @@ _CONFIGS = (
     "*processor_config.json", "*.safetensors.index.json",
 )  # fmt: skip
 _NANOSECONDS = 19  # digits of a time in nanoseconds, until the year 2286
-# Entries about a file's writer and origin, and the path of an adapter's base model.
-VOLATILE = {
-    "transformers_version", "_name_or_path", "_commit_hash", "peft_version", "base_model_name_or_path", "revision",
-}  # fmt: skip
 # Files that map text to token ids. Not tokenizer_config.json: a chat template changes which tokens a prompt has, which
 # are in the key, but not what a token is.
 _TOKENIZERS = (
@@ -449,18 +445,7 @@ def _add_configs(digest: Any, root: Path) -> None:
 
 def _canonical_json(file: Path, data: bytes) -> bytes:
     """Return JSON in one spelling, without entries that differ between copies of a checkpoint."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, list):
-            return [clean(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        kept = {key: clean(item) for key, item in value.items() if key not in VOLATILE}
-        if "torch_dtype" in kept:  # the name until transformers 5
-            kept.setdefault("dtype", kept.pop("torch_dtype"))
-        return kept
-
     try:
-        return json.dumps(clean(parse_json(data, constants=True)), sort_keys=True).encode()
+        return canonical_config(parse_json(data, constants=True)).encode()
     except ValueError as error:
         raise InputError(f"model: must hold valid JSON in {file}, got {error}: copy the checkpoint again") from error

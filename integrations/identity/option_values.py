@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cuvee.integrations.identity.checkpoint import VOLATILE
+from cuvee.codec.models.fingerprint import VOLATILE
 
 LEFT_OUT = object()
 """Stands for a default that there is not, and for a value that does not count."""

@@ -43,7 +43,13 @@ from cuvee.integrations.identity.checkpoint import naming_of_weights, read_confi
 from cuvee.integrations.lmcache.l2_accounts import Accounts
 from cuvee.integrations.lmcache.l2_options import LMCacheOptions
 from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
-from cuvee.integrations.lmcache.memory_objects import check_shapes, holds_latents, object_cache, object_page
+from cuvee.integrations.lmcache.memory_objects import (
+    check_heads,
+    check_shapes,
+    holds_latents,
+    object_cache,
+    object_page,
+)
 from cuvee.integrations.lmcache.object_keys import following_tokens, page_name
 from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.pages.opaque import LAYOUT
@@ -99,10 +105,10 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         options = config.options
         super().__init__(max_capacity_bytes=int((options.max_gb or 0) * 1e9))
         self._options = options
-        path = str(options.model)  # required
+        path, revision = str(options.model), options.revision  # required
         self._layout: KVLayout | None = None
         try:
-            self._layout = _known_layout(path, options.dtype)
+            self._layout = _known_layout(path, revision, options.dtype)
         except UnsupportedModelError as error:
             logger.warning("cuvee: objects are stored as bytes, without loss and without a profile: %s", error)
         self._model_name = options.model_name or path
@@ -110,8 +116,10 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._guard = Guard(self._counts)
         self._pages = PageStores(
             options, self._layout,
-            naming_of_weights(path, (self._layout or LAYOUT).torch_dtype, model_id=options.model_id),
-            checkpoint=(path, None), engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
+            naming_of_weights(
+                path, (self._layout or LAYOUT).torch_dtype, model_id=options.model_id, revision=revision
+            ),
+            checkpoint=(path, revision), engine=_ENGINE, page_tokens=options.chunk_tokens, counts=self._counts,
             positions=False,
         )  # fmt: skip
         self._slots = torch.arange(options.chunk_tokens)
@@ -385,13 +393,15 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """Return the page store of an object, and the object as a cache; None if it is one of bytes.
 
         Raises:
-            UnsupportedModelError: a key of another model.
+            UnsupportedModelError: a key of another model, or fewer heads than one of its ranks has.
         """
         if key.model_name != self._model_name:
             raise UnsupportedModelError(
                 f"model_name: must be {self._model_name!r}, got objects of {key.model_name!r}: set model_name to the "
                 "engine's name of this model, and give every model an --l2-adapter of its own"
             )
+        if self._layout is not None and not holds_latents(self._layout):
+            check_heads(memory.get_shapes(), self._layout, self._rank(key)[1])
         try:
             pages = self._known_pages(key, counts)
             return pages, object_cache(memory, pages.layout, self._options.chunk_tokens)
@@ -401,8 +411,9 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
     def _opaque_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
         """Return the page store of objects of bytes, which name their shapes and dtypes themselves."""
-        tenant = key.cache_salt or self._options.tenant
-        return self._pages.opaque("objects", tenant, counts, main=not key.object_group_id)
+        tenant, servers = key.cache_salt or self._options.tenant, self._options.servers
+        of_server = "" if servers == 1 else f" of server {self._options.server_index} of {servers}"
+        return self._pages.opaque(f"objects{of_server}", tenant, counts, main=not key.object_group_id)
 
     def _known_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
         """Return the page store of a key's rank and salt.
@@ -413,7 +424,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """
         if self._layout is None or key.object_group_id:
             raise UnsupportedModelError(f"object_group_id: must be 0 of keys and values, got {key.object_group_id}")
-        ranks, rank = key.kv_rank >> 24 & 0xFF, key.kv_rank >> 16 & 0xFF  # ObjectKey.ComputeKVRank
+        rank, ranks = self._rank(key)
         if holds_latents(self._layout) and rank < ranks:
             rank, ranks = 0, 1  # every rank holds all of them; the name tells ranks apart
         try:
@@ -423,23 +434,28 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
                 f"kv_rank: must be one of tensor parallelism, got {key.kv_rank:#x}: {error}"
             ) from error
 
+    def _rank(self, key: ObjectKey) -> tuple[int, int]:
+        """Return the tensor-parallel rank of a key and the number of ranks, those of other servers included."""
+        ranks, rank = key.kv_rank >> 24 & 0xFF, key.kv_rank >> 16 & 0xFF  # ObjectKey.ComputeKVRank
+        return self._options.server_index * ranks + rank, self._options.servers * ranks
+
     def _refuse(self, error: UnsupportedModelError) -> None:
         """Count an object that is not supported, and log it."""
         self._counts.count("refused_pages")
         self._once(str(error), "cuvee: objects are not stored or loaded: %s", error)
 
 
-def _known_layout(path: str, dtype: str | None) -> KVLayout:
+def _known_layout(path: str, revision: str | None, dtype: str | None) -> KVLayout:
     """Return the layout of a model whose objects may hold keys and values in a known order.
 
     Raises:
         InputError: as `read_layout`.
         UnsupportedModelError: they never do.
     """
-    layout = read_layout(path, None if dtype is None else TORCH_DTYPES[dtype])
+    layout = read_layout(path, None if dtype is None else TORCH_DTYPES[dtype], revision=revision)
     if not holds_latents(layout):
         check_uniform(layout)
-    elif not getattr(read_config(path), "rope_interleave", True):
+    elif not getattr(read_config(path, revision=revision), "rope_interleave", True):
         raise UnsupportedModelError(
             "model: must keep pairs of rotated dimensions adjacent (rope_interleave), because vLLM and SGLang disagree "
             "about their order in other models, got rope_interleave false"

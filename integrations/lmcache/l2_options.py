@@ -21,8 +21,12 @@ class LMCacheOptions(CodingOptions):
     Attributes:
         chunk_tokens: tokens per chunk: LMCache's `--chunk-size`.
         model: folder or hub id of the served checkpoint; required.
+        revision: of the checkpoint, if `model` is a hub id; default: `main`.
         model_name: the engine's name of the model; default: `model`.
         dtype: of the engine's cache; default: that of the checkpoint.
+        servers: LMCache servers that one engine's ranks are divided among (`lmcache.mp.server_urls`). LMCache numbers
+            ranks in every server from 0.
+        server_index: number of this server among them, from 0, in their order there.
         max_gb: 10^9 bytes that LMCache's eviction may fill; None: it evicts nothing, and the store's own budget
             applies.
         max_pending_gb: budget for chunks that wait to be stored, in 10^9 bytes; LMCache keeps them in memory meanwhile,
@@ -36,8 +40,11 @@ class LMCacheOptions(CodingOptions):
 
     chunk_tokens: int = 256
     model: str | None = None
+    revision: str | None = None
     model_name: str | None = None
     dtype: str | None = limited(None, choices=tuple(TORCH_DTYPES))
+    servers: int = 1
+    server_index: int = limited(0, least=0)
     max_gb: float | None = None
     max_pending_gb: float = 8.8
 
@@ -45,3 +52,8 @@ class LMCacheOptions(CodingOptions):
         CodingOptions.__post_init__(self)  # `super()` does not know a class with slots
         if self.model is None:
             raise InputError("model: must be the folder or hub id of the served checkpoint, got none")
+        if self.server_index >= self.servers:
+            raise InputError(
+                f"server_index: must be below servers ({self.servers}), got {self.server_index}: set servers to the "
+                "number of LMCache servers that one engine's ranks are divided among"
+            )

@@ -89,6 +89,33 @@ def check_shapes(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], la
         raise UnsupportedModelError(_refusal(shape, layout, tokens))
 
 
+def check_heads(shapes: Sequence[torch.Size], layout: KVLayout, ranks: int) -> None:
+    """Check that objects hold as many heads as one of the ranks has, if their shape tells heads.
+
+    Otherwise the other heads are on servers that give their ranks the same numbers.
+
+    Args:
+        shapes: of an object.
+        layout: of the whole model, accepted by `check_uniform`.
+        ranks: that the heads are divided among, as far as is known.
+
+    Raises:
+        UnsupportedModelError: they hold fewer.
+    """
+    first, shape = layout.layers[0], tuple(shapes[0])
+    if len(shapes) != 1 or len(shape) not in (3, 4):
+        return
+    apart = len(shape) == 4 and shape[0] == 2
+    heads, rest = divmod(shape[-1], first.head_dim if apart else 2 * first.head_dim)
+    if rest or not heads or first.kv_heads % heads or heads * ranks >= first.kv_heads:
+        return
+    raise UnsupportedModelError(
+        f"memory object: must hold {first.kv_heads} heads among {ranks} ranks, got {heads}: if an engine's ranks are "
+        "divided among several LMCache servers, set the adapter's options 'servers' and 'server_index', or else ranks "
+        "of different servers have the same name"
+    )
+
+
 def holds_latents(layout: KVLayout) -> bool:
     """Return whether a model's cache holds latents of multi-head latent attention."""
     return layout.layers[0].latent

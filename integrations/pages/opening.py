@@ -15,9 +15,10 @@ from uuid import uuid4
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.fingerprint import VOLATILE
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.core.guard import Recorder
-from cuvee.integrations.identity.checkpoint import VOLATILE, naming_with_profile, read_config
+from cuvee.integrations.identity.checkpoint import naming_with_profile, read_config
 from cuvee.integrations.identity.identity_records import IdentityRecords
 from cuvee.integrations.identity.identity_records import Recorder as Gauges
 from cuvee.integrations.identity.records import IdentityRecord, about_model, identity_fields

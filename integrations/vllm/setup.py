@@ -22,10 +22,10 @@ import torch
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.fingerprint import VOLATILE
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.identity.checkpoint import (
-    VOLATILE,
     Checkpoint,
     changed_while_loading,
     name_of_weights,

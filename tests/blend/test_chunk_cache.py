@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.fingerprint import PREFIX, model_fingerprint
+from cuvee.codec.models.fingerprint import PREFIX, function_digest, model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
@@ -248,9 +249,8 @@ def test_the_key_is_the_content_digest(model: Any) -> None:
     """Written out, for it is a persistent format."""
     store, codec = Shelf(), fitted_codec(model)
     library = make(model, store, codec=codec, contexts=CONTEXTS, tenant="acme")
-    identity = Identity(
-        model_fingerprint(model), "", layout_of(model).fingerprint, codec.profile.id, f"step:{codec.step_index}"
-    )
+    name = f"{model_fingerprint(model)} {function_digest(model)}"
+    identity = Identity(name, "", layout_of(model).fingerprint, codec.profile.id, f"step:{codec.step_index}")
     scope = Scope(tenant="acme")
     alone = store_key("acme", content_digest(identity, scope, TOKENS))
     assert key_of(library, store, leading=True) == alone
@@ -259,6 +259,50 @@ def test_the_key_is_the_content_digest(model: Any) -> None:
     store.clear()
     exact_identity = replace(identity, profile=b"", quality="lossless")
     assert key_of(make(model, store), store) == store_key("", content_digest(exact_identity, Scope(), TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {"hidden_act": "relu"}), ("llama", {"rms_norm_eps": 0.1}), ("qwen3_moe", {"num_experts_per_tok": 2})],
+)
+def test_equal_weights_with_another_configuration_are_another_model(
+    tiny_model: Callable[..., Any], family: str, changes: dict[str, Any]
+) -> None:
+    store, one, other = Shelf(), tiny_model(family), tiny_model(family, **changes)
+    other.load_state_dict(one.state_dict())
+    assert model_fingerprint(one) == model_fingerprint(other)
+    first, library = blob_of(make(one, store), TOKENS), make(other, store)
+    assert blob_of(library, TOKENS) != first and library.counters.misses == 1 and len(store) == 2
+
+
+def test_other_buffers_are_another_model(model: Any) -> None:
+    """Frequencies of RoPE are stored with no model."""
+    store, edited = Shelf(), deepcopy(model)
+    edited.model.rotary_emb.inv_freq[1] *= 1.5
+    assert model_fingerprint(model) == model_fingerprint(edited)
+    first, library = blob_of(make(model, store), TOKENS), make(edited, store)
+    assert blob_of(library, TOKENS) != first and library.counters.misses == 1 and len(store) == 2
+
+
+def test_the_last_bit_of_a_frequency_is_that_of_a_cpu(model: Any) -> None:
+    """As in the fingerprints of layouts. A change by a thousandth is another model's."""
+    other, before = deepcopy(model), function_digest(model)
+    frequencies = other.model.rotary_emb.inv_freq
+    frequencies.copy_(frequencies.nextafter(torch.tensor(2.0)))
+    assert function_digest(other) == before
+    frequencies[-1] *= 1.001
+    assert function_digest(other) != before
+
+
+def test_a_copy_from_disk_is_the_same_model(model: Any, tmp_path: Path) -> None:
+    """Saving a model writes its class and dtype into its configuration, also while it is in use."""
+    store = Shelf()
+    library = make(model, store)
+    blob = blob_of(library, TOKENS)
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures and blob_of(library, TOKENS) == blob
+    copy = make(type(model).from_pretrained(tmp_path).eval(), store)
+    assert blob_of(copy, TOKENS) == blob and copy.counters.hits == 1
 
 
 def test_the_name_of_contexts() -> None:
@@ -605,17 +649,24 @@ def test_a_codec_of_another_model_is_refused(model: Any, tiny_model: Callable[..
     assert make(model, codec=codec).segment(TOKENS).chunk
 
 
-def test_weights_that_changed_since_are_refused(model: Any) -> None:
-    """A step of training, or one row: what is stored would be the old model's, and what is added the new one's."""
+@pytest.mark.parametrize("changed", ["weights", "buffer", "configuration"])
+def test_a_model_that_changed_since_is_refused(model: Any, changed: str) -> None:
+    """One row of a step of training: what is stored would be the old model's, and what is added the new one's."""
     store = Shelf()
     library = make(model, store)
-    first = library.segment(TOKENS)
+    library.segment(TOKENS)
     with torch.no_grad():
-        model.get_input_embeddings().weight[3] += 1
+        if changed == "weights":
+            model.get_input_embeddings().weight[3] += 1
+        elif changed == "buffer":
+            model.model.rotary_emb.inv_freq[1] *= 1.5
+        else:
+            model.config.hidden_act = "relu"
     with pytest.raises(InputError, match=r"^model: must keep its weights, .*: make another ChunkCache$"):
         library.segment(TOKENS)
     again = make(model, store)
-    assert again.segment(TOKENS).chunk != first.chunk and again.counters.misses == 1 and len(store) == 2
+    again.segment(TOKENS)
+    assert again.counters.misses == 1 and len(store) == 2
 
 
 def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:

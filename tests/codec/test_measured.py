@@ -177,3 +177,11 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
     embeddings.register_forward_hook(lambda module, inputs, output: output + output.mean(1, keepdim=True))
     with pytest.raises(UnsupportedModelError, match=r"keys of layer 0 do \(bidirectional attention\)"):
         KVLayout.of(model)
+
+
+def test_a_model_whose_frequencies_were_edited_is_measured_again(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama")
+    before = KVLayout.of(model).layers[0].rope
+    model.model.rotary_emb.inv_freq[1] *= 1.5
+    after = KVLayout.of(model).layers[0].rope
+    assert before and after and after.inv_freq[1] == pytest.approx(1.5 * before.inv_freq[1])

@@ -466,6 +466,9 @@ def test_baselines_have_names(llama: Callable[..., CuveeLM]) -> None:
 def test_the_bundled_model_goes_by_its_name(tmp_path: Path) -> None:
     lm = CuveeLM("books-3m", quality="lossless", device="cpu")
     assert lm.layout.num_layers == 6 and lm.configuration["model"] == model_fingerprint(lm.model)
+    before = lm.configuration
+    lm.model.config.rms_norm_eps = 0.1
+    assert {name for name, value in lm.configuration.items() if value != before[name]} == {"function"}
     with pytest.raises(FileNotFoundError, match="no such model folder"):
         CuveeLM(tmp_path / "nowhere", quality="lossless", device="cpu")
 

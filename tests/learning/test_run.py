@@ -137,14 +137,16 @@ def test_what_an_interrupted_run_says_that_it_goes_on_from(
 
 def test_a_key_is_of_the_texts_the_options_and_the_model(tiny_model: Callable[..., Any]) -> None:
     tiny, text = tiny_model("llama"), rows(2, 0)
-    other = copy.deepcopy(tiny).to(torch.bfloat16)
+    other, slow = copy.deepcopy(tiny).to(torch.bfloat16), copy.deepcopy(tiny)
+    slow.model.rotary_emb.inv_freq /= 2  # in no weights
     keys = {
         key_of(tiny, "w2-a", 1, [("prose", text)]), key_of(tiny, "w2-b", 1, [("prose", text)]),
         key_of(tiny, "w2-a", 2, [("prose", text)]), key_of(tiny, "w2-a", 1, [("code", text)]),
         key_of(tiny, "w2-a", 1, [("prose", text + 1)]), key_of(tiny, "w2-a", 1, [("prose", text[:1])]),
         key_of(tiny, "w2-a", 1, [("prose", text.T)]), key_of(other, "w2-a", 1, [("prose", text)]),
+        key_of(slow, "w2-a", 1, [("prose", text)]),
     }  # fmt: skip
-    assert len(keys) == 8 and key_of(tiny, "w2-a", 1, [("prose", text.clone())]) in keys
+    assert len(keys) == 9 and key_of(tiny, "w2-a", 1, [("prose", text.clone())]) in keys
 
 
 def test_the_time_left_is_that_of_all_stages(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

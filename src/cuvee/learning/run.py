@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import cuvee
+from cuvee.codec.models.fingerprint import function_digest
 from cuvee.codec.support.files import replacing
 
 if TYPE_CHECKING:
@@ -200,9 +201,12 @@ def in_words(seconds: float) -> str:
 
 
 def key_of(model: PreTrainedModel, *parts: Any) -> str:
-    """Return a key for `Run.begin`: a digest of what a run depends on, tensors and other values in any nesting."""
+    """Return a key for `Run.begin`: a digest of what a run depends on, tensors and other values in any nesting.
+
+    The model's weights are one of the parts.
+    """
     digest = hashlib.sha256(repr((cuvee.__version__, torch.__version__, torch.get_num_threads())).encode())
-    digest.update(repr((model.dtype, model.device.type)).encode())
+    digest.update(repr((model.dtype, model.device.type, function_digest(model))).encode())
 
     def add(part: Any) -> None:
         if isinstance(part, torch.Tensor):

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import random
 import re
 import select
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.integrations.identity.test_checkpoint import cached
 from tests.integrations.latent_models import Latents
 from tests.integrations.lmcache.real_lmcache import (
     CHUNK,
     DIM,
     HEADS,
     LAYERS,
+    MODEL,
     NEED_LMCACHE,
     PARAMS,
     PLUGIN,
@@ -39,7 +44,9 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.integrations.core.refusals import check_uniform
+from cuvee.integrations.identity.records import RecordStore
 from cuvee.integrations.stores.base import Store
+from cuvee.integrations.stores.disk import DiskStore
 
 pytestmark = NEED_LMCACHE
 
@@ -434,6 +441,54 @@ def test_ranks_keep_their_own_heads(memory: Callable[..., Memory], store: DictSt
         assert m.load([rank], desc, rank=rank, ranks=2, chunk_hash=b"same") == [rank]
 
 
+@pytest.mark.parametrize("shape", [None, (1, LAYERS, CHUNK, DIM * 2), (3, 1000)])
+def test_ranks_of_several_servers_keep_their_own_heads(
+    memory: Callable[..., Memory], shape: tuple[int, ...] | None
+) -> None:
+    """LMCache numbers the ranks of every server from 0: each of these two has a rank 0 of 1."""
+    desc, key = layout_desc(shape, ranks=2), {"chunk_hash": b"same"}
+    servers = [memory({"servers": 2, "server_index": index}) for index in range(2)]
+    for number, m in enumerate(servers):
+        assert m.found([number], desc, **key) == [] and m.save([number], desc, **key) > 0
+    for number, m in enumerate(servers):
+        assert m.found([number], desc, **key) == [number] == m.load([number], desc, **key)
+    assert memory().found([0], desc, **key) == [] == memory({"servers": 3}).found([0], desc, **key)
+
+
+@pytest.mark.parametrize("shape", [(2, LAYERS, CHUNK, DIM), (1, LAYERS, CHUNK, 2 * DIM), (LAYERS, CHUNK, 2 * DIM)])
+def test_objects_with_heads_of_a_server_among_several_are_refused(
+    memory: Callable[..., Memory], caplog: pytest.LogCaptureFixture, shape: tuple[int, ...]
+) -> None:
+    for dtype in (torch.bfloat16, torch.uint8):
+        m, desc = memory(), layout_desc(shape, dtype)
+        caplog.clear()
+        assert m.save([1], desc) == -1 and m.load([1], desc) == []
+        assert "must hold 2 heads among 1 ranks, got 1: if an engine's ranks" in caplog.text
+        assert m.counters["refused_pages"] == 2 and m.save([1], desc, rank=1, ranks=2) > 0
+
+
+def test_a_revision_of_a_hub_id_names_its_own_weights(
+    memory: Callable[..., Memory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is what the layout is read from, and what the records of both say."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = json.loads((Path(MODEL) / "config.json").read_text())
+    for revision, changes in (("main", {}), ("tuned", {"rms_norm_eps": 0.5}), ("wide", {"num_key_value_heads": 4})):
+        folder = shutil.copytree(MODEL, tmp_path / revision)
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        cached(tmp_path, folder, revision)
+    disk = DiskStore(tmp_path / "store")
+    main, same, tuned, wide = (
+        memory({"model": "org/name", "revision": each}, over=disk) for each in (None, "main", "tuned", "wide")
+    )
+    assert main.save([1]) > 0 and main.found([1]) == [1] == same.found([1]) and tuned.found([1]) == []
+    desc = layout_desc((2, LAYERS, CHUNK, 4 * DIM))
+    assert wide.save([1], desc) > 0 and not any("opaque" in name for name in wide.counters)
+    assert tuned.save([1]) > 0
+    wait_until(lambda: len(RecordStore(disk).read()[0]) == 3)
+    assert {each.about.get("revision") for each in RecordStore(disk).read()[0]} >= {"tuned", "wide"}
+
+
 def test_many_tasks_at_once(memory: Callable[..., Memory]) -> None:
     """Threads store, look up, load and delete the same chunks; whatever is loaded is right."""
     m = memory()
@@ -538,6 +593,7 @@ def test_later_chunks_of_a_task_are_known_to_follow() -> None:
         ({"dtype": "float8"}, InputError, "dtype: must be one of bfloat16"),
         ({"max_gb": 0}, InputError, "max_gb: must be a number above 0"),
         ({"max_pending_gb": 0}, InputError, "max_pending_gb: must be a number above 0"),
+        ({"server_index": 1}, InputError, r"server_index: must be below servers \(1\), got 1: set servers to"),
         ({"model_name": ""}, InputError, "model_name: must be a string that is not empty"),
     ],
 )
@@ -568,7 +624,7 @@ def test_models_that_need_several_shapes_are_refused() -> None:
             {},
             r"must be \[2, 6, 32, 128\] or .*, as the model's configuration says",
         ),
-        ((1, LAYERS, CHUNK, HEADS * DIM), {}, "as the model's configuration says"),  # MLA
+        ((1, LAYERS, CHUNK, 576), {}, "as the model's configuration says"),  # MLA
         ((LAYERS, CHUNK, 576), {}, "as the model's configuration says"),
         ((7,), {}, "as the model's configuration says"),
         (SPLIT, {"dtype": torch.float16}, "must hold bfloat16, got torch.float16: set the adapter's option 'dtype'"),
