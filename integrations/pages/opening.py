@@ -17,7 +17,7 @@ from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import VOLATILE
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.core.guard import Recorder
+from cuvee.integrations.core.guard import Once, Recorder
 from cuvee.integrations.identity.checkpoint import naming_with_profile, read_config
 from cuvee.integrations.identity.identity_records import IdentityRecords
 from cuvee.integrations.identity.identity_records import Recorder as Gauges
@@ -120,7 +120,8 @@ class PageStores:
             threads=options.threads, lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
             valid=lambda: False,
         )  # fmt: skip
-        self.withdrawn = self._told_to_name = False
+        self.withdrawn = False
+        self._once = Once(logger)
         self._make, self._base = weights, ""
         self._weights = WeightsName(self._name, partial(counts.count, "failures", label="weights"))
         try:
@@ -186,13 +187,13 @@ class PageStores:
         """
         self.withdrawn = False
         if version is not None and self._options.model_id is None:  # two runs of training count from 1
-            if not self._told_to_name:
-                logger.warning(
-                    "cuvee: what is stored from now on is found by this engine alone, until it restarts, because "
-                    "version %r of the weights may be another run's, too: set option 'model_id' to a name of the run, "
-                    "which its engines have in common", version,
-                )  # fmt: skip
-            self._told_to_name, version = True, None
+            self._once(
+                "version",
+                "cuvee: what is stored from now on is found by this engine alone, until it restarts, because version "
+                "%r of the weights may be another run's, too: set option 'model_id' to a name of the run, which its "
+                "engines have in common", version,
+            )  # fmt: skip
+            version = None
         suffix = f" live {uuid4().hex}" if version is None else f" version {version}"
         if self._base or (version is None and not self._checks):
             self._weights.use(self._base + suffix)
