@@ -72,7 +72,8 @@ class ChunkCounters:
         hits: chunks from the store, or from another thread that was computing them.
         misses: chunks that were computed.
         stored: computed chunks that the store kept.
-        rejected: entries that were damaged or did not match their key. They were deleted, and their chunks recomputed.
+        rejected: entries that did not open, so that their chunks were recomputed. Those that are damaged or do not
+            match their key were deleted and replaced; those that need another profile were left.
         errors: failed operations of the store.
     """
 
@@ -118,14 +119,15 @@ class ChunkCache:
             chunks. Each chunk then costs N passes of the model instead of one, and N * C tokens of KV stay on the
             model's device once the first chunk is computed. With None, chunks are computed alone.
         tenant: cache salt. Chunks of different tenants never share a key.
-        identity: identity of the blobs, instead of one of the model and the codec. With that of an
-            engine (`cuvee.integrations.identity.checkpoint.engine_identity`), engine and cache find each other's
-            segments. A chunk may then have been computed behind any text.
+        identity: identity of the blobs, instead of one of the model; it names the codec's layout, profile and quality.
+            With that of an engine (`cuvee.integrations.identity.checkpoint.engine_identity`), engine and cache find
+            each other's segments. A chunk may then have been computed behind any text.
 
     Raises:
         InputError: `store` is not one, but its URL for example; the contexts have the wrong shape or dtype, tokens
             outside the vocabulary, or leave no position for a chunk; the codec's backend does not serve the model's
-            device, or it has refinements; the model is in training mode.
+            device, or it has refinements; `identity` names another layout, profile or quality than the codec's, or
+            several shards; the model is in training mode.
         ProfileMismatchError: the codec's profile belongs to another model.
         UnsupportedModelError: the model cannot be blended.
     """
@@ -157,6 +159,19 @@ class ChunkCache:
                 "codec: must have no refinements, which only loads with a deadline leave out, got one: make it without "
                 "refinements="
             )
+        mine = Identity(
+            model=f"{model_fingerprint(model)} {function_digest(model)}",
+            tokenizer="",
+            layout=self._layout.fingerprint,
+            profile=b"" if codec.lossless else codec.profile.id,
+            quality=codec.quality_name,
+        )
+        for field in ("layout", "profile", "quality", "shards"):
+            if identity is not None and getattr(identity, field) != getattr(mine, field):
+                raise InputError(
+                    f"identity.{field}: must be that of the model and the codec, whose blobs are stored under it, got "
+                    "another: take engine_identity(path, codec), and load the model in the engine's dtype"
+                )
         self._model: Any = model
         self._weights = weights_state(model)
         self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
@@ -164,13 +179,7 @@ class ChunkCache:
         self._store = store
         self._contexts = None if contexts is None else self._check_contexts(contexts)
         self._shared = identity is not None
-        self._identity = identity or Identity(
-            model=f"{model_fingerprint(model)} {function_digest(model)}",
-            tokenizer="",
-            layout=self._layout.fingerprint,
-            profile=b"" if codec.lossless else codec.profile.id,
-            quality=codec.quality_name,
-        )
+        self._identity = identity or mine
         self._scope = Scope(tenant=tenant)
         self._context_name = b"" if self._contexts is None else _name(self._contexts)
         self._before: list[KVChunk] = []  # the caches of the contexts, computed when they are first needed
@@ -245,6 +254,8 @@ class ChunkCache:
         self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, leading: bool, associated_data: bytes
     ) -> bytes:
         keys = [store_key(self._scope.tenant, digest, key_id=key_id) for key_id in self._codec.key_ids or (b"",)]
+        # An engine's chunk, computed behind other text, serves better elsewhere, so it is not replaced.
+        replace = not (leading and self._shared)
         for key in keys:
             stored = self._ask(partial(self._store.get, key), None)
             if stored is None:
@@ -254,9 +265,13 @@ class ChunkCache:
                 opened = self._codec.open(stored, associated_data=associated_data, expected=expected)
                 self._codec.verify(opened)
             except CuveeError as error:
-                _log.info("cuvee: the entry of a chunk is deleted: %s", error)
                 self._count("rejected")
-                self._ask(partial(self._store.delete, key), False)
+                if error.blames_blob:
+                    _log.info("cuvee: the entry of a chunk is deleted: %s", error)
+                    self._ask(partial(self._store.delete, key), False)
+                else:  # a reader with its profile, or with more memory, decodes it
+                    _log.info("cuvee: the entry of a chunk is left as it is, and the chunk computed: %s", error)
+                    replace = False
                 continue
             if opened.start and leading:  # an engine computed it behind other text, so it is not exact here
                 break
@@ -266,8 +281,7 @@ class ChunkCache:
             chunk = self._compute(ids, contexts)
         blob = self._codec.encode(chunk, associated_data=associated_data)
         self._count("misses")
-        # An engine's chunk, computed behind other text, serves better elsewhere, so it is not replaced.
-        if not (leading and self._shared) and self._ask(partial(self._store.put, keys[0], blob), False):
+        if replace and self._ask(partial(self._store.put, keys[0], blob), False):
             self._count("stored")
         return blob
 

@@ -367,7 +367,6 @@ def entry_of(
         pytest.param(lambda model, blob: entry_of(model, start=START), id="wrong-start"),
         pytest.param(lambda model, blob: entry_of(model, dtype="bfloat16"), id="wrong-dtype"),
         pytest.param(lambda model, blob: entry_of(model, lossy(model, 0.2)), id="other-step"),
-        pytest.param(lambda model, blob: entry_of(model, fitted_codec(model)), id="other-profile"),
         pytest.param(
             lambda model, blob: entry_of(model, Codec(lossy(model).profile, step=0.1, key=bytes(32))), id="other-secret"
         ),
@@ -388,6 +387,33 @@ def test_a_bad_entry_is_replaced(
     assert library.counters == ChunkCounters(misses=2, stored=2, rejected=1)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert blob_of(library, TOKENS) == blob and library.counters.hits == 1
+
+
+def test_an_entry_of_another_profile_is_left_as_it_is(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It is sound: a reader with its profile decodes it."""
+    caplog.set_level(logging.INFO)
+    store = Shelf()
+    library = make(model, store, codec=lossy(model))
+    blob = blob_of(library, TOKENS)
+    (key,) = store
+    store[key] = theirs = entry_of(model, fitted_codec(model))
+    store.calls.clear()
+    assert blob_of(library, TOKENS) == blob and store[key] == theirs
+    assert store.calls == ["get"]
+    assert library.counters == ChunkCounters(misses=2, stored=1, rejected=1)
+    assert "left as it is" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("layout", b"another"), ("profile", b"p" * 16), ("quality", "step:3"), ("shards", 2)]
+)
+def test_an_identity_names_what_is_written(model: Any, field: str, value: Any) -> None:
+    """Otherwise blobs of one profile would be stored under the name of another."""
+    codec = lossy(model)
+    named = Identity("weights", "", codec.profile.layout.fingerprint, codec.profile.id, codec.quality_name)
+    make(model, Shelf(), codec=codec, identity=named)
+    with pytest.raises(InputError, match=rf"identity\.{field}: must be that of the model and the codec"):
+        make(model, Shelf(), codec=codec, identity=replace(named, **{field: value}))
 
 
 def test_a_chunk_that_is_stored_without_loss_is_used_as_it_is(model: Any) -> None:
@@ -682,8 +708,11 @@ def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
 
 # Shared with an engine -----------------------------------------------------------------------------------------------
 
-ENGINE = Identity("an engine's weights", "", b"layout".ljust(32, b"."), b"", "lossless")
-ENGINE_KEY = store_key("", content_digest(ENGINE, Scope(), TOKENS))
+
+def engine_of(model: Any) -> tuple[Identity, str]:
+    """An engine's identity, and its key of TOKENS."""
+    engine = Identity("an engine's weights", "", layout_of(model).fingerprint, b"", "lossless")
+    return engine, store_key("", content_digest(engine, Scope(), TOKENS))
 
 
 def engine_blob(model: Any, start: int) -> bytes:
@@ -695,23 +724,24 @@ def engine_blob(model: Any, start: int) -> bytes:
 
 
 def test_chunks_computed_behind_text_do_not_lead_a_prompt(model: Any) -> None:
-    store = Shelf()
-    store[ENGINE_KEY] = theirs = engine_blob(model, 5)
-    library = make(model, store, identity=ENGINE)
+    store, (engine, key) = Shelf(), engine_of(model)
+    store[key] = theirs = engine_blob(model, 5)
+    library = make(model, store, identity=engine)
     assert blob_of(library, TOKENS, leading=True) == engine_blob(model, 0)
-    assert dict(store) == {ENGINE_KEY: theirs}, "it serves better elsewhere"
+    assert dict(store) == {key: theirs}, "it serves better elsewhere"
     assert library.counters == ChunkCounters(misses=1)
     assert blob_of(library, TOKENS) == theirs
-    store[ENGINE_KEY] = engine_blob(model, 0)
-    assert blob_of(library, TOKENS, leading=True) == store[ENGINE_KEY]
+    store[key] = engine_blob(model, 0)
+    assert blob_of(library, TOKENS, leading=True) == store[key]
     assert library.counters == ChunkCounters(hits=2, misses=1)
 
 
 def test_leading_chunks_share_no_computation_with_others(model: Any) -> None:
     """The other may come from the store, computed behind something."""
     store, held, go = Shelf(), threading.Event(), threading.Event()
-    store[ENGINE_KEY] = theirs = engine_blob(model, 5)
-    library, get = make(model, store, identity=ENGINE), store.get
+    engine, key = engine_of(model)
+    store[key] = theirs = engine_blob(model, 5)
+    library, get = make(model, store, identity=engine), store.get
 
     def slow(key: str) -> bytes | None:
         first = not held.is_set()
