@@ -132,7 +132,7 @@ class ChunkIO:
                 blob = self.codec.open(base, refinements=refinements, associated_data=bound, expected=expected)
                 return Opened(entry, blob)
             except CuveeError as error:
-                if count > 1:
+                if count > 1 and error.blames_blob:  # otherwise all parts are sound
                     logger.debug("cuvee: %s: a part is left out: %s", entry.name, error)
                 elif isinstance(error, CorruptError):
                     raise CorruptError(f"{entry.name}: {error}") from error

@@ -235,7 +235,8 @@ class Restorer:
                 return
             logger.warning("cuvee: request %s: drafts are worse: %s", load.request, problem)
             state.recorder.count("failures", label="drafts")
-            job.bad.append((left[len(placed)][1].key, 0))
+            if problem.blames_blob:
+                job.bad.append((left[len(placed)][1].key, 0))
             left = left[len(placed) + 1 :]
 
     def _stored(self, tenant: str, entry: Entry, parts: Sequence[bytes]) -> Stored:

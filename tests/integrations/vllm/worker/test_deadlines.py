@@ -14,6 +14,8 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, LAYOUT, TENANT, Bench, p
 from tests.predicting import predicting
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import OutOfMemoryError
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.token_ids import NO_TOKEN
@@ -218,6 +220,21 @@ def test_parts_are_bound_to_their_place_and_older_secrets_are_tried(bench: Calla
     for number in range(PARTS):  # a copy from another place
         b.store.entries[keys_of(b, 0)[number]] = b.store.entries[keys_of(b, 1)[number]]
     assert delivered(run(b, planned=aim(), request="copied")).parts == ()
+
+
+def test_a_lack_of_memory_deletes_no_refinement(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    b = stored(bench())
+    opened = Codec.open
+
+    def full(codec: Codec, blob: bytes, *, refinements: Sequence[bytes] = (), **given: Any) -> Any:
+        if refinements:
+            raise OutOfMemoryError("decode: none left")
+        return opened(codec, blob, refinements=refinements, **given)
+
+    monkeypatch.setattr(Codec, "open", full)
+    report = run(b, planned=aim())
+    assert report.failed == {"r"} and "failures{refinement}" not in b.counts()
+    assert b.store.entries == stored_before
 
 
 def test_an_error_that_is_not_of_the_bytes_deletes_nothing(

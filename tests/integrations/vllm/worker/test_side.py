@@ -19,6 +19,7 @@ from tests.waiting import wait_until
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemoryError
 from cuvee.codec.format.keys import verify_tag
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
@@ -31,6 +32,7 @@ from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.vllm.decision import Restored, decoding_work
 from cuvee.integrations.vllm.messages import Delivery, Entry, Load, Report, Save
 from cuvee.integrations.vllm.worker import loads as worker_load
+from cuvee.integrations.vllm.worker.restore import Fetched, LoadJob
 from cuvee.naming.identity import store_key
 
 
@@ -336,6 +338,22 @@ def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypa
     assert b.worker.loads.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
     b.load_now([b.load([10, 11], 0, CHUNK)])
     assert b.held([10, 11], 0, CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("problem", "deleted"), [(CorruptError("damaged"), True), (OutOfMemoryError("decode: none left"), False)]
+)
+def test_only_damage_deletes_the_entry_of_drafts(
+    bench: Callable[..., Bench], problem: CuveeError, deleted: bool
+) -> None:
+    b = bench()
+    b.store_all(1)
+    found = Fetched(b.key(0), (), Fetched("beside", (b"a blob",)))
+    job = LoadJob(b.load([10, 11], 0, CHUNK), 0.0, 0, CHUNK)
+    drafts: Any = SimpleNamespace(layout=LAYOUT, digest=lambda digest: digest, restore=lambda *_: ([], problem))
+    b.worker.loads._restorer._restore_drafts(job, drafts, [(job.load.entries[0], found)])
+    assert job.bad == ([("beside", 0)] if deleted else [])
+    assert b.counts()["failures{drafts}"] == 1
 
 
 def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Callable[..., Bench]) -> None:
