@@ -71,7 +71,7 @@ def encode(
     sized = None if ratio is None else dtype
     codec = Codec(loaded, quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst, dtype=sized)
     chunk = read_cache_file(source, loaded.layout)
-    check_output(target, force)
+    check_output(target, force, blobs=True)
     with errors_of(source):
         blobs = _encode_all(codec, chunk, chunk_tokens)
     write_folder(target, {blob_name(i, len(blobs)): blob for i, blob in enumerate(blobs)}, force)

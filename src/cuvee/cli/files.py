@@ -118,13 +118,17 @@ def check_absent(path: Path, force: bool) -> None:
         )
 
 
-def check_output(path: Path, force: bool) -> None:
-    """Find out before long work whether a file or folder can be written. Leaves nothing behind.
+def check_output(path: Path, force: bool, *, blobs: bool = False) -> None:
+    """Find out before long work whether a file, or a folder of blobs, can be written. Leaves nothing behind.
 
     Raises:
         InputError: `path` exists and is not to be replaced, or its folder cannot be written.
     """
     check_absent(path, force)
+    if blobs:
+        _check_replaceable(path)
+    elif path.is_dir():
+        raise InputError(f"{path}: must be a file, got a folder, which --force does not replace: name a file in it")
     folder = path.absolute().parent
     while not folder.exists():
         folder = folder.parent
@@ -142,8 +146,7 @@ def write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:
         InputError: `path` exists, or holds other files.
     """
     check_absent(path, force)
-    if path.exists() and not (path.is_dir() and all(file.suffix == SUFFIX for file in path.iterdir())):
-        raise InputError(f"{path}: must hold only {SUFFIX} files for --force to replace it: choose another name")
+    _check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
         new, old = Path(work, "new"), Path(work, "old")
@@ -158,3 +161,9 @@ def write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:
             if old.exists():
                 old.rename(path)
             raise
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace anything but a folder of blobs."""
+    if path.exists() and not (path.is_dir() and all(file.suffix == SUFFIX for file in path.iterdir())):
+        raise InputError(f"{path}: must hold only {SUFFIX} files for --force to replace it: choose another name")

@@ -148,6 +148,20 @@ def test_nothing_is_replaced_without_force(files: Files) -> None:
     assert not [p for p in files.folder.iterdir() if p.name.startswith(".")]
 
 
+def test_what_force_does_not_replace_is_said_before_the_work(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    def works(*_: object, **__: object) -> None:
+        raise AssertionError("it worked first")
+
+    monkeypatch.setattr("cuvee.cli.encode._encode_all", works)
+    profile, mine = ("--profile", files.profile), files.folder / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    fails("encode", files.cache, mine, *profile, "--force", match="must hold only .cuvee files")
+    monkeypatch.setattr("cuvee.cli.decode.blob_files", works)
+    fails("decode", mine, mine, *profile, "--force", match="must be a file, got a folder")
+    assert (mine / "notes.txt").read_text() == "mine"
+
+
 def test_missing_and_damaged_files_are_one_line(files: Files) -> None:
     out, none = files.folder / "blobs", files.folder / "none"
     blob, profile = out / "00000-of-00001.cuvee", ("--profile", files.profile)

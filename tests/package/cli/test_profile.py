@@ -38,6 +38,12 @@ def test_profile_show(files: Files) -> None:
 
 
 @pytest.mark.parametrize("command", [["learn", "no/such/model"], ["pull", "no/such/model", "file:///no/such/folder"]])
+def test_force_does_not_replace_a_folder_by_a_file(command: list[str], tmp_path: Path) -> None:
+    """This is said before anything is learned."""
+    fails("profile", *command, "-o", tmp_path, "--force", match="must be a file, got a folder")
+
+
+@pytest.mark.parametrize("command", [["learn", "no/such/model"], ["pull", "no/such/model", "file:///no/such/folder"]])
 def test_an_output_that_cannot_be_written_is_found_first(command: list[str]) -> None:
     fails(
         "profile", *command, "-o", "/proc/x.safetensors", match="/proc/x.safetensors: must be in a folder that can be"
