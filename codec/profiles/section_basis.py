@@ -46,7 +46,7 @@ class SectionBasis:
     @lazy
     def forward_integers(self) -> IntegerMaps:
         """`forward` as integers of 16 bits."""
-        return integer_maps(self.forward, self.block_sizes)
+        return integer_maps(self.forward)
 
     @property
     def inverse(self) -> tuple[torch.Tensor, ...]:

@@ -17,9 +17,7 @@ from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.products import Products
 from cuvee.codec.support.arena import Arena
 from cuvee.codec.support.arrays import F32
-from cuvee.codec.support.integer_maps import IntegerMaps
-
-_TERMS, _ROWS, _MAP, _SCALE, _BEFORE = range(5)  # fields of a block
+from cuvee.codec.support.integer_maps import BEFORE, MAP, ROWS, SCALE, TERMS, USED, IntegerMaps
 
 _arena = Arena()
 
@@ -31,7 +29,7 @@ def _multiply(y, fields, matrix, scale, pairs, units, edge, x):  # type: ignore[
     spare = np.empty(TOKENS * WIDTH, np.float32)
     for block in range(blocks):
         record = fields[block]
-        half = min(record[_TERMS], depth) // 2
+        half = min(record[USED], depth) // 2
         for t in range(0, width, WIDTH):
             if t + WIDTH <= width:
                 pair_rows(y_, block * depth * width + t, width, 2 * half, pairs, t * half, units, t)
@@ -40,17 +38,17 @@ def _multiply(y, fields, matrix, scale, pairs, units, edge, x):  # type: ignore[
                 for i in range(width - t):
                     edge[row * WIDTH + i] = y[block, row, t + i]
             pair_rows(edge, 0, WIDTH, 2 * half, pairs, t * half, units, t)
-        for value in range(0, record[_ROWS], WIDTH):
-            tile, size = record[_MAP] + value * (record[_TERMS] // 2), min(WIDTH, record[_ROWS] - value)
+        for value in range(0, record[ROWS], WIDTH):
+            tile, size = record[MAP] + value * (record[TERMS] // 2), min(WIDTH, record[ROWS] - value)
             for t in range(0, width, TOKENS):
-                at, to, count = (t - t % WIDTH) * half + t % WIDTH, t * stride + record[_BEFORE] + value, width - t
+                at, to, count = (t - t % WIDTH) * half + t % WIDTH, t * stride + record[BEFORE] + value, width - t
                 if size == WIDTH and count >= TOKENS:
                     multiply_step(
-                        pairs, at, matrix, tile, half, units, t, scale, record[_SCALE] + value, x_, to, stride
+                        pairs, at, matrix, tile, half, units, t, scale, record[SCALE] + value, x_, to, stride
                     )  # fmt: skip
                     continue
                 multiply_step(
-                    pairs, at, matrix, tile, half, units, t, scale, record[_SCALE] + value, spare, 0, WIDTH
+                    pairs, at, matrix, tile, half, units, t, scale, record[SCALE] + value, spare, 0, WIDTH
                 )  # fmt: skip
                 for i in range(min(TOKENS, count)):
                     for k in range(size):
@@ -73,7 +71,7 @@ def _analyze(x, sizes, fields, matrix, scale, ranks, computed, pairs, units, edg
     before, column, begin = np.int64(0), np.int64(0), np.int64(computed)
     for block in range(len(fields)):
         record, rank, size = fields[block], ranks[block], sizes[block]
-        half = record[_TERMS] // 2
+        half = record[TERMS] // 2
         for t in range(0, tokens if begin < rank else 0, WIDTH):
             count = min(WIDTH, tokens - t)
             whole = size // WIDTH * WIDTH if count == WIDTH else np.int64(0)
@@ -85,11 +83,11 @@ def _analyze(x, sizes, fields, matrix, scale, ranks, computed, pairs, units, edg
             pair_rows(edge, 0, WIDTH, 2 * half, pairs, 0, units, 0)
             for row in range(begin - begin % TOKENS, rank, TOKENS):
                 of_row, at = row % WIDTH, (before + row) * stride + first + t
-                tile = record[_MAP] + (row - of_row) * half + of_row
+                tile = record[MAP] + (row - of_row) * half + of_row
                 if begin <= row and row + TOKENS <= rank and count == WIDTH:
-                    multiply_step(matrix, tile, pairs, 0, half, scale, record[_SCALE] + row, units, 0, y_, at, stride)
+                    multiply_step(matrix, tile, pairs, 0, half, scale, record[SCALE] + row, units, 0, y_, at, stride)
                     continue
-                multiply_step(matrix, tile, pairs, 0, half, scale, record[_SCALE] + row, units, 0, spare, 0, WIDTH)
+                multiply_step(matrix, tile, pairs, 0, half, scale, record[SCALE] + row, units, 0, spare, 0, WIDTH)
                 for i in range(TOKENS):
                     for k in range(count if begin <= row + i < rank else 0):
                         y_[at + i * stride + k] = spare[i * WIDTH + k]
@@ -123,7 +121,7 @@ def analyze(
         basis.coefficients(x[run], tuple(ranks), y[: sum(ranks), run], computed, dtype)
         return
     maps = basis.forward_integers
-    terms = int(maps.fields[:, _TERMS].max())
+    terms = int(maps.fields[:, TERMS].max())
     _analyze(
         x[run].numpy(), np.array(basis.block_sizes), maps.fields, maps.matrix, maps.scale, np.array(ranks), computed,
         _arena.array("pairs", terms // 2 * WIDTH, np.int32), _arena.array("units", WIDTH, np.float32),

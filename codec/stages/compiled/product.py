@@ -159,7 +159,8 @@ def prepare_inverse(
     )
     if products is Products.INT16 and any(leading):
         components = [min(first, len(share)) for first, share in zip(leading, shares, strict=True)]
-        return TiledInverse(rows, tiled.depth, blocks, None, integer_maps(maps.matrices(), components))
+        integers = maps.form("int16", integer_maps).leading(components)
+        return TiledInverse(rows, tiled.depth, blocks, None, integers)
     return TiledInverse(rows, tiled.depth, blocks, None if any(leading) else tiled.together)
 
 

@@ -58,7 +58,7 @@ def analyze(
         basis.coefficients(x[run], tuple(ranks), y[: sum(ranks), run], computed, dtype)
         return
     maps, row, column = basis.forward_integers, 0, 0
-    for (terms, rows, at, first, _), size, rank in zip(maps.fields.tolist(), basis.block_sizes, ranks, strict=True):
+    for (terms, rows, at, first, *_), size, rank in zip(maps.fields.tolist(), basis.block_sizes, ranks, strict=True):
         own = x[run, column : column + size].numpy().T
         squares = np.zeros(own.shape[1], np.float32)
         for values in own:
