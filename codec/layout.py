@@ -318,9 +318,9 @@ class KVLayout:
 
         Frequencies enter with four significant digits, because the last bit of float32 `pow` differs between CPUs
         (baseline x86 and AVX2 disagree in about one frequency in seventy), and a blob must be readable on every machine
-        of a fleet. Those of an unscaled RoPE are computed from its base first, in float64: a float32 may lie so close
-        to the middle of two such numbers that its last bit decides. To find out whether two caches belong to one model,
-        compare fingerprints, not layouts.
+        of a fleet. Where they are powers of a base, or these divided by a factor, they are computed from it first, in
+        float64: a float32 may lie so close to the middle of two such numbers that its last bit decides. To find out
+        whether two caches belong to one model, compare fingerprints, not layouts.
         """
         if self._fingerprint is None:
             data = self.to_dict()
@@ -378,14 +378,33 @@ class KVLayout:
 
 
 def _exact(frequencies: Sequence[float]) -> Sequence[float]:
-    """Return the frequencies base^(-2i/d) that these float32 values are roundings of; others as they are."""
+    """Return what these float32 values are roundings of: base^(-2i/d), or that divided by a factor; others as they are.
+
+    Scaled RoPE divides all frequencies (linear), or the low ones only, and mixes the two between (Llama 3, YaRN).
+    """
     count = len(frequencies)
-    if count < 2 or not 0 < frequencies[-1] < 1:
+    if count < 2 or not 0 < frequencies[-1] < frequencies[0]:
         return frequencies
-    base = float(f"{frequencies[-1] ** (-count / (count - 1)):.5e}")  # bases have few digits
-    exact = [base ** (-index / count) for index in range(count)]
-    alike = all(abs(frequency - value) <= 2e-6 * value for frequency, value in zip(frequencies, exact, strict=True))
-    return exact if alike else frequencies
+    first = frequencies[0]
+    factor = float(f"{1 / first:.5e}")  # of all frequencies
+    for index in (count - 1, count // 2, count // 4, count // 8):  # the high ones tell the base where low ones do not
+        if not index or not 0 < frequencies[index] < first:
+            continue
+        base = float(f"{(first / frequencies[index]) ** (count / index):.5e}")  # bases have few digits
+        exact = [base ** (-at / count) / factor for at in range(count)]
+        if not all(map(_are_alike, frequencies[: index + 1], exact)):
+            continue
+        low = float(f"{exact[-1] / frequencies[-1]:.3e}")  # the factor of the low ones
+        return [
+            value if _are_alike(frequency, value) else value / low if _are_alike(frequency * low, value) else frequency
+            for frequency, value in zip(frequencies, exact, strict=True)
+        ]
+    return frequencies
+
+
+def _are_alike(frequency: float, exact: float) -> bool:
+    """Return whether a float32 value may be a rounding of a number."""
+    return abs(frequency - exact) <= 2e-6 * exact
 
 
 def _canonical_json(data: Any) -> str:

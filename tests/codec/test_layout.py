@@ -309,15 +309,31 @@ def test_chunk_slices_join_again() -> None:
         assert torch.equal(got, want)
 
 
+def _llama3(exact: np.ndarray, factor: float) -> np.ndarray:
+    """Frequencies as Llama 3.1 scales them: low ones divided, some between mixed."""
+    mixed = np.clip((8192 * exact / (2 * np.pi) - 1) / 3, 0, 1)
+    return (1 - mixed) * exact / factor + mixed * exact
+
+
 @pytest.mark.parametrize(
-    ("base", "dim"), [(5e5, 256), (1e4, 64), (1e4, 128), (1e6, 128), (1.5e5, 80), (8e6, 96), (1e7, 128)]
-)
-def test_the_last_bit_of_a_frequency_does_not_change_a_layout(base: float, dim: int) -> None:
-    """Of base 500000 and 256 dimensions, frequency 91 is 8.8795e-05 within one unit of float32."""
-    exact = np.float32(base) ** (-np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    ("base", "dim", "scaled"),
+    [
+        (5e5, 256, None), (1e4, 64, None), (1e4, 128, None), (1e6, 128, None), (1.5e5, 80, None), (8e6, 96, None),
+        (1e7, 128, None), (5e5, 128, lambda exact: _llama3(exact, 8)), (1e6, 128, lambda exact: exact / 8),
+        (1e4, 128, lambda exact: exact / 4),
+    ],
+)  # fmt: skip
+def test_the_last_bit_of_a_frequency_does_not_change_a_layout(
+    base: float, dim: int, scaled: Callable[[np.ndarray], np.ndarray] | None
+) -> None:
+    """Of base 500000 and 256 dimensions, frequency 91 is 8.8795e-05 within one unit of float32; and 52 of Llama 3.1's
+    is 2.9275e-06.
+    """
+    exact = base ** (-np.arange(0, dim, 2) / dim)
+    rounded = (scaled(exact) if scaled else exact).astype(np.float32)
     names = set()
-    for frequencies in (exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(2))):
-        frequencies[0] = 1.0
+    for frequencies in (rounded, np.nextafter(rounded, np.float32(0)), np.nextafter(rounded, np.float32(2))):
+        frequencies[0] = rounded[0]
         rope = Rope(tuple(map(float, frequencies)))
         names.add(KVLayout("mine", (LayerLayout(1, dim, dim, rope),), "float32", None).fingerprint)
     assert len(names) == 1
