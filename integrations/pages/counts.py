@@ -13,6 +13,10 @@ COUNTED: dict[str, tuple[bool, str]] = {
     "loaded_pages": (False, "Chunks that were restored into host memory."),
     "missed_pages": (False, "Chunks to load that could not be restored."),
     "recognized_pages": (False, "Stored chunks whose tokens were recognized by their cache."),
+    "misfit_pages": (
+        False, "Chunks coded without prediction from tokens, or without loss, because their profile would have taken "
+        "more bytes.",
+    ),
     "opaque_pages": (True, "Chunks stored or restored as bytes, without loss and without a profile, by their kind."),
     "raw_bytes": (False, "Uncompressed bytes of stored chunks."),
     "blob_bytes": (False, "Bytes of stored chunks in the store."),

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.format.container import read_header
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.chunk_io import (
@@ -249,7 +250,9 @@ class Entries:
             (encoded,) = self.io.encode(cache, [chunk])
             if isinstance(encoded, Exception):
                 raise encoded
-            self.counts.count("recognized_pages", 0 if tokens.token_ids is None else 1)
+            ids = tokens.token_ids is not None
+            self.counts.count("recognized_pages", int(ids))
+            self.counts.count("misfit_pages", int(self.io.codec.settings.misfits(read_header(encoded[0]), ids)))
             return encoded[0]
 
         return encode

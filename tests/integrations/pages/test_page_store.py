@@ -191,6 +191,22 @@ def test_pages_whose_ids_are_not_recognized_are_stored_without() -> None:
     told.pages.close()
 
 
+def test_pages_that_are_coded_in_a_safer_way_are_counted() -> None:
+    part = cached(small_model()).slice(8 * PAGE, 12 * PAGE)
+    noise = torch.Generator().manual_seed(5)
+    for unit in (*part.keys, *part.values):
+        unit[2 * PAGE :].normal_(0, 1000, generator=noise)
+    told = Told(part)
+    assert told.save(start=8 * PAGE) == [True] * 4
+    assert told.counts.snapshot()["misfit_pages"] == 2
+    found = told.load(None)
+    assert found is not None and all(
+        torch.equal(got[2 * PAGE :], unit[2 * PAGE :])
+        for got, unit in zip(found, [*part.keys, *part.values], strict=True)
+    )
+    told.pages.close()
+
+
 def test_pages_begin_at_multiples_of_their_size() -> None:
     told = Told(cached(small_model()).slice(8 * PAGE + PAGE // 2, 12 * PAGE + PAGE // 2))
     assert told.save(start=None) == [False] * 4
