@@ -492,6 +492,29 @@ def test_logits_of_a_bfloat16_model_are_those_of_a_float32_head(tiny_model: Call
     assert tiny.get_output_embeddings()(hidden).dtype == torch.bfloat16, "the model is left as it was"
 
 
+class EightBits(torch.nn.Linear):
+    """A quantized head, as libraries make them: its weight holds codes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) / 64)
+
+
+def test_a_quantized_head_computes_its_own_logits(tiny_model: Callable[..., Any]) -> None:
+    tiny = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    old = tiny.get_output_embeddings()
+    head = EightBits(old.in_features, old.out_features, bias=False)
+    codes = (old.weight * 64).round().to(torch.int8)
+    head.weight = torch.nn.Parameter(codes, requires_grad=False)
+    tiny.set_output_embeddings(head)
+    rows = tokens_of(2, 40)
+    with torch.no_grad():
+        got = score(tiny, prefill(tiny, rows[:, :30], KVLayout.of(tiny)), rows[:, 30:])
+        cache: Any = DynamicCache()
+        tiny(rows[:, :30], **cache_argument(tiny, cache))
+        expected = tiny(rows[:, 30:], **cache_argument(tiny, cache)).logits[:, :-1].float().log_softmax(-1)
+    assert torch.equal(got, expected)
+
+
 # The group -----------------------------------------------------------------------------------------------------------
 
 
