@@ -23,7 +23,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.schemes import batches
 from cuvee.kernels.chunks import join, raise_status, touched
-from cuvee.kernels.devices import Download, Mark, current, refuse_capture, settled
+from cuvee.kernels.devices import Download, Mark, current, memory_of, refuse_capture, settled
 from cuvee.kernels.lossless_scheme import LosslessKernels
 from cuvee.kernels.plans import TransformPlan
 from cuvee.kernels.transform_scheme import TransformKernels
@@ -31,6 +31,7 @@ from cuvee.kernels.transform_scheme import TransformKernels
 WORKSPACE_BYTES = 1 << 30  # scratch of one batch of launches that encode
 # Decoding fills a device with less work, so its batches are smaller: the host verifies one while another is decoded.
 DECODE_SHARE = 4
+WORKSPACE_SHARE = 0.25  # of a device's free memory, which an engine's forwards need as well
 MAX_SCHEMES = 8  # most recently used schemes that are kept, with their bases
 MAX_GRID = 65_535  # programs along the second and third axis of a launch
 MAX_TOKENS = 16 * MAX_GRID  # of a chunk: `rotation_tables` takes 16 per program
@@ -43,8 +44,9 @@ class TritonBackend:
 
     Args:
         devices: the types of devices whose tensors are coded; with an emulator of GPUs, the CPU's are as well.
-        workspace_bytes: scratch of one batch of launches that encode. A batch that decodes gets a quarter of it. A
-            batch has at least one chunk, even if the chunk needs more.
+        workspace_bytes: scratch of one batch of launches that encode, at most a quarter of what is free on the device
+            at first. A batch that decodes gets a quarter of it. A batch has at least one chunk, even if the chunk needs
+            more.
     """
 
     name = "triton"
@@ -53,6 +55,7 @@ class TritonBackend:
     def __init__(self, devices: tuple[str, ...] = ("cuda",), workspace_bytes: int = WORKSPACE_BYTES) -> None:
         self.devices = devices
         self.workspace_bytes = workspace_bytes
+        self._free: dict[torch.device, int | None] = {}  # bytes when the device was first used
         self._schemes: OrderedDict[tuple[Any, ...], _Scheme] = OrderedDict()
         self._in_flight: list[tuple[Mark, tuple[object, ...]]] = []  # marks of work, and the objects that it reads
         # A forked child has no use for them: CUDA does not work there.
@@ -70,7 +73,7 @@ class TritonBackend:
             scheme = self._scheme(coding, cache)
             slots = [request.slots for request in requests]
             weights = [scheme.encode_bytes(_check_tokens(request.source.tokens)) for request in requests]
-            for run in batches(weights, self.workspace_bytes, MAX_GRID):
+            for run in batches(weights, self._workspace(cache.device), MAX_GRID):
                 out += scheme.encode(cache, slots[run], requests[run], run.start)
         return out
 
@@ -86,7 +89,7 @@ class TritonBackend:
         with current(cache.device), torch.no_grad(), settled(cache.device):
             scheme = self._scheme(coding, cache)
             weights = [scheme.decode_bytes(_check_tokens(request.opened.tokens)) for request in requests]
-            runs = batches(weights, self.workspace_bytes // DECODE_SHARE, MAX_GRID)
+            runs = batches(weights, self._workspace(cache.device) // DECODE_SHARE, MAX_GRID)
             statuses = [scheme.decode(requests[run], cache, layers) for run in runs]
             download = Download(join(statuses))
         self._hold(download.mark, scheme, *(request.slots for request in requests))
@@ -96,6 +99,14 @@ class TritonBackend:
             raise_status(download.wait(), scheme.sections[used.start : used.stop], numbers)
 
         return check
+
+    def _workspace(self, device: torch.device) -> int:
+        """Return the scratch of a batch. What is free is asked once: later, PyTorch holds this scratch itself."""
+        if device not in self._free:
+            memory = memory_of(device)
+            self._free[device] = None if memory is None else memory[0]
+        free = self._free[device]
+        return self.workspace_bytes if free is None else min(self.workspace_bytes, int(WORKSPACE_SHARE * free))
 
     def _hold(self, until: Mark, *things: object) -> None:
         """Keep objects alive until the work in flight that reads them has ended.

@@ -144,6 +144,15 @@ def test_a_refinement_of_other_classes(device: torch.device, monkeypatch: pytest
 # --- many chunks, pages
 
 
+def test_scratch_leaves_an_engine_most_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured before there is any: afterwards PyTorch holds the scratch, and less is free."""
+    ours, gpu = backend.TritonBackend(), torch.device("cuda", 0)
+    free = [1 << 30, 1 << 20]
+    monkeypatch.setattr("cuvee.kernels.backend.memory_of", lambda device: (free.pop(0), 24 << 30))
+    assert [ours._workspace(gpu), ours._workspace(gpu)] == [1 << 28, 1 << 28]
+    assert backend.TritonBackend(workspace_bytes=1 << 10)._workspace(gpu) == 1 << 10
+
+
 @pytest.fixture(params=[1, 1 << 30], ids=["a-chunk-a-batch", "one-batch"])
 def workspace(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch for one chunk at a time, or for all."""
