@@ -53,6 +53,7 @@ TEST_MARKS  ?= not nightly
 ENGINE_TESTS := $(patsubst %,tests/integrations/vllm/test_%.py,engine engine_kinds engine_blend faults)
 # Of the files that `make check` runs, in tests/checked.txt: of every folder those that take at most a few seconds.
 CHECK_MARKS := not real and not slow and not nightly
+CHECKED     ?= @tests/checked.txt
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
@@ -130,7 +131,7 @@ types: setup
 
 quick: setup
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(CHECK_MARKS)" \
-		@tests/checked.txt $(PYTEST_ARGS)
+		$(CHECKED) $(PYTEST_ARGS)
 
 # Before the engine is there, as a user's environment is. What fetches things goes on beside it.
 test: setup  ## lint and the whole test suite

@@ -71,3 +71,9 @@ def test_what_make_check_runs_exists() -> None:
     names = (root / "tests" / "checked.txt").read_text(encoding="utf-8").split()
     assert len(names) > 50 and len({*names}) == len(names)
     assert [name for name in names if not (root / name).exists()] == []
+
+
+def test_ci_runs_the_rooms_of_the_codec_as_without_avx512() -> None:
+    (rooms,) = re.findall(r'^make quick ISA=avx2 CHECKED="(.*?)"', (ROOT / ".ci" / "run").read_text("utf-8"), re.M)
+    assert set(rooms.split()) == {"tests/codec", "tests/kernels", "tests/blend"}
+    assert "$(CHECKED) $(PYTEST_ARGS)" in (ROOT / "Makefile").read_text("utf-8")
