@@ -8,8 +8,8 @@ below the page's current heading. Then, in every page,
 - a link to any other file of the repository becomes the file's name, because the site holds no sources;
 - a picture of the repository is copied to the site.
 
-A line `<!-- commands -->` is replaced by the help of every `cuvee` command, and `<!-- metrics -->` by the table of the
-vLLM connector's metrics.
+A line `<!-- commands -->` is replaced by the help of every `cuvee` command, `<!-- metrics -->` by the table of the vLLM
+connector's metrics, and `<!-- reasons -->` by that of the reasons why it loaded nothing of a request.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
 COMMANDS = "<!-- commands -->"
 METRICS = "<!-- metrics -->"
+REASONS = "<!-- reasons -->"
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _NAME = re.compile(r"(?<!\[)`([\w./-]+\.md)`(?!\])")
@@ -59,7 +60,7 @@ def on_page_markdown(markdown: str, /, *, page: Any, config: Any, files: Any) ->
         markdown, f"docs/{posixpath.dirname(page.file.src_uri)}", page.file.src_uri, shown, files, config
     )
     markdown = INCLUDE.sub(included, markdown)
-    for mark, made in ((COMMANDS, commands), (METRICS, metrics)):
+    for mark, made in ((COMMANDS, commands), (METRICS, metrics), (REASONS, reasons)):
         if mark in markdown:
             markdown = markdown.replace(mark, made())
     return markdown
@@ -133,6 +134,15 @@ def metrics() -> str:
         for each in METRICS.values()
     ]
     return "\n".join(["| name | kind | label | meaning |", "|---|---|---|---|", *rows])
+
+
+def reasons() -> str:
+    """Return a Markdown table of what an answer's `reason` means."""
+    from cuvee.integrations.vllm.scheduler.explaining import REASONS as MEANINGS
+
+    rows = [f"| `{name}` | {re.sub(r' ?{adapter}', '', text)} |" for name, text in MEANINGS.items()]
+    shown = "\n".join(rows).replace("{missing}", "N").replace("{refused}", "see `uncached`")
+    return f"| reason | meaning |\n|---|---|\n{shown}"
 
 
 def _command(command: Any, name: str) -> list[str]:

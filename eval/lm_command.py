@@ -35,7 +35,7 @@ def run_cli(args: list[str]) -> int:
         args: without the program's name, such as `["--model_args", "pretrained=…,quality=balanced", "--tasks", "…"]`.
 
     Raises:
-        InputError: the data of a task cannot be downloaded.
+        InputError: a task is not known, or its data cannot be downloaded.
     """
     from lm_eval.__main__ import cli_evaluate
 
@@ -47,6 +47,11 @@ def run_cli(args: list[str]) -> int:
             print(CuveeLM.last_summary)
     except ConnectionError as error:
         raise InputError(f"--tasks: {error}: {NO_DATA}") from error
+    except ValueError as error:
+        unknown = str(error).removeprefix("Tasks not found: ")
+        if unknown == str(error):
+            raise
+        raise InputError(f"--tasks: not known: {unknown}; `cuvee eval ls tasks` lists them") from error
     except SystemExit as exit_:
         if not exit_.code and {"-h", "--help"} & {*args} and args[0] not in ("ls", "validate"):
             print(_HELP)

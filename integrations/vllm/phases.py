@@ -1,7 +1,4 @@
-"""The phases of a load, for the scheduler and on a rank, and which phase may follow which.
-
-`docs/concepts/data-flow.md` draws them.
-"""
+"""The phases of a load, for the scheduler and on a rank, and which phase may follow which."""
 
 from __future__ import annotations
 
@@ -39,8 +36,10 @@ NEXT: Mapping[Enum, set[Enum]] = {
     RequestPhase.EARLY: {RequestPhase.NAMING, RequestPhase.OVER},
     RequestPhase.NAMING: {RequestPhase.ASKING, RequestPhase.OVER},
     RequestPhase.ASKING: {RequestPhase.PROMISED, RequestPhase.OVER},
+    # Asking again: it asks anew or takes none, or there was a reset; from later phases, all ranks have ended the load.
     RequestPhase.PROMISED: {RequestPhase.ASKING, RequestPhase.LOADING, RequestPhase.OVER},
     RequestPhase.LOADING: {RequestPhase.ASKING, RequestPhase.PLACED, RequestPhase.ENDING},
+    # Ending: a rank has failed or left tokens out for a deadline, or the request has ended.
     RequestPhase.PLACED: {RequestPhase.ASKING, RequestPhase.ENDING},
     RequestPhase.ENDING: {RequestPhase.OVER},
     RequestPhase.OVER: set(),

@@ -732,6 +732,9 @@ def test_the_command_line_runs_a_local_task(
     assert facts["method"]["lossless"] and facts["chunk_tokens"] == 2 and facts["contexts"] == 2
     assert run_cli(["--tasks", "orchard", "--model_arguments", "x"]) == 2 and sys.argv is before
     assert "unrecognized arguments" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"^--tasks: not known: orchrd; `cuvee eval ls tasks` lists them"):
+        run_cli(["--tasks", "orchrd", "--include_path", str(tmp_path / "tasks")])
+    assert sys.argv is before
 
 
 def test_arguments_are_completed_and_not_overruled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,16 +39,13 @@ Written by `python -m tests.package.matrix` from the marks of the tests. **engin
 **classes**: the engine's own code calls ours, without a model behind it. **refused**: the engine does not start, and
 says which setting to change. An empty cell: no test shows it. A row names what differs from the first. Runner V2,
 async: the V2 model runner and async scheduling, vLLM's defaults on a GPU, here in Triton's interpreter. vLLM's
-columns hold for 0.32 and 0.33 (`make test-next`). [Engines](engines.md) says more.
+columns hold for 0.32 and 0.33 (`make test-next`).
 
-vLLM offloads from GPUs only. In the tier's **engine** cells all of its offloading runs as it is, from a request to an
-answer: connector, scheduler, tiering manager, primary tier in shared memory, and the worker with its plan of copies.
-Replaced is the copy itself between device and host, with the streams and events that order it, by threads that move
-bytes in host memory (`tests/integrations/vllm_tier/cpu_copies.py`).
-
-In LMCache's **engine** cells nothing is replaced. LMCache's own connector runs in vLLM's CPU engine, and LMCache's
-server in a process of its own; on a CPU the connector copies pages in the engine's process and sends them to the server
-(`--supported-transfer-mode engine_driven`). Not run: the server's copies from a GPU.
+vLLM offloads from GPUs only, so one part is replaced in the tier's **engine** cells: the copy between device and host,
+with the streams and events that order it, by threads that move bytes in host memory
+(`tests/integrations/vllm_tier/cpu_copies.py`). In LMCache's, nothing is replaced: its connector runs in vLLM's CPU
+engine, its server in a process of its own (`--supported-transfer-mode engine_driven`). The server's copies from a GPU
+have not run.
 """
 
 

@@ -30,6 +30,7 @@ from cuvee.cli import app
 from cuvee.integrations.stores.base import Store
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.metric_table import METRICS
+from cuvee.integrations.vllm.scheduler.explaining import REASONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -48,7 +49,7 @@ DOCUMENTS = sorted(
 PYTHON_RUNS = ("README.md", "integrations/stores/README.md")  # in test_readme.py and integrations/vllm/test_docs.py
 DRAWING = "a drawing"
 NOT_RUN_HERE = {  # document -> how a block begins -> where else, or why not
-    "docs/concepts/data-flow.md": {" LEARN ": DRAWING, " RequestRecord": DRAWING},
+    "docs/concepts/data-flow.md": {" LEARN ": DRAWING},
     "docs/guides/operating.md": {
         "ENV NUMBA_CACHE_DIR": "a part of a Dockerfile, which needs Docker",
         "cuvee store explain file:///var/cache/kv\n": "cli/test_store.py, with what it prints",
@@ -69,7 +70,6 @@ NOT_RUN_HERE = {  # document -> how a block begins -> where else, or why not
     "integrations/vllm/README.md": {
         "redis-server": "a server, and an engine whose options are read here",
         "vllm serve MODEL …": "other options take the place of the dots",
-        '"kv_transfer_params"': "a field of a request: integrations/vllm/scheduler/test_deadlines.py",
         "rate(vllm:": "integrations/vllm/test_docs.py, by the names of metrics",
         "export CUVEE_KEY": "other options take the place of the dots",
     },
@@ -292,5 +292,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     shown = (tmp_path / "site" / "guides" / "vllm" / "index.html").read_text(encoding="utf-8")
     assert "chunk_tokens" in shown and "<!-- include" not in shown
     options = (tmp_path / "site" / "reference" / "vllm" / "index.html").read_text(encoding="utf-8")
-    assert all(f"<code>{name}</code>" in options for name in METRICS)
+    assert all(f"<code>{name}</code>" in options for name in (*METRICS, *REASONS))
+    assert "{missing}" not in options and "{refused}" not in options
     assert "cuvee profile learn" in (tmp_path / "site" / "reference" / "commands" / "index.html").read_text("utf-8")

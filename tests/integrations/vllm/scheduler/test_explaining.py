@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,12 +164,6 @@ def test_weights_without_a_name_are_a_reason_and_all_are_tested(desk: Callable[.
     assert told is not None and told["reason"] == "unnamed"
     tested = {mark.args[1][at][1] for mark in test_each_reason.pytestmark for at in range(len(mark.args[1]))}
     assert set(REASONS) - tested == {"unnamed"}
-
-
-def test_every_reason_is_documented() -> None:
-    guide = (Path(__file__).parents[4] / "docs" / "guides" / "operating.md").read_text()
-    table = guide.split("| `reason` | meaning |")[1].split("\n\n")[0]
-    assert re.findall(r"^\| `([a-z]+)` \|", table, re.MULTILINE) == [*REASONS]
 
 
 @pytest.mark.parametrize("params", [None, {"cuvee": {}}, {"cuvee": {"explain": False}}, {"other": 1}])
