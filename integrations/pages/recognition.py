@@ -10,6 +10,9 @@ read off the first layers.
 
 On SmolLM2-135M every id and every position is found, also with 16 tokens. A mistake costs bytes and nothing else: a
 blob holds what was recognized, and is decoded with the same.
+
+Without ids, pages of 64 tokens of the bundled model take 3.4 times the bytes at `balanced`, and 2.6 times at `small`,
+with a profile that was learned from 12,540 tokens (group `all`, six sequences of "orchard").
 """
 
 from __future__ import annotations

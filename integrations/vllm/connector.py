@@ -1,6 +1,6 @@
 """`CuveeConnector`: hands the calls of vLLM's V1 connector interface to the scheduler's side and the workers' side.
 
-Only this module, `engine_text`, `kv_events`, `other_connectors`, `planned`, `prometheus`, `setup`, `weights` and
+Only this module, `engine_text`, `other_connectors`, `planned`, `prometheus`, `setup`, `weights` and
 `blending.paged_model` import vLLM. Tested with vLLM 0.32 and 0.33.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
@@ -14,7 +14,6 @@ import atexit
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm import envs
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -42,7 +40,6 @@ from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.identity.checkpoint import changed_while_loading
 from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.vllm.engine_text import line_breaks
-from cuvee.integrations.vllm.kv_events import event_maker
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.other_connectors import have_failed_loads_computed, multi_connector
@@ -157,11 +154,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._records = IdentityRecords(
                 self._setup.record, self._store, self._setup.options.key_ids(), self._recorder
             )
-            hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or self._setup.block_tokens
             self._scheduler = SchedulerSide(
                 self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",
                 breaks=line_breaks(self._setup.options.blend, model),
-                make_events=event_maker(self._store.name, hash_tokens) if self._setup.tells else None,
                 weights=weights, records=self._records,
             )  # fmt: skip
             from vllm.v1.engine.core import EngineCore
@@ -223,10 +218,6 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             outcome = {**(outcome or {}), "found": reason}
         self._scheduling.finished(request, block_ids)
         return False, None if outcome is None else {"cuvee": outcome}
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return events about chunks in the store; see `scheduler.events`."""
-        return self._scheduling.take_events()
 
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests is to take another step; see `SchedulerSide.waits_for_a_step`."""

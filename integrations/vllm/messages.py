@@ -255,7 +255,6 @@ class Report:
         metrics: as `Recorder.drain` returns them.
         delivered: what was restored of which quality, once per rank and load.
         placed: requests with a blend whose prefix and segments are placed, once per rank.
-        stored: digests of chunks that are stored, once per rank, if routers are told.
         seen: what ranks say of their weights.
         changed: ranks that have found other weights than they had, and neither load nor store until a step asks.
         step_seconds: what steps took on the slowest rank, by their numbers, once they are over.
@@ -269,7 +268,6 @@ class Report:
     metrics: Data | None = None
     delivered: list[Delivery] = field(default_factory=list)
     placed: list[str] = field(default_factory=list)
-    stored: list[bytes] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     changed: set[int] = field(default_factory=set)
     step_seconds: dict[int, float] = field(default_factory=dict)

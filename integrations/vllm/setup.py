@@ -82,7 +82,6 @@ class Setup:
         prefix_caching: whether a request finds in the engine what another request loaded.
         step_tokens: most tokens that a step of the engine computes.
         groups: layers that share a table of the engine's blocks; empty: all layers, and the engine keeps all tokens.
-        tells: whether routers are told what is stored.
         alone: whether no other rank computes with this one: neither a tensor-parallel one, nor one of a data-parallel
             engine, which may have experts for this one.
         encodes: whether the engine encodes images itself. What it takes from another engine it knows by name alone.
@@ -107,7 +106,6 @@ class Setup:
     prefix_caching: bool
     step_tokens: int = 8192
     groups: tuple[LayerGroup, ...] = ()
-    tells: bool = False
     alone: bool = True
     encodes: bool = True
     layers: CachedLayers | None = None
@@ -209,12 +207,12 @@ class Setup:
         check_heads(layout, cached, shards)
         pages = None if codes is None else layout
         layout, profile, quality = _coded(options, layout, codes, vllm_config.instance_id)
-        events, cache = vllm_config.kv_events_config, vllm_config.cache_config
+        cache = vllm_config.cache_config
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         setup = cls(
             options, layout, profile, quality, block, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
             bool(cache.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
-            groups, bool(getattr(events, "enable_kv_cache_events", False)),
+            groups,
             alone=shards == parallel.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
             layers=cached, codes=codes, pages=pages, replicated=all_latent(kv_cache_config),

@@ -33,7 +33,6 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
-    OffloadingEvent,
     OffloadingGaugeMetadata,
     RequestOffloadingContext,
 )
@@ -143,11 +142,6 @@ class CuveeTier(SecondaryTierManager):
         self._jobs: dict[int, _Job] = {}  # that have not ended
         self._ended: list[_Job] = []
         self._given_up = float("-inf")  # what was submitted before this time begins nothing new
-        self._events: list[OffloadingEvent] = []
-        wanted = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
-        self._tells_events = given.enable_kv_events and wanted
-        if given.enable_kv_events and not wanted:
-            logger.warning("cuvee: enable_kv_events has no effect, because vLLM's KV events are switched off")
         self._closed = False
         _ = self._pages  # whose identity is recorded from now on
         self._lookups = _Lookups(tier_type, self._find_stored)
@@ -231,9 +225,10 @@ class CuveeTier(SecondaryTierManager):
         """Return the jobs that have ended since the last call."""
         with self._changed:
             ended, self._ended = self._ended, []
-        for each in ended:
-            with self._guard("get_finished_jobs"):
-                self._learn(each)
+        for job in ended:
+            if not job.stores:
+                with self._guard("get_finished_jobs"):
+                    self._lookups.mark_miss(job.failed)  # which vLLM would find again
         return [
             JobResult(
                 job_id=job.number, success=not job.failed,
@@ -338,18 +333,6 @@ class CuveeTier(SecondaryTierManager):
         if lost:  # what was not begun, which the page store did not count
             self._counts.count("unsaved_pages" if job.stores else "missed_pages", lost)
 
-    def _learn(self, job: _Job) -> None:
-        """Correct lookups, which vLLM would trust again, and note the event."""
-        if not job.stores:
-            self._lookups.mark_miss(job.failed)
-        elif self._tells_events and job.good:
-            self._events.append(
-                OffloadingEvent(
-                    keys=job.good, medium=self.medium, removed=False, locality=self.locality,
-                    ownership=self.tier_type,
-                )
-            )  # fmt: skip
-
     def _give_up(self, timeout: float | None) -> None:
         """Let the jobs begin nothing new, and wait for what they have begun."""
         with self._changed:
@@ -357,11 +340,6 @@ class CuveeTier(SecondaryTierManager):
             self._changed.wait_for(lambda: not self._jobs, timeout)
 
     # What vLLM is told ----------------------------------------------------------------------------------------------
-
-    def take_events(self) -> list[OffloadingEvent]:
-        """Return the events since the last call: chunks that were stored. The store tells nobody what it evicts."""
-        events, self._events = self._events, []
-        return events
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,7 @@ class TierOptions(CodingOptions):
 
     Attributes:
         model: folder or hub id of the served checkpoint; default: the model that vLLM serves.
-        locality: "LOCAL" or "REMOTE", for vLLM's events and back-pressure; default: as the store's URL tells.
-        enable_kv_events: tell vLLM's KV events which chunks were stored.
+        locality: "LOCAL" or "REMOTE", for vLLM's filter of tiers and back-pressure; default: as the store's URL tells.
         max_pending_gb: budget for chunks that wait to be stored, in 10^9 bytes; vLLM keeps them in its host memory
             meanwhile, and beyond it chunks are not stored.
         load_timeout: seconds that the store may take for anything but a lookup, and after which what a job has not
@@ -33,5 +32,4 @@ class TierOptions(CodingOptions):
 
     model: str | None = None
     locality: str | None = limited(None, choices=("LOCAL", "REMOTE"))
-    enable_kv_events: bool = False
     max_pending_gb: float = 2.2

@@ -28,7 +28,6 @@ OPTIONAL = {"obstore", "lmcache", "redis", "sglang", "vllm", "sentencepiece", "t
 NEED_VLLM = (
     "cuvee.integrations.vllm.blending.paged_model",
     "cuvee.integrations.vllm.connector",
-    "cuvee.integrations.vllm.kv_events",
     "cuvee.integrations.vllm.other_connectors",
     "cuvee.integrations.vllm.prometheus",
     "cuvee.integrations.vllm_tier.tier",

@@ -24,7 +24,6 @@ from cuvee.integrations.vllm.messages import LOADERS, Aim, Delivery, Entry, Load
 from cuvee.integrations.vllm.phases import UNDER_WAY, RequestPhase
 from cuvee.integrations.vllm.request_params import deadline_of
 from cuvee.integrations.vllm.scheduler.block_names import set_apart
-from cuvee.integrations.vllm.scheduler.events import SchedulerEvents
 from cuvee.integrations.vllm.scheduler.lookups import Lookup
 from cuvee.integrations.vllm.scheduler.prefix_lookup import PrefixSearch
 from cuvee.integrations.vllm.scheduler.request_record import NOTHING, Found, RequestRecord, RequestTable
@@ -58,21 +57,18 @@ class SchedulerLoads:
         state: of the scheduler's side.
         records: of all requests.
         known: learns what is there and what is not.
-        events: learns what is gone.
         pays: decides whether a load does.
         share: whether one request finds in the engine what another one loaded.
         in_part: whether loads may end early in this engine.
     """
 
     def __init__(
-        self, state: SchedulerState, records: RequestTable, known: KnownEntries, events: SchedulerEvents, pays: Pays,
-        share: bool, in_part: bool,
-    ) -> None:  # fmt: skip
+        self, state: SchedulerState, records: RequestTable, known: KnownEntries, pays: Pays, share: bool, in_part: bool
+    ) -> None:
         self._state = state
         self._records = records
         self._search = PrefixSearch(state)
         self._known = known
-        self._events = events
         self._pays = pays
         self._share, self._in_part = share, in_part
         self._distrusted = -1.0  # lookups from before this time are not believed
@@ -330,7 +326,6 @@ class SchedulerLoads:
         tokens = record.request.num_tokens
         whole = record.chain.digests(record.request.all_token_ids, self._state.whole(tokens))
         record.awaited = found.chunks < len(whole) and self._known.has(whole[found.chunks])
-        self._events.gone(found.missing)
         for digest in (*whole[found.chunks :], *found.absent):
             self._known.forget(digest)  # it is absent, or not known to be there
         for digest in whole[: found.chunks] + [found.digest] * bool(found.tail) + [found.state] * bool(found.stated):

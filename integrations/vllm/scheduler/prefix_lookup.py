@@ -59,8 +59,8 @@ class PrefixSearch:
                     chunk = first + there.index(False)
                     sizes = self._tail_sizes(tokens, chunk)
                     tails = chain.tails(ids, chunk, sizes)
-                    there = lookup.contains(tails, Found(chunk, missing=digests[chunk]), len(tails))
-                    found = replace(_longest(chunk, sizes, tails, there), missing=digests[chunk])
+                    there = lookup.contains(tails, Found(chunk), len(tails))
+                    found = _longest(chunk, sizes, tails, there)
                     break
                 found = _longest(chunk, sizes, tails, there[len(batch) :])
             if self._state.recurrent:

@@ -26,7 +26,6 @@ class Found:
     tail: int = 0  # tokens of the longest tail after them; 0: there is none
     digest: bytes = b""  # of that tail
     absent: tuple[bytes, ...] = ()  # digests of the tails and states that were asked for and are not there
-    missing: bytes = b""  # digest of the chunk after the last one if the store said that it has none
     stated: int = 0  # tokens before the last state that can be used, if the model has recurrent layers
     state: bytes = b""  # digest of that state
 

@@ -35,7 +35,6 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.phases import UNDER_WAY, RequestPhase
 from cuvee.integrations.vllm.request_params import wants_reason
 from cuvee.integrations.vllm.scheduler.blends import SchedulerBlends
-from cuvee.integrations.vllm.scheduler.events import EventPair, SchedulerEvents
 from cuvee.integrations.vllm.scheduler.explaining import explanation
 from cuvee.integrations.vllm.scheduler.loads import ASK_AGAIN, NOT_ASKED, PrefixMatch, SchedulerLoads
 from cuvee.integrations.vllm.scheduler.request_record import NOTHING, RequestRecord, RequestTable
@@ -63,7 +62,6 @@ class SchedulerSide:
         own_store: no worker has this store object, so its troubles are counted here.
         clock: seconds, monotonic.
         breaks: line breaks of the engine's vocabulary, by which blending finds paragraphs, if they are known.
-        make_events: makes the events about a request's tokens (`SchedulerEvents`); None: no router listens.
         weights: makes the identity's name of the weights; until that is known, requests are computed, and not cached.
             None: the identity has its name.
         records: is told the engine's identity and its entries; None: nobody is.
@@ -79,7 +77,6 @@ class SchedulerSide:
         own_store: bool = False,
         clock: Callable[[], float] = time.monotonic,
         breaks: LineBreaks | None = None,
-        make_events: Callable[[Any, range], EventPair | None] | None = None,
         weights: WeightsName | None = None,
         records: IdentityRecords | None = None,
     ) -> None:
@@ -103,9 +100,8 @@ class SchedulerSide:
         self._known = known = KnownEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._records = RequestTable()
-        self._events = SchedulerEvents(len(setup.holders), make_events)
         in_engine = setup.prefix_caching, setup.loads_in_part
-        self._loads = SchedulerLoads(state, self._records, known, self._events, self._pays, *in_engine)
+        self._loads = SchedulerLoads(state, self._records, known, self._pays, *in_engine)
         self._blends = SchedulerBlends(self._records, state.shards, setup.step_tokens)
         self._saves = SchedulerSaves(state, known, self._planner)
         if records is not None:
@@ -282,9 +278,7 @@ class SchedulerSide:
                 if self._state.stores and record.unstored:
                     self._state.not_stored(record.unstored, scheduled)
                 elif self._state.stores:
-                    saves = self._saves.completed(record, before, after, output.kv_connector_block_state)
-                    plan.saves += saves
-                    self._events.planned(record.request, saves)
+                    plan.saves += self._saves.completed(record, before, after, output.kv_connector_block_state)
         self._pays.begin_step(plan, prompt_tokens, looked_at, output.total_num_scheduled_tokens)
 
     def take(self, report: Report) -> None:
@@ -306,7 +300,7 @@ class SchedulerSide:
                 self._loads.note_end(record)
         for digest in report.unsaved:
             self._known.forget(digest)
-        for learn in (self._loads.take, self._events.take, self._record, self._pays.take):
+        for learn in (self._loads.take, self._record, self._pays.take):
             with self._guard("take"):
                 learn(report)
         with self._guard("take", self._stop):
@@ -327,12 +321,6 @@ class SchedulerSide:
                 self._forget()
 
     # At any time -----------------------------------------------------------------------------------------------
-
-    def take_events(self) -> list[Any]:
-        """Return what routers are to be told, in order, since the last call."""
-        with self._guard("take"):
-            return self._events.take_due()
-        return []
 
     def reset(self) -> bool:
         """Have the weights read anew, because they may have changed. The store keeps its entries.
@@ -445,7 +433,6 @@ class SchedulerSide:
     def _forget(self) -> None:
         """Find nothing that was stored until now, and store nothing under its names."""
         self._saves.reset()
-        self._events.reset()
         self._requests.rename()
         self._readdress(found=False)
 

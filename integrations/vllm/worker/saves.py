@@ -397,8 +397,6 @@ class WorkerSaves:
             self._void.discard(save.entry.digest)
             if not kept:
                 self._state.report.unsaved.add(save.entry.digest)
-            elif self._state.tells and save.entry.kind == "chunk":
-                self._state.report.stored.append(save.entry.digest)
 
     def _key(self, save: Save) -> str:
         return self._state.keys.written(save.tenant, save.entry.digest)

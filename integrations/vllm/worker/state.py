@@ -93,7 +93,6 @@ class WorkerState:
         store: read and written.
         recorder: figures, drained into the reports.
         left: share of a device's memory that the engine leaves free.
-        tells: whether to report what is stored.
         parts: most parts that an entry has; 1: entries are whole blobs.
         sizes: expected bytes per token of each part.
         rates: of these bytes per second of tiers, and tokens per second of "decoding".
@@ -124,7 +123,6 @@ class WorkerState:
         self.store = store
         self.recorder = recorder
         self.left = setup.left
-        self.tells = setup.tells
         self.parts = 1 + codec.refinements
         self.sizes = expected_sizes(codec)
         self.rates = RecentRates(_RATES, _REMOTE)

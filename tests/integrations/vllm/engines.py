@@ -236,7 +236,6 @@ class Step:
         sleeps: let the engine sleep and wake up first; "changed": and change its weights in place meanwhile.
         weights: change them first, and tell the connector nothing: "changed" in place, by training for instance, or
             "reloaded" from the checkpoint's files. "named": have the checkpoint read, and wait for its name.
-        heard: wait a second first, so that whoever listens to the engine's events has joined.
         until: repeat a request of one token until a counter has reached a value: (name, value).
         settles: repeat one until nothing waits to be stored; "each": after each submission.
     """
@@ -251,7 +250,6 @@ class Step:
     forget: bool = False
     sleeps: bool | Literal["changed"] = False
     weights: Literal["changed", "reloaded", "named"] | None = None
-    heard: bool = False
     until: tuple[str, float] | None = None
     settles: bool | Literal["each"] = False
 
@@ -887,8 +885,6 @@ def run_steps(llm: Any, steps: Sequence[Step]) -> Ran:
             else:
                 prompts.append(prompt)
         asked.append(prompts)
-        if step.heard:
-            time.sleep(1)
         if step.sleeps:
             _sleep(llm, step.sleeps == "changed")
         if step.weights == "changed":

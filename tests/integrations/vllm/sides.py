@@ -27,7 +27,6 @@ from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.messages import Blend, Entry, Load, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.pages.layer_groups import LayerGroup
-from cuvee.integrations.vllm.scheduler.events import EventPair
 from cuvee.integrations.vllm.scheduler.request_record import RequestRecord
 from cuvee.integrations.vllm.scheduler.side import SchedulerSide
 from cuvee.integrations.vllm.setup import Setup
@@ -155,7 +154,6 @@ class Desk:
         prefix_caching: bool = True,
         profile: Profile | None = None,
         groups: tuple[LayerGroup, ...] = (),
-        make_events: Callable[[Any, range], EventPair | None] | None = None,
         setup: Mapping[str, Any] | None = None,
         weights: WeightsName | None = None,
         **options: Any,
@@ -179,7 +177,7 @@ class Desk:
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
             engine, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
-            None, make_events, weights,
+            weights=weights,
         )  # fmt: skip
 
     def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:
@@ -336,7 +334,6 @@ class Bench:
         profile: Profile | None = None,
         permuted: bool = False,
         groups: tuple[LayerGroup, ...] = (),
-        tells: bool = False,
         shards: int = 1,
         weights: Weights | None = None,
         cache: PagedCache | None = None,
@@ -349,7 +346,7 @@ class Bench:
         self.codec = Codec(profile, **asked)
         self.setup = Setup(
             self.options, self.codec.profile.layout, profile, self.codec.quality_name, BLOCK, shards, True, True, True,
-            groups=groups, tells=tells, alone=shards == 1, **(setup or {}),
+            groups=groups, alone=shards == 1, **(setup or {}),
         )  # fmt: skip
         self.store = store or DictStore()
         self.recorder = Recorder(rank)

@@ -94,7 +94,7 @@ class SmallEngine:
 
     def __init__(self, store: DictStore | None = None, permuted: bool = False, **options: Any) -> None:
         options = {"decide": "always", "min_tokens": 16, "blend": BLENDING, "lookup_timeout": 5.0, **options}
-        self.bench = Bench(tells=True, store=store, permuted=permuted, **options)
+        self.bench = Bench(store=store, permuted=permuted, **options)
         self.store, self.worker = self.bench.store, self.bench.worker
         self.cache: PagedCache = self.bench.cache
         self.recorder = Recorder()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.integrations.vllm.blending.test_planning import BLOCKS, FIRST, SECOND, ask
-from tests.integrations.vllm.engines import need_vllm
+from tests.integrations.vllm.engines import Engine, Step, cuvee, need_vllm, run_engines, save_tiny_model
 from tests.integrations.vllm.sides import Desk
 from tests.integrations.vllm_tier.real_tiers import real
 
@@ -134,3 +135,34 @@ def test_another_connector_that_loads_finds_the_names_as_they_were(desk: Desk) -
     told = {"blended": False, "reused_tokens": 0, "cost": 0.15, "reason": "untaken"}
     assert desk.side.outcome(request) == told
     assert not desk.plan().loads
+
+
+@pytest.mark.slow
+def test_beside_another_connector_one_loads_and_both_save(tmp_path: Path) -> None:
+    chunk, model = 64, save_tiny_model("llama", tmp_path / "llama")
+    prompts = [[(7 * at + seed) % 250 + 1 for at in range(4 * chunk + 5)] for seed in (0, 1)]
+    children = [
+        cuvee(f"file://{tmp_path / 'store'}", chunk_tokens=chunk),
+        {
+            "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "raw")},
+        },
+    ]  # fmt: skip
+    transfer = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }  # fmt: skip
+    engines = []
+    for name in ("reference", "filled", "ours first"):
+        options = {} if name == "reference" else {"kv_transfer_config": transfer}
+        until = ("vllm:cuvee_stored{kind=chunk}", 8) if name == "filled" else None
+        engines.append(Engine(name, model, [Step(prompts, forget=True, until=until)], options))
+    ran = run_engines(tmp_path / "run", engines)
+    filled, loaded = ran["filled"], ran["ours first"]
+    assert list((tmp_path / "raw").rglob("*.safetensors")), "the other connector saves as well"
+    expected = [answer.tokens for answer in ran["reference"].steps[0]]
+    for engine in (filled, loaded):
+        assert [answer.tokens for answer in engine.steps[0]] == expected
+    assert filled.metric("vllm:cuvee_stored{kind=chunk}") == 8 and filled.metric("vllm:cuvee_load_seconds_count") == 0
+    assert loaded.metric("vllm:cuvee_load_seconds_count") == 2
+    assert [answer.cached for answer in loaded.steps[0]] == [4 * chunk] * 2

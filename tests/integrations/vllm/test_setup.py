@@ -142,7 +142,7 @@ def _engine(
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names[at :: len(specs)]) for at, spec in enumerate(specs)]
     config = _options("vllm", {
         **{f"{name}_config": part for name, part in made.items()}, "speculative_config": speculative,
-        "kv_events_config": None, "lora_config": lora, "instance_id": secrets.token_hex(8),
+        "lora_config": lora, "instance_id": secrets.token_hex(8),
     })  # fmt: skip
     return config, SimpleNamespace(kv_cache_groups=groups)
 

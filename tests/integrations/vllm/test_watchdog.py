@@ -24,7 +24,7 @@ from cuvee.integrations.vllm.worker.saves import WorkerSaves
 from cuvee.integrations.vllm.worker.side import WorkerSide
 
 _HOOKS = {
-    SchedulerSide: ("arrived", "matched_tokens", "allocated", "finished", "plan", "take", "take_events", "reset"),
+    SchedulerSide: ("arrived", "matched_tokens", "allocated", "finished", "plan", "take", "reset"),
     WorkerSide: ("begin_step", "end_step", "settle", "report"),
     WorkerLoads: ("start", "take_arrived", "drop"),
     WorkerSaves: ("save",),

@@ -91,13 +91,13 @@ def offloading_config(tier: dict[str, Any], **changes: Any) -> Any:
 
     Args:
         tier: options of our tier; those that are None are left out.
-        changes: tp, layers, heads, dim, dtype, layout (of the cache), chunks, blocks, events, model; or any field of
+        changes: tp, layers, heads, dim, dtype, layout (of the cache), chunks, blocks, model; or any field of
             vLLM's dataclasses.
     """
     config = real("vllm.v1.kv_offload.config")
     given = {
         "tp": 1, "layers": LAYERS, "heads": HEADS, "dim": DIM, "dtype": "bfloat16", "layout": "LBNHC", "chunks": 24,
-        "blocks": BLOCKS, "events": False, "model": MODEL, "groups": 1, "pp_size": 1, "dcp_size": 1, "pcp_size": 1,
+        "blocks": BLOCKS, "model": MODEL, "groups": 1, "pp_size": 1, "dcp_size": 1, "pcp_size": 1,
         "is_parallelism_agnostic": True, "replicated_layout": False, "canonical_layout": True, "extra": {}, **changes,
     }  # fmt: skip
     tp, size = given["tp"], {"bfloat16": 2, "float16": 2, "float32": 4}.get(given["dtype"], 1)
@@ -113,7 +113,7 @@ def offloading_config(tier: dict[str, Any], **changes: Any) -> Any:
     return config.OffloadingConfig(
         groups=tuple(config.OffloadingGroupConfig(BLOCK, names, group) for group in range(given["groups"])),
         worker_kv_bytes_per_block=block_bytes,
-        enable_kv_cache_events=given["events"],
+        enable_kv_cache_events=False,
         extra_config=extra,
         engine_id=uuid.uuid4().hex,
         model=config.OffloadingModelConfig(given["model"], given["dtype"]),
