@@ -191,27 +191,17 @@ def family(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture
-def tiny_config() -> Callable[..., Any]:
-    """tiny_config(family, **changes) -> transformers config."""
-
-    def make(family: str, **changes: Any) -> Any:
-        class_name, extra = _FAMILIES[family]
-        return getattr(transformers, class_name)(**{**_SMALL, **extra, **changes})
-
-    return make
+def tiny_config(family: str, **changes: Any) -> Any:
+    """The transformers configuration of a tiny model of a family."""
+    class_name, extra = _FAMILIES[family]
+    return getattr(transformers, class_name)(**{**_SMALL, **extra, **changes})
 
 
-@pytest.fixture
-def tiny_model(tiny_config: Callable[..., Any]) -> Callable[..., Any]:
-    """tiny_model(family, dtype=torch.float32, **changes) -> random causal LM with two layers."""
-
-    def make(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-        torch.manual_seed(0)
-        config = tiny_config(family, **changes)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-    return make
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A random causal language model of a family, with two layers unless `changes` say otherwise."""
+    torch.manual_seed(0)
+    config = tiny_config(family, **changes)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def _rope(rotary_dim: int, scaling: float = 1.0, interleaved: bool = False) -> Rope:
@@ -295,34 +285,11 @@ def fitted_to(layout: KVLayout, group: str = "layer") -> Profile:
     return fit(layout, [synthetic_chunk(layout, tokens, seed, min(10 * seed, last)) for seed in range(100, 107)], group)
 
 
-@pytest.fixture(scope="session")
-def layouts() -> dict[str, KVLayout]:
-    """Synthetic layouts by name."""
-    return LAYOUTS
-
-
-@pytest.fixture(scope="session")
-def make_chunk() -> Callable[..., KVChunk]:
-    """make_chunk(layout, tokens, seed=0, start=0) -> KVChunk of synthetic data."""
-    return synthetic_chunk
-
-
-@pytest.fixture(scope="session")
-def fitted() -> Callable[[str, str], Profile]:
-    """fitted(layout name, group) -> Profile learned from synthetic chunks, made once."""
-    return fitted_profile
-
-
-@pytest.fixture(scope="session")
-def make_codec() -> Callable[..., Codec]:
-    """make_codec(layout name, scheme, **quality) -> Codec; a scheme is "lossless" or a group."""
-
-    def make(name: str, scheme: str, **arguments: Any) -> Codec:
-        if scheme == "lossless":
-            return Codec(Profile.unlearned(LAYOUTS[name]), "lossless", **arguments)
-        return Codec(fitted_profile(name, scheme), **arguments)
-
-    return make
+def make_codec(name: str, scheme: str, **arguments: Any) -> Codec:
+    """A codec of LAYOUTS[name]; a scheme is "lossless" or a group."""
+    if scheme == "lossless":
+        return Codec(Profile.unlearned(LAYOUTS[name]), "lossless", **arguments)
+    return Codec(fitted_profile(name, scheme), **arguments)
 
 
 @dataclass(frozen=True)

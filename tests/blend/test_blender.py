@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.blend.random_choice import Random
+from tests.conftest import tiny_config, tiny_model
 from transformers import DynamicCache
 
 from cuvee.blend import (
@@ -65,7 +66,7 @@ Build = Callable[..., Any]
 
 
 @pytest.fixture
-def build(tiny_model: Callable[..., Any]) -> Build:
+def build() -> Build:
     """build(name, attention="sdpa", **changes) -> model of four layers whose attention is not close to uniform."""
 
     def make(name: str = "llama", attention: str = "sdpa", **changes: Any) -> Any:
@@ -203,7 +204,7 @@ class Chosen:
 # A full prefill -------------------------------------------------------------------------------------------------------
 
 
-def test_every_family_is_tested(tiny_config: Callable[..., Any]) -> None:
+def test_every_family_is_tested() -> None:
     assert {tiny_config(name).model_type for name in FULL} == set(FAMILIES)
 
 
@@ -665,9 +666,7 @@ def test_selectors_that_are_none(llama: Any) -> None:
         ("gpt_neox", {}, r"^gpt_neox \(GPTNeoXForCausalLM\): blending was checked with "),
     ],
 )
-def test_models_that_cannot_be_blended(
-    tiny_model: Callable[..., Any], name: str, changes: dict[str, Any], message: str
-) -> None:
+def test_models_that_cannot_be_blended(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         Blender(tiny_model(name, **changes))
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.conftest import tiny_model
 from tests.predicting import predicting
 from transformers import DynamicCache
 
@@ -76,7 +77,7 @@ class Shelf(dict[str, bytes]):
 
 
 @pytest.fixture
-def model(tiny_model: Callable[..., Any]) -> Any:
+def model() -> Any:
     return tiny_model("llama")
 
 
@@ -148,9 +149,7 @@ def assert_chunk(got: KVChunk, keys: Any, values: Any, atol: float = 0.0, rtol: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("contexts", [None, CONTEXTS], ids=["alone", "leading"])
-def test_a_chunk_computed_alone_is_the_prefill(
-    tiny_model: Callable[..., Any], dtype: torch.dtype, contexts: torch.Tensor | None
-) -> None:
+def test_a_chunk_computed_alone_is_the_prefill(dtype: torch.dtype, contexts: torch.Tensor | None) -> None:
     model = tiny_model("llama", dtype)
     codec = exact(model)
     blob = blob_of(make(model, codec=codec, contexts=contexts), TOKENS, leading=contexts is not None)
@@ -171,7 +170,7 @@ def test_behind_contexts_a_chunk_is_the_average(model: Any) -> None:
     assert not torch.allclose(alone.values[1], values[1], atol=1e-3), "contexts that change nothing test nothing"
 
 
-def test_the_average_is_taken_in_float32(tiny_model: Callable[..., Any]) -> None:
+def test_the_average_is_taken_in_float32() -> None:
     """Of equal rows it is exact, where sums in bfloat16 would be rounded."""
     model = tiny_model("llama", torch.bfloat16)
     codec = exact(model)
@@ -265,9 +264,7 @@ def test_the_key_is_the_content_digest(model: Any) -> None:
     ("family", "changes"),
     [("llama", {"hidden_act": "relu"}), ("llama", {"rms_norm_eps": 0.1}), ("qwen3_moe", {"num_experts_per_tok": 2})],
 )
-def test_equal_weights_with_another_configuration_are_another_model(
-    tiny_model: Callable[..., Any], family: str, changes: dict[str, Any]
-) -> None:
+def test_equal_weights_with_another_configuration_are_another_model(family: str, changes: dict[str, Any]) -> None:
     store, one, other = Shelf(), tiny_model(family), tiny_model(family, **changes)
     other.load_state_dict(one.state_dict())
     assert model_fingerprint(one) == model_fingerprint(other)
@@ -636,7 +633,7 @@ def test_bad_tokens_are_refused(model: Any, tokens: Any, message: str) -> None:
     assert not store.calls and library.counters == ChunkCounters()
 
 
-def test_the_last_positions_can_be_used(tiny_model: Callable[..., Any]) -> None:
+def test_the_last_positions_can_be_used() -> None:
     model = tiny_model("llama", max_position_embeddings=16)
     assert make(model, contexts=CONTEXTS).segment(TOKENS).tokens.tolist() == TOKENS
     with pytest.raises(InputError, match=r"^tokens: must end within the model's 16 positions, got 12 from position 5:"):
@@ -664,7 +661,7 @@ def test_bad_contexts_are_refused(model: Any, contexts: Any, message: str) -> No
         make(model, contexts=contexts)
 
 
-def test_a_codec_of_another_model_is_refused(model: Any, tiny_model: Callable[..., Any]) -> None:
+def test_a_codec_of_another_model_is_refused(model: Any) -> None:
     with pytest.raises(ProfileMismatchError, match="heads, sizes, RoPE"):
         make(model, codec=exact(tiny_model("qwen2")))
     codec = fitted_codec(model)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.conftest import tiny_model
 
 from cuvee.blend.runs import _fill, _viterbi, best_runs, context_overhead
 
@@ -149,7 +148,7 @@ def test_scores_that_do_not_tell_tokens_apart(value: float) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_context_costs_what_attention_multiplies(tiny_model: Callable[..., Any], family: str) -> None:
+def test_context_costs_what_attention_multiplies(family: str) -> None:
     model = tiny_model(family, intermediate_size=72)
     layer, config = model.base_model.layers[0], model.config
     weights = sum(part.numel() for part in layer.parameters() if part.ndim == 2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import tiny_model
 
 from cuvee.blend import Blender, Boundary, Guided, Nothing, Prompt, Segment, Selector
 from cuvee.codec.errors import InputError
@@ -141,9 +142,7 @@ def test_the_query_is_asked_only_if_there_is_a_choice(cost: float, tokens: int) 
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6])
-def test_the_default_fits_models_of_few_layers_and_prompts_that_end_in_a_chunk(
-    tiny_model: Callable[..., Any], layers: int
-) -> None:
+def test_the_default_fits_models_of_few_layers_and_prompts_that_end_in_a_chunk(layers: int) -> None:
     model = tiny_model("llama", num_hidden_layers=layers)
     tokens = torch.randint(61, (40,), generator=torch.Generator().manual_seed(1))
     chunk = Segment(tokens[:30], prefilled(model, tokens[:30]))

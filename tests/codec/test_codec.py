@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chunks import same
-from tests.conftest import decoded_layers
+from tests.conftest import LAYOUTS, decoded_layers, fitted_profile, make_codec, synthetic_chunk, tiny_model
 from tests.cpus import multiply, needs_avx2
 
 from cuvee.codec.chunk import KVChunk
@@ -31,10 +30,6 @@ from cuvee.codec.profiles.quality import PRESET_KL, CurvePoint
 from cuvee.codec.rope import rotate, unrotate
 from cuvee.codec.setting import warn_of_no_promise
 from cuvee.codec.stages.products import Products
-
-MakeChunk = Callable[..., KVChunk]
-MakeCodec = Callable[..., Codec]
-Layouts = dict[str, KVLayout]
 
 GROUPS = ["head", "heads:1", "unit", "layer", "layers:2", "all"]
 SCHEMES = [*GROUPS, "lossless"]
@@ -78,12 +73,12 @@ def moved(chunk: KVChunk, start: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_round_trip(name: str, scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    layout = layouts[name]
+def test_round_trip(name: str, scheme: str) -> None:
+    layout = LAYOUTS[name]
     codec = make_codec(name, scheme, **quality(scheme))
-    reference = make_chunk(layout, 500, seed=5)
+    reference = synthetic_chunk(layout, 500, seed=5)
     for tokens in LENGTHS if name in ("gqa", "irregular") else [129]:
-        chunk = make_chunk(layout, tokens, seed=1, start=7)
+        chunk = synthetic_chunk(layout, tokens, seed=1, start=7)
         blob = codec.encode(chunk)
         back = codec.decode(blob)
         assert (back.start, back.tokens, back.layout) == (7, tokens, layout)
@@ -101,19 +96,14 @@ def test_round_trip(name: str, scheme: str, layouts: Layouts, make_chunk: MakeCh
 @needs_avx2
 @pytest.mark.parametrize("kind", Products)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_round_trip_on_other_cpus(
-    kind: Products, scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_round_trip_on_other_cpus(kind: Products, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     multiply(kind, monkeypatch)
-    test_round_trip("bfloat16", scheme, layouts, make_chunk, make_codec)
+    test_round_trip("bfloat16", scheme)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_tensors_that_require_gradients(
-    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
-) -> None:
-    chunk = make_chunk(layouts["gqa"], 20)
+def test_tensors_that_require_gradients(scheme: str) -> None:
+    chunk = synthetic_chunk(LAYOUTS["gqa"], 20)
     codec = make_codec("gqa", scheme, **quality(scheme))
     expected = codec.encode(chunk)
     for tensor in tensors(chunk):
@@ -123,10 +113,10 @@ def test_tensors_that_require_gradients(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_same_bytes_and_values_from_every_backend_and_thread_count(
-    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch
+    scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cuvee.codec.cpu.backend.PARALLEL_VALUES", 1)
-    chunk = make_chunk(layouts["irregular"], 200, seed=4)
+    chunk = synthetic_chunk(LAYOUTS["irregular"], 200, seed=4)
     settings: list[dict[str, object]] = [
         {"backend": "numba", "threads": 1},
         {"backend": "numba", "threads": 8},
@@ -152,8 +142,8 @@ def of_the_host(codec: Codec) -> CpuBackend:
     return backend
 
 
-def test_blobs_of_many_steps_do_not_pile_up(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    chunk = make_chunk(layouts["gqa"], 20)
+def test_blobs_of_many_steps_do_not_pile_up() -> None:
+    chunk = synthetic_chunk(LAYOUTS["gqa"], 20)
     codec = make_codec("gqa", "layer", step=0.2)
     backend = of_the_host(codec)
     own = next(iter(backend._schemes))
@@ -165,9 +155,7 @@ def test_blobs_of_many_steps_do_not_pile_up(layouts: Layouts, make_chunk: MakeCh
     assert len(backend._schemes) == MAX_SCHEMES
 
 
-def test_a_scheme_that_another_thread_evicts_is_used_all_the_same(
-    layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
-) -> None:
+def test_a_scheme_that_another_thread_evicts_is_used_all_the_same() -> None:
     """Without a global lock a thread may come between any two accesses of a dict."""
 
     class Evicting(dict[Any, Any]):
@@ -183,7 +171,7 @@ def test_a_scheme_that_another_thread_evicts_is_used_all_the_same(
             self.pop(key, None)
             return found
 
-    codec, chunk = make_codec("gqa", "layer", threads=1), make_chunk(layouts["gqa"], 9)
+    codec, chunk = make_codec("gqa", "layer", threads=1), synthetic_chunk(LAYOUTS["gqa"], 9)
     blob = codec.encode(chunk)
     backend = of_the_host(codec)
     backend._schemes = Evicting(backend._schemes)
@@ -192,11 +180,9 @@ def test_a_scheme_that_another_thread_evicts_is_used_all_the_same(
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "no-rope"])
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
-def test_decoding_elsewhere_is_rotation(
-    name: str, scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
-) -> None:
+def test_decoding_elsewhere_is_rotation(name: str, scheme: str) -> None:
     codec = make_codec(name, scheme, **quality(scheme))
-    chunk = make_chunk(layouts[name], 140, start=11)
+    chunk = synthetic_chunk(LAYOUTS[name], 140, start=11)
     blob = codec.encode(chunk)
     here = codec.decode(blob)
     unit = torch.finfo(here.layout.torch_dtype).eps
@@ -213,11 +199,9 @@ def test_decoding_elsewhere_is_rotation(
 
 @pytest.mark.parametrize("name", ["gqa", "bfloat16"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_runs_of_tokens_equal_the_whole(
-    name: str, scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
-) -> None:
+def test_runs_of_tokens_equal_the_whole(name: str, scheme: str) -> None:
     codec = make_codec(name, scheme, **quality(scheme))
-    blob = codec.encode(make_chunk(layouts[name], 300, start=40))
+    blob = codec.encode(synthetic_chunk(LAYOUTS[name], 300, start=40))
     whole, elsewhere = codec.decode(blob), codec.decode(blob, start=1000)
     runs = [(0, 300), (0, 1), (1, 2), (15, 17), (63, 65), (127, 128), (127, 129), (128, 256), (1, 299), (299, 300)]
     wrong = [run for run in runs if not same(codec.decode(blob, tokens=range(*run)), whole.slice(*run))]
@@ -228,9 +212,9 @@ def test_runs_of_tokens_equal_the_whole(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_layers_equal_the_whole(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+def test_layers_equal_the_whole(scheme: str) -> None:
     codec = make_codec("irregular", scheme, **quality(scheme))
-    blob = codec.encode(make_chunk(layouts["irregular"], 150, start=40))
+    blob = codec.encode(synthetic_chunk(LAYOUTS["irregular"], 150, start=40))
     for start in (None, 900):
         whole = codec.decode(blob, start)
         for first, end in ((0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)):
@@ -243,9 +227,9 @@ def test_layers_equal_the_whole(scheme: str, layouts: Layouts, make_chunk: MakeC
             decoded_layers(codec, blob, range(first, end))
 
 
-def test_layers_are_decoded_without_the_others(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+def test_layers_are_decoded_without_the_others() -> None:
     codec = make_codec("gqa", "layer", step=STEP)
-    blob = bytearray(codec.encode(make_chunk(layouts["gqa"], 30)))
+    blob = bytearray(codec.encode(synthetic_chunk(LAYOUTS["gqa"], 30)))
     keys, _ = decoded_layers(codec, bytes(blob), range(2))
     blob[-1] ^= 1
     assert torch.equal(decoded_layers(codec, bytes(blob), range(2))[0][1], keys[1])
@@ -254,19 +238,17 @@ def test_layers_are_decoded_without_the_others(layouts: Layouts, make_chunk: Mak
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:x"])
-def test_devices_that_do_not_exist(device: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+def test_devices_that_do_not_exist(device: str) -> None:
     codec = make_codec("mha", "lossless")
-    blob = codec.encode(make_chunk(layouts["mha"], 5))
+    blob = codec.encode(synthetic_chunk(LAYOUTS["mha"], 5))
     with pytest.raises(InputError, match=f"^device: must be a device that torch can use here, got '{device}'"):
         codec.decode(blob, device=device)
 
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
-def test_positions_that_do_not_exist(
-    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
-) -> None:
+def test_positions_that_do_not_exist(scheme: str) -> None:
     codec = make_codec("gqa", scheme, **quality(scheme))
-    blob = codec.encode(make_chunk(layouts["gqa"], 10))
+    blob = codec.encode(synthetic_chunk(LAYOUTS["gqa"], 10))
     assert codec.decode(blob, 4086).end == 4096
     for start, message in ((4087, "4096 positions"), (-1, "got -1"), (1.0, "int"), (True, "int")):
         with pytest.raises(InputError, match=message):
@@ -281,11 +263,9 @@ def test_positions_that_do_not_exist(
 
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
-def test_a_cache_without_rope_stays_where_it_is(
-    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
-) -> None:
+def test_a_cache_without_rope_stays_where_it_is(scheme: str) -> None:
     codec = make_codec("no-rope", scheme, **quality(scheme))
-    blob = codec.encode(make_chunk(layouts["no-rope"], 10, start=5))
+    blob = codec.encode(synthetic_chunk(LAYOUTS["no-rope"], 10, start=5))
     assert codec.decode(blob, 5).start == 5
     assert codec.decode(blob, 7, tokens=range(2, 4)).start == 7
     for start, run in ((4, None), (5, range(2, 4))):
@@ -294,18 +274,18 @@ def test_a_cache_without_rope_stays_where_it_is(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_other_layouts_are_refused(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+def test_other_layouts_are_refused(scheme: str) -> None:
     codec = make_codec("gqa", scheme, **quality(scheme))
     for name in ("mha", "no-rope", "partial", "interleaved", "yarn"):
         with pytest.raises(ProfileMismatchError, match="the profile is for synthetic"):
-            codec.encode(make_chunk(layouts[name], 10))
-        blob = make_codec(name, scheme, **quality(scheme)).encode(make_chunk(layouts[name], 10))
+            codec.encode(synthetic_chunk(LAYOUTS[name], 10))
+        blob = make_codec(name, scheme, **quality(scheme)).encode(synthetic_chunk(LAYOUTS[name], 10))
         with pytest.raises(ProfileMismatchError, match="another model"):
             codec.decode(blob)
 
 
-def test_blobs_of_another_profile_are_refused(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    chunk = make_chunk(layouts["gqa"], 10)
+def test_blobs_of_another_profile_are_refused() -> None:
+    chunk = synthetic_chunk(LAYOUTS["gqa"], 10)
     codecs = {scheme: make_codec("gqa", scheme, step=STEP) for scheme in GROUPS}
     for scheme, codec in codecs.items():
         for other, stranger in codecs.items():
@@ -314,8 +294,8 @@ def test_blobs_of_another_profile_are_refused(layouts: Layouts, make_chunk: Make
                     stranger.decode(codec.encode(chunk))
 
 
-def test_lossless_blobs_need_only_the_layout(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
-    chunk = make_chunk(layouts["gqa"], 10)
+def test_lossless_blobs_need_only_the_layout() -> None:
+    chunk = synthetic_chunk(LAYOUTS["gqa"], 10)
     blob = make_codec("gqa", "lossless").encode(chunk)
     assert same(make_codec("gqa", "layer").decode(blob), chunk)
     assert inspect(blob).profile_id is None
@@ -324,10 +304,8 @@ def test_lossless_blobs_need_only_the_layout(layouts: Layouts, make_chunk: MakeC
 @pytest.mark.parametrize("start", [7, 3000])
 @pytest.mark.parametrize("scheme", ["unit", "lossless"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_ends_of_a_dtype_stay_finite(
-    scheme: str, dtype: str, start: int, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
-) -> None:
-    chunk = make_chunk(replace(layouts["gqa"], dtype=dtype), 140, start=7)
+def test_the_ends_of_a_dtype_stay_finite(scheme: str, dtype: str, start: int) -> None:
+    chunk = synthetic_chunk(replace(LAYOUTS["gqa"], dtype=dtype), 140, start=7)
     # Learned schemes count steps from the unit that they learned, of which float16's range has few enough.
     most = torch.finfo(chunk.keys[0].dtype).max if scheme != "unit" or dtype == "float16" else 2.0**15
     for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
@@ -345,7 +323,7 @@ def test_the_ends_of_a_dtype_stay_finite(
     assert all(bool(tensor.isfinite().all()) for tensor in tensors(other))
 
 
-def test_the_repr_shows_what_was_asked_for_and_no_secret(layouts: Layouts, make_codec: MakeCodec) -> None:
+def test_the_repr_shows_what_was_asked_for_and_no_secret() -> None:
     codec = make_codec("gqa", "layer", quality="small", threads=3, key=b"k" * 16)
     assert repr(codec) == (
         f"Codec(quality=small, step:{codec.step_index}; backend 'auto', 3 threads, with a key; {codec.profile!r})"
@@ -355,9 +333,9 @@ def test_the_repr_shows_what_was_asked_for_and_no_secret(layouts: Layouts, make_
         Codec(codec.profile, 0.01)  # type: ignore[arg-type]
 
 
-def test_arguments(fitted: Callable[[str, str], Profile]) -> None:
+def test_arguments() -> None:
     """`test_quality.py` has those that ask for a quality."""
-    profile = fitted("gqa", "layer")
+    profile = fitted_profile("gqa", "layer")
     high, balanced, small = (Codec(profile, quality) for quality in PRESET_KL)
     assert high.step_index < balanced.step_index < small.step_index and not balanced.lossless
     assert Codec(profile, step=0.5).step_index == -64 and Codec(profile, "lossless").lossless
@@ -370,28 +348,26 @@ def test_arguments(fitted: Callable[[str, str], Profile]) -> None:
         Codec(profile, backend="x")
 
 
-def test_what_is_no_profile_is_said(layouts: Layouts) -> None:
+def test_what_is_no_profile_is_said() -> None:
     for odd, message in (
         ("model.safetensors", r"got str: cuvee\.Profile\.load\('model\.safetensors'\) reads one"),
         (Path("p"), r"cuvee\.Profile\.load\('p'\) reads one"),
         (None, r"got NoneType: cuvee\.calibrate\(model, token_ids\) learns one, and Codec\.without_profile"),
-        (layouts["gqa"], "got KVLayout: "),
+        (LAYOUTS["gqa"], "got KVLayout: "),
     ):
         with pytest.raises(InputError, match=rf"^profile: must be a Profile, .*{message}"):
             Codec(odd)  # type: ignore[arg-type]
 
 
-def test_without_a_profile(
-    layouts: Layouts, tiny_model: Callable[..., Any], make_chunk: MakeChunk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_profile(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama", dtype=torch.bfloat16)
     layout = KVLayout.from_config(model.config, "bfloat16")
     for source in (model, layout):
         assert Codec.without_profile(source).profile.layout == layout
     # A model may have been loaded in another dtype than its configuration says.
     assert Codec.without_profile(model.config).profile.layout.fingerprint
-    chunk = make_chunk(layouts["gqa"], 33)
-    codec = Codec.without_profile(layouts["gqa"], key=bytes(16), threads=1, backend="numba")
+    chunk = synthetic_chunk(LAYOUTS["gqa"], 33)
+    codec = Codec.without_profile(LAYOUTS["gqa"], key=bytes(16), threads=1, backend="numba")
     assert codec.lossless and codec.threads == 1 and len(codec.key_ids) == 1
     assert same(codec.decode(codec.encode(chunk)), chunk)
     for odd in ("llama", None, 3):
@@ -399,10 +375,8 @@ def test_without_a_profile(
             Codec.without_profile(odd)
 
 
-def test_an_unlearned_profile_is_lossless_by_default_and_takes_no_other_quality(
-    layouts: Layouts, fitted: Callable[[str, str], Profile], make_chunk: MakeChunk
-) -> None:
-    unlearned, chunk = Profile.unlearned(layouts["gqa"]), make_chunk(layouts["gqa"], 33)
+def test_an_unlearned_profile_is_lossless_by_default_and_takes_no_other_quality() -> None:
+    unlearned, chunk = Profile.unlearned(LAYOUTS["gqa"]), synthetic_chunk(LAYOUTS["gqa"], 33)
     codec = Codec(unlearned)
     assert codec.lossless and codec.step_index == 0
     assert torch.equal(codec.decode(codec.encode(chunk)).keys[0], chunk.keys[0])
@@ -417,19 +391,17 @@ def test_an_unlearned_profile_is_lossless_by_default_and_takes_no_other_quality(
                 Codec(profile, **request)
     with pytest.raises(InputError, match=r"^quality: must be one of"):
         Codec(unlearned, "finest")
-    learned = fitted("gqa", "layer")
+    learned = fitted_profile("gqa", "layer")
     assert not Codec(learned).lossless and Codec(learned).step_index == Codec(learned, "balanced").step_index
 
 
-def test_a_preset_that_promises_no_kl_says_so_once(
-    layouts: Layouts, fitted: Callable[[str, str], Profile], caplog: pytest.LogCaptureFixture
-) -> None:
-    learned = fitted("gqa", "layer")
+def test_a_preset_that_promises_no_kl_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    learned = fitted_profile("gqa", "layer")
     curve = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
     warn_of_no_promise.cache_clear()
     with caplog.at_level(logging.WARNING, "cuvee"):
         Codec(learned, "lossless"), Codec(learned, step=0.5)  # which promise no KL
-        Codec(learned.with_curve(curve), "small"), Codec(Profile.unlearned(layouts["gqa"]))
+        Codec(learned.with_curve(curve), "small"), Codec(Profile.unlearned(LAYOUTS["gqa"]))
         assert not caplog.records
         for quality in ("balanced", "high"):
             caplog.clear()
@@ -448,10 +420,8 @@ def test_a_preset_that_promises_no_kl_says_so_once(
 
 
 @pytest.mark.parametrize("scheme", GROUPS)
-def test_smaller_steps_are_larger_and_better(
-    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
-) -> None:
-    chunk = make_chunk(layouts["gqa"], 257)
+def test_smaller_steps_are_larger_and_better(scheme: str) -> None:
+    chunk = synthetic_chunk(LAYOUTS["gqa"], 257)
     sizes, errors = [], []
     for power in (-7, -5, -3, -2, -1, 0, 1, 3):
         codec = make_codec("gqa", scheme, step=2.0**power)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.conftest import tiny_model
 from transformers import DynamicCache
 
 import cuvee
@@ -27,7 +27,7 @@ def text(sequences: int, length: int, seed: int) -> torch.Tensor:
 
 
 @pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Any]) -> Any:
+def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
 
 

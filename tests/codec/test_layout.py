@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.conftest import tiny_config
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
@@ -34,7 +35,7 @@ def chunk(tokens: int = 5, start: int = 0, layout: KVLayout = LAYOUT) -> KVChunk
     return KVChunk(keys, values, layout, start)
 
 
-def test_json_is_exact(family: str, tiny_config: Callable[..., Any]) -> None:
+def test_json_is_exact(family: str) -> None:
     layout = KVLayout.from_config(tiny_config(family), dtype="bfloat16")
     again = KVLayout.from_json(layout.to_json())
     assert again == layout
@@ -216,28 +217,26 @@ def test_what_is_refused(call: Callable[[], object], message: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_from_config_positions(
-    tiny_config: Callable[..., Any], family: str, rope: dict[str, Any], positions: int
-) -> None:
+def test_from_config_positions(family: str, rope: dict[str, Any], positions: int) -> None:
     config = tiny_config(family, rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=4096)
     assert KVLayout.from_config(config, "float32").max_positions == positions
 
 
-def test_positions_of_gemma3_are_those_it_says(tiny_config: Callable[..., Any]) -> None:
+def test_positions_of_gemma3_are_those_it_says() -> None:
     config = tiny_config("gemma3-sliding-first")
     assert any(each.get("factor") == 8.0 for each in config.rope_parameters.values()), "they are scaled already"
     assert KVLayout.from_config(config, "float32").max_positions == config.max_position_embeddings
 
 
 @pytest.mark.parametrize("factor", [None, "4", True, 0.0, -2.0, float("inf"), float("nan"), [4.0]])
-def test_from_config_refuses_a_scaling_that_is_none(tiny_config: Callable[..., Any], factor: Any) -> None:
+def test_from_config_refuses_a_scaling_that_is_none(factor: Any) -> None:
     config = tiny_config("llama")
     config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}
     with pytest.raises(InputError, match=r"^hf_config\.rope_parameters: must have a factor for linear RoPE"):
         KVLayout.from_config(config, "float32")
 
 
-def test_from_config_sliding_windows(tiny_config: Callable[..., Any]) -> None:
+def test_from_config_sliding_windows() -> None:
     def windows(family: str, **changes: Any) -> list[int | None]:
         layout = KVLayout.from_config(tiny_config(family, **changes), "float32")
         return [layer.sliding_window for layer in layout.layers]
@@ -252,9 +251,7 @@ def test_from_config_sliding_windows(tiny_config: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [61, 200_000])  # measured itself, and by a stand-in
-def test_from_config_ignores_the_default_device(
-    tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, vocab_size: int
-) -> None:
+def test_from_config_ignores_the_default_device(monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> None:
     expected = KVLayout.from_config(tiny_config("llama"), "float32")
     monkeypatch.setattr(stand_in, "_of_configs", {})
     with torch.device("meta"):

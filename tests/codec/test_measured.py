@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.conftest import tiny_config, tiny_model
 
 from cuvee.codec.errors import OutOfMemoryError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
@@ -31,11 +32,11 @@ def long_rope(tiny: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
-def model(tiny_model: Callable[..., Any]) -> Any:
+def model() -> Any:
     return tiny_model("llama")
 
 
-def test_a_stand_in_shows_what_a_small_model_does(family: str, tiny_config: Callable[..., Any]) -> None:
+def test_a_stand_in_shows_what_a_small_model_does(family: str) -> None:
     expected = KVLayout.from_config(tiny_config(family), "bfloat16")
     large = tiny_config(family, vocab_size=stand_in._SMALL // 16)  # now it is too large to be measured as it is
     assert KVLayout.from_config(large, "bfloat16") == expected
@@ -43,18 +44,14 @@ def test_a_stand_in_shows_what_a_small_model_does(family: str, tiny_config: Call
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_model_shows_what_its_configuration_promises(
-    family: str, dtype: torch.dtype, tiny_config: Callable[..., Any], tiny_model: Callable[..., Any]
-) -> None:
+def test_a_model_shows_what_its_configuration_promises(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, dtype)
     assert KVLayout.of(model) == KVLayout.from_config(tiny_config(family), dtype)
     assert KVLayout.of(model.to(torch.bfloat16)).layers == KVLayout.of(model).layers, "tables are converted, too"
 
 
 @pytest.mark.parametrize("make", [dynamic, long_rope])
-def test_frequencies_that_change_with_the_length_bind_keys(
-    make: Callable[..., Any], tiny_config: Callable[..., Any]
-) -> None:
+def test_frequencies_that_change_with_the_length_bind_keys(make: Callable[..., Any]) -> None:
     layout = KVLayout.from_config(make(tiny_config), "float32")
     assert not layout.relocatable
     large = make(lambda family, **changes: tiny_config(family, vocab_size=stand_in._SMALL // 16, **changes))
@@ -91,7 +88,7 @@ def test_measuring_leaves_no_trace(model: Any) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_configuration_is_measured_once(tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = KVLayout.from_config(tiny_config("llama"), "float32")
     monkeypatch.setattr(stand_in, "measure", None)
     assert KVLayout.from_config(tiny_config("llama"), "float32") == first
@@ -100,7 +97,7 @@ def test_a_configuration_is_measured_once(tiny_config: Callable[..., Any], monke
         KVLayout.from_config(tiny_config("llama", head_dim=20), "float32")
 
 
-def test_nothing_is_run_of_a_model_without_weights(tiny_config: Callable[..., Any]) -> None:
+def test_nothing_is_run_of_a_model_without_weights() -> None:
     with torch.device("meta"):
         bare = transformers.AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32)
     assert KVLayout.of(bare) == KVLayout.from_config(tiny_config("llama"), "float32")
@@ -119,7 +116,7 @@ def test_nothing_is_run_of_a_model_without_weights(tiny_config: Callable[..., An
     ],
 )
 def test_a_configuration_that_makes_no_model_is_refused(
-    changes: dict[str, Any], error: type[Exception], message: str, tiny_config: Callable[..., Any]
+    changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     config = tiny_config("llama")
     for name, value in changes.items():
@@ -139,7 +136,7 @@ def test_a_forward_pass_that_fails_is_named(model: Any) -> None:
         KVLayout.of(model)
 
 
-def test_a_layout_of_huge_heads_is_measured_without_them(tiny_config: Callable[..., Any]) -> None:
+def test_a_layout_of_huge_heads_is_measured_without_them() -> None:
     """They are coded where they are, since no small model has such heads."""
     layout = KVLayout.from_config(tiny_config("llama", head_dim=1 << 24), "float32")
     assert layout.layers[0].head_dim == 1 << 24 and not layout.relocatable
@@ -179,7 +176,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(model: Any) -> None:
         KVLayout.of(model)
 
 
-def test_a_model_whose_frequencies_were_edited_is_measured_again(tiny_model: Callable[..., Any]) -> None:
+def test_a_model_whose_frequencies_were_edited_is_measured_again() -> None:
     model = tiny_model("llama")
     before = KVLayout.of(model).layers[0].rope
     model.model.rotary_emb.inv_freq[1] *= 1.5

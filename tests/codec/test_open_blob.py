@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.chunks import same
-from tests.conftest import decoded_layers
+from tests.conftest import LAYOUTS, decoded_layers, make_codec, synthetic_chunk
 
 from cuvee.codec import opening as module
 from cuvee.codec.backends import DecodeRequest
@@ -18,22 +17,19 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
 from cuvee.codec.format.container import inspect, read_header
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import NOWHERE, PagedCache
 
 KEY = b"sixteen bytes of it"
-Layouts = dict[str, KVLayout]
-MakeChunk = Callable[..., KVChunk]
 
 
 @pytest.fixture
-def chunk(layouts: Layouts, make_chunk: MakeChunk) -> KVChunk:
-    return make_chunk(layouts["gqa"], 40, start=7)
+def chunk() -> KVChunk:
+    return synthetic_chunk(LAYOUTS["gqa"], 40, start=7)
 
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
-def test_a_blob_may_lie_in_any_memory(chunk: KVChunk, scheme: str, make_codec: Callable[..., Codec]) -> None:
+def test_a_blob_may_lie_in_any_memory(chunk: KVChunk, scheme: str) -> None:
     """In every n-th byte, in items that are no bytes, in several dimensions: bytes are bytes."""
     codec = make_codec("gqa", scheme, key=KEY, **({} if scheme == "lossless" else {"step": 0.1}))
     blob = codec.encode(chunk)
@@ -51,7 +47,7 @@ def test_a_blob_may_lie_in_any_memory(chunk: KVChunk, scheme: str, make_codec: C
 
 
 @pytest.mark.parametrize("bad", [None, 7, "a blob", [1, 2]])
-def test_what_holds_no_bytes_is_no_blob(bad: Any, make_codec: Callable[..., Codec]) -> None:
+def test_what_holds_no_bytes_is_no_blob(bad: Any) -> None:
     codec = make_codec("gqa", "lossless")
     for call in (codec.decode, codec.open, inspect, read_header):
         with pytest.raises(InputError, match=r"^blob: must be bytes or a memoryview, got"):
@@ -60,7 +56,7 @@ def test_what_holds_no_bytes_is_no_blob(bad: Any, make_codec: Callable[..., Code
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
 def test_every_decode_takes_it_and_verifies_nothing_again(
-    chunk: KVChunk, scheme: str, make_codec: Callable[..., Codec], monkeypatch: pytest.MonkeyPatch
+    chunk: KVChunk, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = make_codec("gqa", scheme, key=KEY, **({} if scheme == "lossless" else {"step": 0.1}))
     blob = codec.encode(chunk, associated_data=b"here")
@@ -78,9 +74,7 @@ def test_every_decode_takes_it_and_verifies_nothing_again(
 
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
-def test_all_sections_can_be_verified_before_any_is_decoded(
-    chunk: KVChunk, scheme: str, make_codec: Callable[..., Codec]
-) -> None:
+def test_all_sections_can_be_verified_before_any_is_decoded(chunk: KVChunk, scheme: str) -> None:
     codec = make_codec("gqa", scheme, **({} if scheme == "lossless" else {"step": 0.1}))
     blob = codec.encode(chunk)
     codec.verify(codec.open(blob))
@@ -89,7 +83,7 @@ def test_all_sections_can_be_verified_before_any_is_decoded(
         codec.verify(opened)
 
 
-def test_only_the_codec_that_opened_it_takes_it(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
+def test_only_the_codec_that_opened_it_takes_it(chunk: KVChunk) -> None:
     """A codec without a key would otherwise vouch for bytes to one that has a key."""
     trusting, keyed = make_codec("gqa", "lossless"), make_codec("gqa", "lossless", key=KEY)
     forged = trusting.open(trusting.encode(chunk))
@@ -100,7 +94,7 @@ def test_only_the_codec_that_opened_it_takes_it(chunk: KVChunk, make_codec: Call
         keyed.open(trusting.encode(chunk))
 
 
-def test_what_it_is_bound_to_is_said_when_it_is_opened(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
+def test_what_it_is_bound_to_is_said_when_it_is_opened(chunk: KVChunk) -> None:
     codec = make_codec("gqa", "lossless", key=KEY)
     blob = codec.encode(chunk, associated_data=b"here")
     with pytest.raises(CorruptError, match="belong somewhere else"):
@@ -109,7 +103,7 @@ def test_what_it_is_bound_to_is_said_when_it_is_opened(chunk: KVChunk, make_code
         codec.decode(codec.open(blob, associated_data=b"here"), associated_data=b"here")
 
 
-def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
+def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk) -> None:
     codec = make_codec("gqa", "layer", step=0.1)
     blob = codec.encode(chunk)
     there: Codec = pickle.loads(pickle.dumps(codec))
@@ -117,7 +111,7 @@ def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk, make_cod
     assert same(there.decode(blob), codec.decode(blob))
 
 
-def test_requests_for_a_part_keep_slots_and_positions(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
+def test_requests_for_a_part_keep_slots_and_positions(chunk: KVChunk) -> None:
     codec = make_codec("gqa", "lossless")
     opened = codec.open(codec.encode(chunk))
     cache = PagedCache.empty(opened.layout, 20, range(3), torch.device("cpu"))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from tests.conftest import LAYOUTS, make_codec, synthetic_chunk
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.pages import PageOrder, Pages, PermutedPages
 
-MakeCodec = Callable[..., Codec]
 BLOCKS, BLOCK_TOKENS = 5, 16
 SLOTS = BLOCKS * BLOCK_TOKENS
 
@@ -97,12 +94,10 @@ def tensors(chunk: KVChunk) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
-def test_paged_equals_dense(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str, scheme: str
-) -> None:
-    layout = layouts["bfloat16"]
+def test_paged_equals_dense(order: str, scheme: str) -> None:
+    layout = LAYOUTS["bfloat16"]
     codec = make_codec("bfloat16", scheme, **({} if scheme == "lossless" else {"step": 0.5}))
-    chunk = make_chunk(layout, 37, start=11)
+    chunk = synthetic_chunk(layout, 37, start=11)
     slots = scattered(37)
     cache = poisoned(layout, order)
     cache.write(chunk.keys, chunk.values, slots)
@@ -118,13 +113,11 @@ def test_paged_equals_dense(
 
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
-def test_a_damaged_blob_is_refused_even_where_no_token_is_wanted(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, scheme: str
-) -> None:
+def test_a_damaged_blob_is_refused_even_where_no_token_is_wanted(scheme: str) -> None:
     """As on a GPU, which decodes all of a chunk."""
     codec = make_codec("gqa", scheme, **({} if scheme == "lossless" else {"step": 0.5}))
-    blob = bytearray(codec.encode(make_chunk(layouts["gqa"], 20)))
-    cache, nowhere = poisoned(layouts["gqa"]), torch.full((20,), NOWHERE)
+    blob = bytearray(codec.encode(synthetic_chunk(LAYOUTS["gqa"], 20)))
+    cache, nowhere = poisoned(LAYOUTS["gqa"]), torch.full((20,), NOWHERE)
     codec.decode_paged([bytes(blob)], cache, [nowhere]).check()
     blob[-30] ^= 1
     with pytest.raises(CorruptError):
@@ -134,12 +127,10 @@ def test_a_damaged_blob_is_refused_even_where_no_token_is_wanted(
 
 @pytest.mark.parametrize("order", [ORDERED, PERMUTED])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_is_transcoded_by_value(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, dtype: torch.dtype, order: str
-) -> None:
-    layout = layouts["bfloat16"]
+def test_fp8_is_transcoded_by_value(dtype: torch.dtype, order: str) -> None:
+    layout = LAYOUTS["bfloat16"]
     scales = [0.5, 0.25, 2.0], [1.0, 0.125, 0.5]
-    chunk = make_chunk(layout, 24, start=3)
+    chunk = synthetic_chunk(layout, 24, start=3)
     slots = scattered(24)
     cache = poisoned(layout, order, dtype, *scales)
     cache.write(chunk.keys, chunk.values, slots)
@@ -156,21 +147,19 @@ def test_fp8_is_transcoded_by_value(
 
 
 @pytest.mark.parametrize("order", [ORDERED, PERMUTED])
-def test_finite_values_stay_finite_in_pages_of_another_dtype(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str
-) -> None:
-    chunk, slots = make_chunk(layouts["bfloat16"], 24), scattered(24)
+def test_finite_values_stay_finite_in_pages_of_another_dtype(order: str) -> None:
+    chunk, slots = synthetic_chunk(LAYOUTS["bfloat16"], 24), scattered(24)
     chunk.values[1][3, 0, :2] = torch.tensor([1e5, -1e30])
     chunk.values[1][5, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
-    cache = poisoned(layouts["bfloat16"], order, torch.float16)
+    cache = poisoned(LAYOUTS["bfloat16"], order, torch.float16)
     codec = make_codec("bfloat16", "lossless")
     codec.decode_paged([codec.encode(chunk)], cache, [slots]).check()
     values = written(cache, slots)[3]
     assert values[3, 0, :2].tolist() == [65504, -65504] and values[5, 0, :2].tolist() == [torch.inf, -torch.inf]
     assert bool(values[5, 0, 2].isnan()) and int(values.isfinite().logical_not().sum()) == 3
     # What fp8 times its scale is beyond the range of the layout's dtype.
-    scaled = poisoned(layouts["float16"], order, torch.float8_e5m2, value_scales=[2.0] * 3)
-    large = make_chunk(layouts["float16"], 24)
+    scaled = poisoned(LAYOUTS["float16"], order, torch.float8_e5m2, value_scales=[2.0] * 3)
+    large = synthetic_chunk(LAYOUTS["float16"], 24)
     large.values[2][:] = 65504
     scaled.write(large.keys, [2 * large.values[0].float(), large.values[1], 3 * large.values[2].float()], slots)
     assert scaled.read(slots, 0).values[2].unique().tolist() == [65504]
@@ -178,13 +167,11 @@ def test_finite_values_stay_finite_in_pages_of_another_dtype(
 
 @pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_a_copy_is_dense_and_holds_what_is_stored(
-    layouts: dict[str, KVLayout], make_chunk: Any, dtype: torch.dtype, order: str
-) -> None:
-    layout = layouts["bfloat16"]
+def test_a_copy_is_dense_and_holds_what_is_stored(dtype: torch.dtype, order: str) -> None:
+    layout = LAYOUTS["bfloat16"]
     scales = ([0.5, 0.25, 2.0], [1.0, 0.125, 0.5]) if dtype == torch.float8_e4m3fn else (None, None)
     cache, slots = poisoned(layout, order, dtype, *scales), scattered(24)
-    chunk = make_chunk(layout, 24)
+    chunk = synthetic_chunk(layout, 24)
     cache.write(chunk.keys, chunk.values, slots)
     copy = cache.copy(slots)
     assert (copy.dtype, copy.key_scales, copy.value_scales) == (dtype, cache.key_scales, cache.value_scales)
@@ -195,8 +182,8 @@ def test_a_copy_is_dense_and_holds_what_is_stored(
     assert float(copy.read(torch.arange(24), 0).keys[0].float().abs().max()) > 0
 
 
-def test_a_permuted_cache_has_no_tensors_to_show(layouts: dict[str, KVLayout]) -> None:
-    layout = layouts["gqa"]
+def test_a_permuted_cache_has_no_tensors_to_show() -> None:
+    layout = LAYOUTS["gqa"]
     strided, mixed = poisoned(layout), poisoned(layout, PERMUTED)
     assert mixed.permuted and not strided.permuted
     mixed = PagedCache(layout, strided.keys, [permuted(layer, strided.dtype)[1] for layer in layout.layers])
@@ -231,8 +218,8 @@ def test_an_order_is_checked() -> None:
         PageOrder(offsets, 0, 24)
 
 
-def test_shapes_and_dtypes_are_checked(layouts: dict[str, KVLayout]) -> None:
-    layout = layouts["gqa"]
+def test_shapes_and_dtypes_are_checked() -> None:
+    layout = LAYOUTS["gqa"]
     good = poisoned(layout)
     keys, values = good.keys, good.values
     with pytest.raises(InputError, match=r"^keys\[1\]: must have shape"):
@@ -252,9 +239,9 @@ def test_shapes_and_dtypes_are_checked(layouts: dict[str, KVLayout]) -> None:
 
 
 @pytest.mark.parametrize("order", [ORDERED, PERMUTED])
-def test_slots_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str) -> None:
-    layout = layouts["gqa"]
-    codec, cache, chunk = make_codec("gqa", "layer", step=0.5), poisoned(layout, order), make_chunk(layout, 5)
+def test_slots_are_checked(order: str) -> None:
+    layout = LAYOUTS["gqa"]
+    codec, cache, chunk = make_codec("gqa", "layer", step=0.5), poisoned(layout, order), synthetic_chunk(layout, 5)
     blob = codec.encode(chunk)
     with pytest.raises(InputError, match="79 in layer 0"):
         codec.encode(PagedChunks(cache, [torch.tensor([1, 80])], [0]))
@@ -271,10 +258,10 @@ def test_slots_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_c
         codec.encode(PagedChunks(cache, [torch.arange(0)], [0]))
 
 
-def test_arguments_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
-    layout = layouts["gqa"]
+def test_arguments_are_checked() -> None:
+    layout = LAYOUTS["gqa"]
     codec, cache = make_codec("gqa", "layer", step=0.5), poisoned(layout)
-    blob = codec.encode(make_chunk(layout, 5))
+    blob = codec.encode(synthetic_chunk(layout, 5))
     slots = torch.arange(5)
     with pytest.raises(InputError, match="each of the 1 blobs"):
         codec.decode_paged([blob], cache, [slots, slots])

@@ -17,32 +17,29 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
+from tests.conftest import LAYOUTS, fitted_profile, synthetic_chunk
 from tests.predicting import VOCABULARY, predicting
 
-from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.token_classes import class_frequencies
 from cuvee.codec.errors import FormatError, InputError, ProfileError, VersionError
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles import profile_file
 from cuvee.codec.profiles.class_predictor import MAX_DISTANCES, MAX_SINKS, Predictor
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.profile_file import arrays_of, metadata_of, profile_arguments, sealed
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
 
-Fitted = Callable[[str, str], Profile]
-
 # Every octave the KL and the error quadruple and one bit goes.
 CURVE = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k, 1e-5) for k in (-3, -2, -1, 0, 1)]
 
 
 @pytest.fixture(params=["head", "layer", "all", "unlearned", "whole"])
-def profile(request: pytest.FixtureRequest, fitted: Fitted, layouts: dict[str, KVLayout]) -> Profile:
+def profile(request: pytest.FixtureRequest) -> Profile:
     if request.param == "unlearned":
-        return Profile.unlearned(layouts["irregular"])
+        return Profile.unlearned(LAYOUTS["irregular"])
     if request.param == "whole":
-        return whole(fitted)
-    return fitted("irregular", request.param).with_curve(CURVE)
+        return whole()
+    return fitted_profile("irregular", request.param).with_curve(CURVE)
 
 
 def metadata(path: Path) -> dict[str, Any]:
@@ -69,7 +66,7 @@ def rewrite(source: Path, target: Path, change: Callable[[dict[str, Any], dict[s
     return target
 
 
-def test_round_trip(profile: Profile, tmp_path: Path, make_chunk: Callable[..., KVChunk]) -> None:
+def test_round_trip(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     profile.save(path)
     loaded = Profile.load(path)
@@ -79,7 +76,7 @@ def test_round_trip(profile: Profile, tmp_path: Path, make_chunk: Callable[..., 
     assert (loaded.group, loaded.source, loaded.model, loaded.min_step_index) == (
         profile.group, profile.source, profile.model, profile.min_step_index,
     )  # fmt: skip
-    chunk = make_chunk(profile.layout, 140).with_token_ids(np.arange(140) % VOCABULARY)
+    chunk = synthetic_chunk(profile.layout, 140).with_token_ids(np.arange(140) % VOCABULARY)
     quality: dict[str, Any] = {"step": 0.2} if profile.learned else {}
     ours, theirs = Codec(profile, **quality), Codec(loaded, **quality)
     blob = ours.encode(chunk)
@@ -92,9 +89,9 @@ def test_round_trip(profile: Profile, tmp_path: Path, make_chunk: Callable[..., 
     assert metadata(path)["id"] == profile.id.hex()
 
 
-def whole(fitted: Fitted) -> Profile:
+def whole() -> Profile:
     """With all that there is: a token table, predictors for some of the sections, class tables that are no default."""
-    plain = predicting(fitted("irregular", "layer"))
+    plain = predicting(fitted_profile("irregular", "layer"))
     counts = np.arange(16.0)[::-1] ** 2
     learned = []
     for i, section in enumerate(plain.learned):
@@ -137,11 +134,9 @@ CLASS_ARRAYS: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[A
 
 
 @pytest.mark.parametrize("failing", ["save_file", "replace"])
-def test_a_failed_save_leaves_the_old_file(
-    failing: str, fitted: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_the_old_file(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "p"
-    fitted("gqa", "layer").save(path)
+    fitted_profile("gqa", "layer").save(path)
     before = path.read_bytes()
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -151,14 +146,14 @@ def test_a_failed_save_leaves_the_old_file(
 
     monkeypatch.setattr(profile_file if failing == "save_file" else os, failing, fail)
     with pytest.raises(OSError, match="disk full"):
-        fitted("gqa", "head").save(path)
+        fitted_profile("gqa", "head").save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_every_flipped_byte_is_noticed(fitted: Fitted, tmp_path: Path) -> None:
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     path, damaged = tmp_path / "p", tmp_path / "damaged"
-    fitted("gqa", "layer").with_curve(CURVE).save(path)
+    fitted_profile("gqa", "layer").with_curve(CURVE).save(path)
     good = path.read_bytes()
     header = 8 + int.from_bytes(good[:8], "little")
     curve = range(good.index(b"curve"), good.index(b"format", good.index(b"curve")))
@@ -237,23 +232,23 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 99, "5", None])
-def test_other_versions(version: object, fitted: Fitted, tmp_path: Path) -> None:
-    fitted("gqa", "layer").save(tmp_path / "p")
+def test_other_versions(version: object, tmp_path: Path) -> None:
+    fitted_profile("gqa", "layer").save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(version=version))
     with pytest.raises(VersionError, match=r"^version: must be 5 for this build, got .*: learn the profile anew"):
         Profile.load(path)
 
 
-def test_metadata_that_is_not_json(fitted: Fitted, tmp_path: Path) -> None:
+def test_metadata_that_is_not_json(tmp_path: Path) -> None:
     for text in ("", "{", "[]", "1", "null", '"x"', "[" * 100_000, "{}"):
         save_file({"x": np.zeros(1, np.float32)}, tmp_path / "q", {"cuvee": text})
         with pytest.raises(FormatError):
             Profile.load(tmp_path / "q")
 
 
-def test_arrays_that_break_a_rule(fitted: Fitted, tmp_path: Path) -> None:
+def test_arrays_that_break_a_rule(tmp_path: Path) -> None:
     """Of another shape, dtype or sign, not finite, or missing. The id tells the rest."""
-    whole(fitted).save(tmp_path / "p")
+    whole().save(tmp_path / "p")
     good = load_file(tmp_path / "p")
     assert len(good) == 4 + 2 + 3 * (11 + 3) + 2 * 8
 
@@ -341,18 +336,18 @@ ARRAYS += [
 
 @pytest.mark.parametrize(("what", "key", "change"), ARRAYS, ids=[f"{key}: {what}" for what, key, _ in ARRAYS])
 def test_numbers_that_break_a_rule(
-    what: str, key: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], fitted: Fitted, tmp_path: Path
+    what: str, key: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], tmp_path: Path
 ) -> None:
     """Refused by the rule, not by the id, which is anybody's to compute: compiled loops divide by what they find."""
-    whole(fitted).save(tmp_path / "p")
+    whole().save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.update({key: change(arrays[key])}))
     with pytest.raises(FormatError) as caught:
         Profile.load(path)
     assert "hash to its id" not in str(caught.value)
 
 
-def test_a_token_table_has_rows(fitted: Fitted, tmp_path: Path) -> None:
-    whole(fitted).save(tmp_path / "p")
+def test_a_token_table_has_rows(tmp_path: Path) -> None:
+    whole().save(tmp_path / "p")
 
     def empty(_: object, arrays: dict[str, Any]) -> None:
         for key in ("tokens.embedding", "tokens.row_scale"):
@@ -397,9 +392,9 @@ HUGE: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 
 @pytest.mark.parametrize(("what", "change"), METADATA + HUGE, ids=[what for what, _ in METADATA + HUGE])
 def test_metadata_is_refused_before_anything_is_made_of_it(
-    what: str, change: Callable[[dict[str, Any]], Any], fitted: Fitted, tmp_path: Path
+    what: str, change: Callable[[dict[str, Any]], Any], tmp_path: Path
 ) -> None:
-    fitted("gqa", "layer").with_curve(CURVE).save(tmp_path / "p")
+    fitted_profile("gqa", "layer").with_curve(CURVE).save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: change(data))
     tracemalloc.start()
     try:
@@ -413,11 +408,9 @@ def test_metadata_is_refused_before_anything_is_made_of_it(
 
 @pytest.mark.parametrize("group", ["unit", "head"])
 @pytest.mark.parametrize("heads", [10**7, 10**10])
-def test_an_unlearned_profile_has_bounds_too(
-    heads: int, group: str, tmp_path: Path, layouts: dict[str, KVLayout]
-) -> None:
+def test_an_unlearned_profile_has_bounds_too(heads: int, group: str, tmp_path: Path) -> None:
     """No array of the file says how large a model may be."""
-    Profile.unlearned(layouts["gqa"]).save(tmp_path / "p")
+    Profile.unlearned(LAYOUTS["gqa"]).save(tmp_path / "p")
 
     def change(data: dict[str, Any], _: object) -> None:
         _kind(data, kv_heads=heads)
@@ -430,8 +423,8 @@ def test_an_unlearned_profile_has_bounds_too(
         Profile.load(rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(group="head")))
 
 
-def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
-    profile = fitted("gqa", "layer")
+def test_the_id_depends_on_what_decoding_depends_on() -> None:
+    profile = fitted_profile("gqa", "layer")
     assert profile.with_curve(CURVE).id == profile.id
     assert profile.with_curve([]).id == profile.id
 
@@ -451,7 +444,7 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
 
     first = profile.learned[0]
     half = first.basis
-    predictor = whole(fitted).learned[0].predictor
+    predictor = whole().learned[0].predictor
     assert predictor is not None
     quantizer = profile.family.quantizer
     others = [
@@ -474,21 +467,21 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
         changed(family=replace(profile.family, quantizer=replace(quantizer, shrink=quantizer.shrink + 1))),
         changed(family=replace(profile.family, quantizer=replace(quantizer, rounding=1 - quantizer.rounding))),
         changed(family=replace(profile.family, quantizer=replace(quantizer, dead_zone=1 - quantizer.dead_zone))),
-        changed(family=fitted("gqa", "head").family),
+        changed(family=fitted_profile("gqa", "head").family),
     ]
     assert others[0].id == profile.id
     ids = [other.id for other in others]
     assert len(set(ids)) == len(ids)
 
 
-def test_a_profile_needs_all_its_sections(fitted: Fitted) -> None:
-    profile = fitted("gqa", "layer")
+def test_a_profile_needs_all_its_sections() -> None:
+    profile = fitted_profile("gqa", "layer")
     with pytest.raises(FormatError, match=r"^learned: must have 3 sections for group 'layer', got 2"):
         Profile(profile.layout, "layer", "fitted", profile.family, profile.learned[:2])
 
 
-def test_interpolation_by_hand(fitted: Fitted) -> None:
-    profile = fitted("gqa", "layer").with_curve(reversed(CURVE))
+def test_interpolation_by_hand() -> None:
+    profile = fitted_profile("gqa", "layer").with_curve(reversed(CURVE))
     assert [p.step_index for p in profile.curve] == [-192, -128, -64, 0, 64]
     # On the points, half-way between them (geometric in KL), and near the ends.
     for kl, step in ((1e-3, 0), (4e-3, 64), (1e-3 / 64, -192), (2e-3, 32), (1e-3 / 2, -32), (1e-3 * 4**0.25, 16)):
@@ -498,8 +491,8 @@ def test_interpolation_by_hand(fitted: Fitted) -> None:
     assert profile.resolve(step=2.0) == 64 and profile.resolve(step=2 ** (1 / 64)) == 1
 
 
-def test_ratios_count_the_dtype_of_the_cache_and_not_that_of_the_profile(fitted: Fitted) -> None:
-    profile = fitted("gqa", "layer")
+def test_ratios_count_the_dtype_of_the_cache_and_not_that_of_the_profile() -> None:
+    profile = fitted_profile("gqa", "layer")
     for learned_in in ("float32", "bfloat16"):
         layout = replace(profile.layout, dtype=learned_in)
         own = Profile(layout, "layer", "fitted", profile.family, profile.learned, curve=CURVE)
@@ -521,17 +514,17 @@ def test_ratios_count_the_dtype_of_the_cache_and_not_that_of_the_profile(fitted:
             own.resolve(ratio=4.0, dtype="int8")
 
 
-def test_the_repr_shows_model_source_group_and_curve(fitted: Fitted, layouts: dict[str, KVLayout]) -> None:
-    unlearned = Profile.unlearned(layouts["gqa"])
+def test_the_repr_shows_model_source_group_and_curve() -> None:
+    unlearned = Profile.unlearned(LAYOUTS["gqa"])
     assert repr(unlearned) == "Profile(synthetic, 3 layers, 192 values per token; unlearned, group 'unit'; no curve)"
     curve = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
-    measured = fitted("gqa", "layer").with_curve(curve)
+    measured = fitted_profile("gqa", "layer").with_curve(curve)
     assert repr(measured).endswith("; fitted, group 'layer'; 12.00 to 5.00 bits per value)")
     assert repr(measured.with_curve(curve[-1:])).endswith("group 'layer'; 5.00 bits per value)")
 
 
-def test_how_much_text_there_was_is_kept_and_no_part_of_the_id(fitted: Fitted, tmp_path: Path) -> None:
-    profile = fitted("gqa", "head")
+def test_how_much_text_there_was_is_kept_and_no_part_of_the_id(tmp_path: Path) -> None:
+    profile = fitted_profile("gqa", "head")
     profile.save(tmp_path / "p")
     again = Profile.load(tmp_path / "p")
     assert again.text_tokens == profile.text_tokens == profile.with_curve([]).text_tokens
@@ -548,15 +541,15 @@ def test_how_much_text_there_was_is_kept_and_no_part_of_the_id(fitted: Fitted, t
 
 
 @pytest.mark.parametrize("lengths", [512, [0], [True], ["512"], {}])
-def test_lengths_that_are_none_are_refused(lengths: object, fitted: Fitted, tmp_path: Path) -> None:
-    profile = fitted("gqa", "head").with_curve(CURVE, [512])
+def test_lengths_that_are_none_are_refused(lengths: object, tmp_path: Path) -> None:
+    profile = fitted_profile("gqa", "head").with_curve(CURVE, [512])
     data = {**metadata_of(profile), "lengths": lengths}
     with pytest.raises(FormatError, match=r"^lengths: must be a list of positive numbers of tokens"):
         profile_arguments(data, arrays_of(profile))
 
 
-def test_limits_outside_the_curve(fitted: Fitted) -> None:
-    profile = fitted("gqa", "layer").with_curve(CURVE)
+def test_limits_outside_the_curve() -> None:
+    profile = fitted_profile("gqa", "layer").with_curve(CURVE)
     for arguments, message in (
         ({"kl": 1e-6}, r"^kl: must lie in 2.03.e-05 … 0.0052, .* got 1e-06: use quality='lossless'"),
         ({"bits": 2.9}, "^bits: must lie in 3 … 7, the measured range of this profile, got 2.9"),
@@ -586,9 +579,9 @@ def test_limits_outside_the_curve(fitted: Fitted) -> None:
             profile.resolve(**several)
 
 
-def test_the_kl_to_expect_at_a_step(fitted: Fitted) -> None:
+def test_the_kl_to_expect_at_a_step() -> None:
     """Every octave quadruples it, between measured points and outside them."""
-    profile = fitted("gqa", "layer").with_curve(CURVE)
+    profile = fitted_profile("gqa", "layer").with_curve(CURVE)
     for octave in (-5.0, -3.0, -0.5, 0.25, 1.0, 2.5):
         expected = KL_MARGIN * 1e-3 * 4.0**octave
         assert profile.measured().kl_at(round(64 * octave)) == pytest.approx(expected)

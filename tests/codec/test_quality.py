@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.conftest import fitted_profile, synthetic_chunk
 
 from cuvee import Codec, Profile, Quality
-from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
 from cuvee.codec.setting import warn_of_length
@@ -42,8 +42,8 @@ def test_what_cannot_be_asked_for_is_refused_where_it_is_said(arguments: dict[st
         Quality(**arguments)
 
 
-def test_a_codec_takes_a_quality_its_preset_or_its_arguments(fitted: Callable[..., Profile]) -> None:
-    profile = fitted("gqa", "layer").with_curve(CURVE)
+def test_a_codec_takes_a_quality_its_preset_or_its_arguments() -> None:
+    profile = fitted_profile("gqa", "layer").with_curve(CURVE)
     for quality, arguments in (
         (Quality("high"), {"quality": "high"}),
         (Quality(kl=KL_MARGIN * 4e-3), {"kl": KL_MARGIN * 4e-3}),
@@ -59,20 +59,18 @@ def test_a_codec_takes_a_quality_its_preset_or_its_arguments(fitted: Callable[..
     assert Codec(profile, Quality("lossless")).lossless and Codec(Profile.unlearned(profile.layout)).lossless
 
 
-def test_a_kl_is_asked_of_the_curve_with_a_margin_for_other_text(fitted: Callable[..., Profile]) -> None:
+def test_a_kl_is_asked_of_the_curve_with_a_margin_for_other_text() -> None:
     """1.3 times lower: as text that a profile was not learned on loses that much more."""
-    profile = fitted("gqa", "layer").with_curve(CURVE)
+    profile = fitted_profile("gqa", "layer").with_curve(CURVE)
     assert profile.resolve(kl=1.3 * 1e-3) == 0 and profile.resolve(kl=1e-3) == round(-64 * math.log(1.3, 4)) == -12
     fine = Codec(profile, "high").step_index
     assert fine == -12 and profile.measured().kl_at(0) == pytest.approx(1.3e-3)
 
 
-def test_a_context_longer_than_those_of_the_curve_is_told_of_once(
-    fitted: Callable[..., Profile], make_chunk: Callable[..., KVChunk], caplog: pytest.LogCaptureFixture
-) -> None:
-    unknown = fitted("gqa", "layer").with_curve(CURVE)
+def test_a_context_longer_than_those_of_the_curve_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    unknown = fitted_profile("gqa", "layer").with_curve(CURVE)
     profile = unknown.with_curve(CURVE, [40, 64])
-    chunk = make_chunk(profile.layout, 65)
+    chunk = synthetic_chunk(profile.layout, 65)
     warn_of_length.cache_clear()
 
     def told(encode: Callable[[], object]) -> int:
@@ -88,8 +86,8 @@ def test_a_context_longer_than_those_of_the_curve_is_told_of_once(
     assert told(lambda: Codec(profile, kl=2e-3).encode(chunk)) == 0, "once for a profile"
 
 
-def test_nothing_is_asked_for_beside_a_quality(fitted: Callable[..., Profile]) -> None:
-    profile = fitted("gqa", "layer").with_curve(CURVE)
+def test_nothing_is_asked_for_beside_a_quality() -> None:
+    profile = fitted_profile("gqa", "layer").with_curve(CURVE)
     asks: tuple[Callable[..., object], ...] = (partial(Codec, profile), profile.resolve)
     for ask in asks:
         with pytest.raises(InputError, match=re.escape("quality: must come alone if it is a Quality, got kl, worst")):

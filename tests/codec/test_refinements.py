@@ -13,14 +13,13 @@ import torch
 from tests.chunks import error, same
 from tests.classed import with_classes
 from tests.codec.forging import correlated_chunk, reseal, sections_of
-from tests.conftest import decoded_layers
+from tests.conftest import LAYOUTS, decoded_layers, fitted_profile, synthetic_chunk
 from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
 from cuvee.codec.format.container import header_digest, inspect, read_header
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
@@ -29,7 +28,6 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.support.steps import OCTAVE
 from cuvee.learning.calibrate import fit
 
-Fitted = Callable[[str, str], Profile]
 BACKENDS = ("numba", "reference")
 TOKENS, STEP = 300, 0.05  # more than a window
 # Most classes, in no order, so that columns of several classes share a row; one token is worth nothing.
@@ -38,9 +36,9 @@ KEY = bytes(range(16))
 
 
 @pytest.fixture(scope="module")
-def chunk(layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk]) -> KVChunk:
+def chunk() -> KVChunk:
     """A chunk with outliers, which are escapes of components of small scale."""
-    made = make_chunk(layouts["gqa"], TOKENS, seed=5, start=20)
+    made = synthetic_chunk(LAYOUTS["gqa"], TOKENS, seed=5, start=20)
     made.values[1][7] *= 20
     made.keys[0][150] *= 5
     return made
@@ -59,11 +57,11 @@ def decoded(profile: Profile, parts: Sequence[bytes], backend: str = "numba") ->
 
 @pytest.mark.parametrize("group", ["layer", "head", "all"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_backends_agree(fitted: Fitted, chunk: KVChunk, group: str, dtype: str) -> None:
+def test_backends_agree(chunk: KVChunk, group: str, dtype: str) -> None:
     layout = replace(chunk.layout, dtype=dtype)
     keys, values = ([own.to(layout.torch_dtype) for own in units] for units in (chunk.keys, chunk.values))
     cast = KVChunk(keys, values, layout, chunk.start)
-    profile = with_classes(fitted("gqa", group), WEIGHTS, 20)
+    profile = with_classes(fitted_profile("gqa", group), WEIGHTS, 20)
     parts = parts_of(profile, cast)
     assert parts == parts_of(profile, cast, "reference") and len(parts) == 2
     base_step = 2.0 ** (read_header(parts[0]).step_index / OCTAVE)
@@ -87,10 +85,10 @@ def test_both_parts_have_the_error_of_one_blob_and_are_little_larger() -> None:
     assert len(parts[0]) < 1.02 * len(coarse)
 
 
-def test_a_component_that_the_base_does_not_code_keeps_its_outliers(fitted: Fitted, make_chunk: Any) -> None:
+def test_a_component_that_the_base_does_not_code_keeps_its_outliers() -> None:
     """They are escapes of the refinement."""
-    profile = fitted("gqa", "layer")
-    wild = make_chunk(profile.layout, 40, seed=3)
+    profile = fitted_profile("gqa", "layer")
+    wild = synthetic_chunk(profile.layout, 40, seed=3)
     for values in wild.values:
         values[5] *= 3000
     parts = parts_of(profile, wild)
@@ -101,9 +99,9 @@ def test_a_component_that_the_base_does_not_code_keeps_its_outliers(fitted: Fitt
         assert error(decoded(profile, parts, backend), wild) < 1.2 * error(whole.decode(whole.encode(wild)), wild)
 
 
-def test_token_ids_predict_parts_too(fitted: Fitted, make_chunk: Any) -> None:
-    profile, ids = predicting(fitted("gqa", "layer")), np.arange(TOKENS) * 7 % VOCABULARY
-    tame = make_chunk(profile.layout, TOKENS, seed=5, start=20)
+def test_token_ids_predict_parts_too() -> None:
+    profile, ids = predicting(fitted_profile("gqa", "layer")), np.arange(TOKENS) * 7 % VOCABULARY
+    tame = synthetic_chunk(profile.layout, TOKENS, seed=5, start=20)
     parts = parts_of(profile, tame.with_token_ids(ids))
     assert parts == parts_of(profile, tame.with_token_ids(ids), "reference")
     assert [inspect(part).token_id_bytes for part in parts] == [2 * TOKENS, 0]
@@ -112,8 +110,8 @@ def test_token_ids_predict_parts_too(fitted: Fitted, make_chunk: Any) -> None:
 
 
 @pytest.mark.parametrize("step", ["finest", 2.0**8])
-def test_steps_at_the_ends_of_the_range(fitted: Fitted, chunk: KVChunk, step: Any) -> None:
-    profile = fitted("gqa", "layer")
+def test_steps_at_the_ends_of_the_range(chunk: KVChunk, step: Any) -> None:
+    profile = fitted_profile("gqa", "layer")
     codec = Codec(profile, step=2.0 ** (profile.min_step_index / OCTAVE) if step == "finest" else step, refinements=1)
     parts = codec.encode_parts(chunk)
     assert error(codec.decode(parts[0], refinements=parts[1:]), chunk) <= error(codec.decode(parts[0]), chunk)
@@ -122,8 +120,8 @@ def test_steps_at_the_ends_of_the_range(fitted: Fitted, chunk: KVChunk, step: An
 # --- decoding some of it
 
 
-def test_tokens_layers_and_positions(fitted: Fitted, chunk: KVChunk) -> None:
-    profile = with_classes(fitted("gqa", "layer"), WEIGHTS, 20)
+def test_tokens_layers_and_positions(chunk: KVChunk) -> None:
+    profile = with_classes(fitted_profile("gqa", "layer"), WEIGHTS, 20)
     parts = parts_of(profile, chunk)
     codec = Codec(profile, step=STEP)
     whole, opened = codec.decode(parts[0], refinements=parts[1:]), codec.open(parts[0], refinements=parts[1:])
@@ -139,9 +137,9 @@ def test_tokens_layers_and_positions(fitted: Fitted, chunk: KVChunk) -> None:
     torch.testing.assert_close(moved.values[0], whole.values[0], rtol=0, atol=1e-5)
 
 
-def test_pages(fitted: Fitted, chunk: KVChunk) -> None:
+def test_pages(chunk: KVChunk) -> None:
     """Out of pages with associated data of their own, and blobs of several kinds into pages by one call."""
-    profile = fitted("gqa", "layer")
+    profile = fitted_profile("gqa", "layer")
     codec, refined = Codec(profile, step=STEP, key=KEY), Codec(profile, step=STEP, refinements=1, key=KEY)
     cache, halves = PagedCache.of_chunk(chunk), [torch.arange(100), torch.arange(100, TOKENS)]
     found = refined.encode_parts(PagedChunks(cache, halves, [20, 120]), associated_data=[b"a", b"b"])
@@ -162,8 +160,8 @@ def test_pages(fitted: Fitted, chunk: KVChunk) -> None:
 # --- names, counts and what to expect
 
 
-def test_a_codec_says_what_its_parts_are(fitted: Fitted, chunk: KVChunk) -> None:
-    profile = fitted("gqa", "layer")
+def test_a_codec_says_what_its_parts_are(chunk: KVChunk) -> None:
+    profile = fitted_profile("gqa", "layer")
     refined, single = Codec(profile, step=STEP, refinements=1), Codec(profile, step=STEP)
     assert (
         single.settings.part_count(ids=True),
@@ -186,11 +184,11 @@ def test_a_codec_says_what_its_parts_are(fitted: Fitted, chunk: KVChunk) -> None
             codec.open(blob, expected=expected)
 
 
-def test_chunks_without_ids_that_are_lossless_are_one_part(fitted: Fitted, chunk: KVChunk) -> None:
+def test_chunks_without_ids_that_are_lossless_are_one_part(chunk: KVChunk) -> None:
     """Their curve does not reach the KL, but that of chunks with ids does."""
     points = [CurvePoint(at, 4.0 - at / 64, 0.1, kl=10.0 ** (at / 64 - 3)) for at in (-128, -64, 0)]
     points += [CurvePoint(at, 5.0 - at / 64, 0.1, kl=10.0 ** (at / 64 - 1), plain=True) for at in (-64, 0)]
-    codec = Codec(predicting(fitted("gqa", "layer")).with_curve(points), kl=3e-4, refinements=1)
+    codec = Codec(predicting(fitted_profile("gqa", "layer")).with_curve(points), kl=3e-4, refinements=1)
     assert codec.quality_name.endswith("plain:lossless,parts:2")
     assert (codec.settings.part_count(ids=True), codec.settings.part_count(ids=False)) == (2, 1)
     (blob,) = codec.encode_parts(chunk)
@@ -198,8 +196,8 @@ def test_chunks_without_ids_that_are_lossless_are_one_part(fitted: Fitted, chunk
     assert len(codec.encode_parts(chunk.with_token_ids(np.arange(TOKENS) % VOCABULARY))) == 2
 
 
-def test_requests(fitted: Fitted, chunk: KVChunk) -> None:
-    profile = fitted("gqa", "layer")
+def test_requests(chunk: KVChunk) -> None:
+    profile = fitted_profile("gqa", "layer")
     for wrong in (-1, 2, True, 1.0):
         with pytest.raises(InputError, match=r"^refinements: must be 0 … 1"):
             Codec(profile, step=STEP, refinements=wrong)  # type: ignore[arg-type]
@@ -218,11 +216,11 @@ def test_requests(fitted: Fitted, chunk: KVChunk) -> None:
 # --- parts that do not belong together
 
 
-def test_parts_of_others(fitted: Fitted, chunk: KVChunk, make_chunk: Any) -> None:
-    profile = fitted("gqa", "layer")
+def test_parts_of_others(chunk: KVChunk) -> None:
+    profile = fitted_profile("gqa", "layer")
     codec = Codec(profile, step=STEP)
     base, finer = parts_of(profile, chunk)
-    other = parts_of(profile, make_chunk(profile.layout, TOKENS, seed=6, start=20))
+    other = parts_of(profile, synthetic_chunk(profile.layout, TOKENS, seed=6, start=20))
     whole = codec.encode(chunk)
     again = parts_of(with_classes(profile, WEIGHTS, 20, keep_id=True), chunk)[0]  # and it is not the same
     for given, refinement in ((base, other[1]), (base, base), (base, whole), (again, finer)):
@@ -238,8 +236,8 @@ def test_parts_of_others(fitted: Fitted, chunk: KVChunk, make_chunk: Any) -> Non
         codec.decode(codec.open(base), refinements=[finer])
 
 
-def test_tags(fitted: Fitted, chunk: KVChunk) -> None:
-    codec = Codec(fitted("gqa", "layer"), step=STEP, refinements=1, key=KEY)
+def test_tags(chunk: KVChunk) -> None:
+    codec = Codec(fitted_profile("gqa", "layer"), step=STEP, refinements=1, key=KEY)
     base, finer = codec.encode_parts(chunk, associated_data=b"here")
     other = codec.encode_parts(chunk, associated_data=b"there")
     assert codec.open(base, refinements=[finer], associated_data=b"here").tokens == TOKENS
@@ -276,8 +274,8 @@ def rebound(base: bytes, refinement: bytes) -> bytes:
         lambda blob: reseal(blob, sections_of(blob)[:1], count=1),
     ],
 )
-def test_a_refinement_of_another_shape(fitted: Fitted, chunk: KVChunk, forge: Callable[[bytes], bytes]) -> None:
-    profile = fitted("gqa", "layer")
+def test_a_refinement_of_another_shape(chunk: KVChunk, forge: Callable[[bytes], bytes]) -> None:
+    profile = fitted_profile("gqa", "layer")
     base, finer = parts_of(profile, chunk)
     with pytest.raises(FormatError, match="refinement: must have the tokens, layout and profile of its base"):
         Codec(profile, step=STEP).open(base, refinements=[forge(finer)])
@@ -302,9 +300,9 @@ def outcome(profile: Profile, parts: Sequence[bytes]) -> str | None:
     return said[0]
 
 
-def test_a_refinement_with_other_classes(fitted: Fitted, chunk: KVChunk) -> None:
+def test_a_refinement_with_other_classes(chunk: KVChunk) -> None:
     """One token's class differs, or all: what the base left over of a token is coded at the step of its class."""
-    profile = fitted("gqa", "layer")
+    profile = fitted_profile("gqa", "layer")
     weights = [list(WEIGHTS) for _ in range(3)]
     weights[1][1], weights[2][290] = 2.0**9, 2.0**9
     made = [parts_of(with_classes(profile, own, 20, keep_id=True), chunk) for own in (*weights, [1.0] * TOKENS)]

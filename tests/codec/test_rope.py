@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.conftest import tiny_model
 from transformers import DynamicCache
 
 from cuvee.codec.layout import KVLayout, Rope
@@ -62,9 +62,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected.float()).abs().max() / expected.float().abs().max())
 
 
-def test_moves_keys_to_where_the_model_puts_them(
-    family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moves_keys_to_where_the_model_puts_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)
     layout = KVLayout.from_config(model.config, dtype=torch.float32)
     recorder = Recorder(model, monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.test_paged import ORDERS, PERMUTED, poisoned, scattered, tensors, written
+from tests.conftest import LAYOUTS, make_codec, synthetic_chunk
 
-from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.pages import PermutedPages
@@ -68,10 +67,8 @@ def alike(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("module", [transform, transform_numba])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-def test_place_takes_blocks_one_after_the_other(
-    layouts: dict[str, KVLayout], module: Any, x_dtype: torch.dtype
-) -> None:
-    layout = layouts["bfloat16"]
+def test_place_takes_blocks_one_after_the_other(module: Any, x_dtype: torch.dtype) -> None:
+    layout = LAYOUTS["bfloat16"]
     rotation = Rotation(500, 30, CPU)
     order = np.random.default_rng(0).permutation(30)
     for group in ("head", "unit", "layer"):
@@ -105,23 +102,24 @@ def test_rows_of_a_part_are_those_of_its_tokens() -> None:
     assert torch.equal(turned, torch.arange(40.0).view(5, 2, 4))
 
 
-@pytest.mark.parametrize("backend", ["numba", "reference"])
+KINDS = [
+    ("bfloat16", "layer"), ("bfloat16", "lossless"), ("bfloat16", "head"), ("irregular", "layer"), ("float16", "unit"),
+    ("narrow-values", "lossless"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "scheme"),
-    [
-        ("bfloat16", "layer"), ("bfloat16", "head"), ("bfloat16", "lossless"), ("irregular", "layer"),
-        ("float16", "unit"), ("narrow-values", "lossless"),
-    ],
-)  # fmt: skip
+    ("name", "scheme", "backend"),
+    [(*kind, "numba") for kind in KINDS] + [(*kind, "reference") for kind in KINDS[:2]],
+)
 @pytest.mark.parametrize("order", [*ORDERS, PERMUTED, *JOINED])
 def test_every_order_of_memory_gets_the_same(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec], order: str, name: str, scheme: str,
-    backend: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    order: str, name: str, scheme: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All bytes of the memory are compared: also those between keys and values, and of other slots."""
-    layout, quality = layouts[name], {} if scheme == "lossless" else {"step": 0.5}
+    layout, quality = LAYOUTS[name], {} if scheme == "lossless" else {"step": 0.5}
     codec = make_codec(name, scheme, backend=backend, **quality)
-    blob = make_codec(name, scheme, **quality).encode(make_chunk(layout, 37, start=11))
+    blob = make_codec(name, scheme, **quality).encode(synthetic_chunk(layout, 37, start=11))
     used: list[bool] = []
 
     def spied(cache: PagedCache) -> bool:
@@ -149,12 +147,10 @@ def test_every_order_of_memory_gets_the_same(
 
 @pytest.mark.parametrize("scheme", ["layer", "lossless"])
 @pytest.mark.parametrize("first", [0, 16, 21])
-def test_adjacent_tokens_of_a_transposed_cache_are_written_channel_by_channel(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec], first: int, scheme: str
-) -> None:
+def test_adjacent_tokens_of_a_transposed_cache_are_written_channel_by_channel(first: int, scheme: str) -> None:
     """As vLLM holds keys on a CPU. Tokens that begin within a block are adjacent in parts of it only."""
     codec = make_codec("bfloat16", scheme, **({} if scheme == "lossless" else {"step": 0.5}))
-    chunk = make_chunk(layouts["bfloat16"], 53)
+    chunk = synthetic_chunk(LAYOUTS["bfloat16"], 53)
     blob, slots = codec.encode(chunk), torch.arange(first, first + 53)
     slots[40] = NOWHERE
     cache, memory = make(chunk.layout, "transposed")

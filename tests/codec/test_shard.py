@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.classed import with_classes
+from tests.conftest import fitted_profile, synthetic_chunk
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -25,8 +25,6 @@ ROPE = Rope((1.0, 0.3, 0.1, 0.03))
 UNLIKE = KVLayout(
     "unlike", (LayerLayout(4, 8, 16, ROPE), LayerLayout(2, 16, 8, ROPE), LayerLayout(8, 8, 8, None)), "float32", None
 )
-MakeChunk = Callable[..., KVChunk]
-Fitted = Callable[[str, str], Profile]
 
 
 def of_rank(chunk: KVChunk, rank: int, size: int) -> KVChunk:
@@ -127,7 +125,7 @@ def test_ranks_hold_what_vllm_gives_them(size: int) -> None:
         (0, 12, "size: must divide the 8 KV heads of layer 2 or be a multiple of them, got 12"),
     ],
 )
-def test_ranks_that_do_not_exist(fitted: Fitted, rank: Any, size: Any, message: str) -> None:
+def test_ranks_that_do_not_exist(rank: Any, size: Any, message: str) -> None:
     for ask in (UNLIKE.shard, UNLIKE.shard_heads, Profile.unlearned(UNLIKE).shard):
         with pytest.raises(InputError) as caught:
             ask(rank, size)
@@ -138,15 +136,15 @@ def test_ranks_that_do_not_exist(fitted: Fitted, rank: Any, size: Any, message: 
 
 
 @pytest.mark.parametrize("group", ["unit", "layer", "layers:2", "all"])
-def test_bases_that_mix_heads_cannot_be_cut(fitted: Fitted, group: str) -> None:
+def test_bases_that_mix_heads_cannot_be_cut(group: str) -> None:
     for size in (2, 4):
         with pytest.raises(ProfileError, match=f"^group: must be 'heads:n' or 'head' .* '{group}'.* tensor_parallel="):
-            fitted("gqa", group).shard(0, size)
+            fitted_profile("gqa", group).shard(0, size)
 
 
 @pytest.mark.parametrize("group", ["unit", "layer", "layers:2", "all", *GROUPS])
-def test_ranks_that_share_the_only_head_share_the_profile(fitted: Fitted, group: str) -> None:
-    profile = fitted("mqa", group)
+def test_ranks_that_share_the_only_head_share_the_profile(group: str) -> None:
+    profile = fitted_profile("mqa", group)
     assert profile.shard(1, 4) is profile
 
 
@@ -203,12 +201,10 @@ def test_a_shard_is_a_profile_like_any(rich: Profile, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "size"), [("gqa", 2), ("gqa", 4), ("mha", 2), ("mha", 4), ("bfloat16", 2), ("yarn", 2), ("partial", 2)]
 )
-def test_shards_together_are_the_whole(
-    fitted: Fitted, make_chunk: MakeChunk, name: str, size: int, tokens: int, start: int, group: str
-) -> None:
+def test_shards_together_are_the_whole(name: str, size: int, tokens: int, start: int, group: str) -> None:
     """Bit for bit: a block's product has the same shape in the shard."""
-    profile = fitted(name, group)
-    chunk = make_chunk(profile.layout, tokens, 5, start)
+    profile = fitted_profile(name, group)
+    chunk = synthetic_chunk(profile.layout, tokens, 5, start)
     for step in (0.05, 0.7):
         codec = Codec(profile, step=step)
         whole = codec.decode(codec.encode(chunk))
@@ -220,16 +216,14 @@ def test_shards_together_are_the_whole(
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.parametrize(("name", "size"), [("gqa", 2), ("mha", 4)])
-def test_shards_that_choose_the_same_classes_are_the_whole(
-    fitted: Fitted, make_chunk: MakeChunk, name: str, size: int, tokens: int, group: str
-) -> None:
+def test_shards_that_choose_the_same_classes_are_the_whole(name: str, size: int, tokens: int, group: str) -> None:
     """Predictors that go by the position choose the same classes on every rank as in the whole."""
-    plain = fitted(name, group)
+    plain = fitted_profile(name, group)
     class_scale = np.linspace(90, -60, 16).astype(np.int16)
     learned = tuple(replace(section, class_scale=class_scale) for section in plain.learned)
     weights = np.exp2(np.random.default_rng(0).normal(size=tokens) * 3)
     profile = with_classes(Profile(plain.layout, group, "fitted", plain.family, learned), weights, 3, every=True)
-    chunk = make_chunk(profile.layout, tokens, 5, 3)
+    chunk = synthetic_chunk(profile.layout, tokens, 5, 3)
     codec = Codec(profile, step=0.2)
     whole = codec.decode(codec.encode(chunk))
     for rank in range(size):
@@ -253,9 +247,9 @@ def test_shards_of_a_rich_profile_are_the_whole(rich: Profile, size: int) -> Non
                 assert_equal(own.decode(blob), of_rank(whole, rank, size))
 
 
-def test_a_shard_reads_and_writes_its_own_blobs_alone(fitted: Fitted, make_chunk: MakeChunk) -> None:
-    profile = fitted("gqa", "head")
-    chunk = make_chunk(profile.layout, 20)
+def test_a_shard_reads_and_writes_its_own_blobs_alone() -> None:
+    profile = fitted_profile("gqa", "head")
+    chunk = synthetic_chunk(profile.layout, 20)
     whole, first, second = (Codec(p, step=0.2) for p in (profile, profile.shard(0, 2), profile.shard(1, 2)))
     blob = first.encode(of_rank(chunk, 0, 2))
     with pytest.raises(ProfileMismatchError, match="must be of profile"):
@@ -272,9 +266,9 @@ def test_a_shard_reads_and_writes_its_own_blobs_alone(fitted: Fitted, make_chunk
 
 
 @pytest.mark.parametrize("name", ["gqa", "bfloat16", "float16"])
-def test_lossless_shards(fitted: Fitted, make_chunk: MakeChunk, name: str) -> None:
-    profile = fitted(name, "head")
-    chunk = make_chunk(profile.layout, 70, 1, 9)
+def test_lossless_shards(name: str) -> None:
+    profile = fitted_profile(name, "head")
+    chunk = synthetic_chunk(profile.layout, 70, 1, 9)
     for size in (2, 4):
         for rank in range(size):
             part = of_rank(chunk, rank, size)

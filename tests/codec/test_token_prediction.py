@@ -22,7 +22,6 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.container import inspect, read_header, write_blob
 from cuvee.codec.id_coding import _warn_of_no_ids, read_token_ids, write_token_ids
-from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
@@ -431,11 +430,3 @@ def test_a_table_needs_a_map_in_every_section(profile: Profile) -> None:
     half = (replace(profile.learned[0], token_map=None), *profile.learned[1:])
     with pytest.raises(FormatError, match="learned: must have a token map in every section"):
         Profile(profile.layout, profile.group, profile.source, profile.family, half, token_table=profile.token_table)
-
-
-def test_joined_chunks_know_what_follows_the_last() -> None:
-    layout = KVLayout("joined", (LayerLayout(1, 4, 4, None),), "float32", None)
-    tensors = [torch.zeros(1, tokens, 1, 4) for tokens in (3, 2)]
-    one = KVChunk(tensors[0], tensors[0], layout, 0, None, 5)
-    two = KVChunk(tensors[1], tensors[1], layout, 3, None, 3)
-    assert KVChunk.concat([one, two]).following == 3

@@ -18,7 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tests.conftest import Books, fitted_to, synthetic_chunk
+from tests.conftest import LAYOUTS, Books, fitted_to, synthetic_chunk, tiny_config, tiny_model
 from tests.every_model import build
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tqdm import tqdm
@@ -108,7 +108,7 @@ class Short(Uncompressed):
 
 
 @pytest.fixture
-def lively(tiny_model: Callable[..., Any]) -> Callable[..., Any]:
+def lively() -> Callable[..., Any]:
     """lively(family) -> tiny model whose predictions depend on its cache; a new one's are all but uniform."""
 
     def make(family: str, **changes: Any) -> Any:
@@ -609,9 +609,7 @@ def test_several_processes_are_refused(llama: Callable[..., CuveeLM], monkeypatc
         llama(method=Uncompressed())
 
 
-def test_what_cannot_work_fails_before_weights_are_read(
-    tiny_config: Callable[..., Any], tiny_model: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_cannot_work_fails_before_weights_are_read(tmp_path: Path) -> None:
     other = Profile.unlearned(KVLayout.from_config(tiny_model("qwen2").config, dtype="float32"))
     tiny_config("llama").save_pretrained(tmp_path / "llama")
     with pytest.raises(ProfileMismatchError, match="heads, sizes"):
@@ -623,8 +621,8 @@ def test_what_cannot_work_fails_before_weights_are_read(
         CuveeLM(tmp_path / "llama", profile=tmp_path / "none.safetensors")
 
 
-def test_a_codec_of_another_model_is_refused(llama: Callable[..., CuveeLM], layouts: dict[str, KVLayout]) -> None:
-    codec = Codec.without_profile(layouts["gqa"])
+def test_a_codec_of_another_model_is_refused(llama: Callable[..., CuveeLM]) -> None:
+    codec = Codec.without_profile(LAYOUTS["gqa"])
     with pytest.raises(ProfileMismatchError):
         llama(method=CodecMethod(codec))
 
@@ -661,8 +659,8 @@ class Plain:
     """Nothing tells two of them apart."""
 
 
-def test_what_tells_methods_apart(layouts: dict[str, KVLayout]) -> None:
-    profile = fitted_to(layouts["gqa"])
+def test_what_tells_methods_apart() -> None:
+    profile = fitted_to(LAYOUTS["gqa"])
     codecs = [CodecMethod(Codec(profile, quality)) for quality in ("high", "balanced", "lossless")]
     methods: list[Method] = [Uncompressed(), Destroyed(), Kivi(2), Kivi(3), Named(), *codecs]
     assert len({json.dumps(method_identity(method)) for method in methods}) == len(methods)

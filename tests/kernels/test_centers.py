@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.conftest import fitted_profile
 from tests.predicting import VOCABULARY, predicting, with_sinks
 
-from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels import centers as module
 from cuvee.kernels.centers import Centers
 from cuvee.kernels.plans import TransformPlan
@@ -36,15 +34,10 @@ def centers_of(plan: TransformPlan, sections: range) -> Centers:
     ("name", "group"), [("irregular", "layer"), ("gqa", "head"), ("gqa", "heads:2"), ("bfloat16", "layers:2")]
 )
 def test_centers_are_those_of_the_cpu(
-    device: torch.device,
-    fitted: Callable[[str, str], Profile],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    group: str,
-    columns: int,
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, group: str, columns: int
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_COLUMNS", columns)
-    profile = with_sinks(predicting(fitted(name, group)))
+    profile = with_sinks(predicting(fitted_profile(name, group)))
     plan = TransformPlan(profile, 0, device, torch.float32, True)
     found = centers_of(plan, range(len(profile.sections)))
     rows, tiles, first = found.rows.cpu().long(), plan.geometry.tiles, 0
@@ -59,8 +52,8 @@ def test_centers_are_those_of_the_cpu(
         first = at.stop
 
 
-def test_of_the_sections_that_are_decoded(device: torch.device, fitted: Callable[[str, str], Profile]) -> None:
-    profile = with_sinks(predicting(fitted("irregular", "layer")))
+def test_of_the_sections_that_are_decoded(device: torch.device) -> None:
+    profile = with_sinks(predicting(fitted_profile("irregular", "layer")))
     plan = TransformPlan(profile, 0, device, torch.float32, True)
     whole, part = (centers_of(plan, sections) for sections in (range(len(profile.sections)), range(1, 3)))
     bounds = plan.geometry.tiles.bounds
@@ -71,9 +64,9 @@ def test_of_the_sections_that_are_decoded(device: torch.device, fitted: Callable
         assert torch.equal(part.table[:, outside], means[:, outside])
 
 
-def test_sinks_are_finite_whatever_is_predicted(device: torch.device, fitted: Callable[[str, str], Profile]) -> None:
+def test_sinks_are_finite_whatever_is_predicted(device: torch.device) -> None:
     """A profile may be forged: what overflows stays with the tokens that are predicted."""
-    profile = with_sinks(predicting(fitted("gqa", "layer")))
+    profile = with_sinks(predicting(fitted_profile("gqa", "layer")))
     for section in profile.learned:
         assert section.token_map is not None
         section.token_map.scale.fill_(3e38)

@@ -156,11 +156,9 @@ def test_pages_hold_the_bits_of_the_codec(
 
 @pytest.mark.parametrize("to", [10, 510])
 @pytest.mark.parametrize("element", OTHERS[:2])
-def test_what_is_not_finite_in_fp8_pages(
-    device: torch.device, layouts: dict[str, KVLayout], element: torch.dtype, to: int
-) -> None:
+def test_what_is_not_finite_in_fp8_pages(device: torch.device, element: torch.dtype, to: int) -> None:
     """NaN stays NaN, and infinity infinite where the type has it, and finite values finite; keys that move alike."""
-    batches = [setting(layouts["gqa"], at, 16) for at in (CPU, device)]
+    batches = [setting(LAYOUTS["gqa"], at, 16) for at in (CPU, device)]
     values = random_values(batches[0], noise=False)
     for unit in values[0]:
         unit[7, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])
@@ -188,9 +186,9 @@ def poisoned(size: int, device: torch.device) -> torch.Tensor:
     return torch.full((size,), POISON, dtype=torch.uint8, device=device)
 
 
-def test_means_are_rounded_to_even(device: torch.device, layouts: dict[str, KVLayout]) -> None:
+def test_means_are_rounded_to_even(device: torch.device) -> None:
     """Ties, and sums near 2**32, which the largest chunk may reach."""
-    batch = setting(layouts["mqa"], device, 16)
+    batch = setting(LAYOUTS["mqa"], device, 16)
     cache = make_cache(batch.layout, batch.total, "dense", torch.bfloat16, device)
     arguments = batch.arguments(cache) | {"max_tokens": 1, "slots": cache.slots.new_full((64,), -1)}
     table = torch.tensor([(0, index * 32, batch.layout.layers[0].head_dim) for index in range(12)], device=device)
@@ -204,8 +202,8 @@ def test_means_are_rounded_to_even(device: torch.device, layouts: dict[str, KVLa
         assert np.array_equal(references.cpu().numpy().reshape(12, 32), np.broadcast_to(expected, (12, 32)))
 
 
-def test_planes_beyond_two_gigabytes(layouts: dict[str, KVLayout], device: torch.device) -> None:
-    batch = setting(layouts["mqa"], device, 3)
+def test_planes_beyond_two_gigabytes(device: torch.device) -> None:
+    batch = setting(LAYOUTS["mqa"], device, 3)
     values = random_values(batch, noise=True)
     parts = coded(batch, values, base=(1 << 31) + 8)
     cache = merged(batch, parts)
@@ -217,8 +215,8 @@ def test_planes_beyond_two_gigabytes(layouts: dict[str, KVLayout], device: torch
     assert torch.equal(back[(1 << 31) + 8 :], parts["planes"][(1 << 31) + 8 :])
 
 
-def test_nothing_to_do(layouts: dict[str, KVLayout], device: torch.device) -> None:
-    batch = setting(layouts["mqa"], device, 3)
+def test_nothing_to_do(device: torch.device) -> None:
+    batch = setting(LAYOUTS["mqa"], device, 3)
     none = torch.empty(0, dtype=torch.uint8, device=device)
     table = torch.empty(0, len(BytePlaneField), dtype=torch.int64, device=device)
     cache = merged(batch, {"data": none, "planes": none, "table": table}, slice(0, 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.conftest import Books
+from tests.conftest import LAYOUTS, Books, synthetic_chunk, tiny_model
 from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
@@ -156,7 +155,7 @@ def calibrated(tiny: Any, rows: Any, group: str = "unit", **arguments: Any) -> P
     return calibrate.calibrate(tiny, rows, group, progress=False, **arguments)
 
 
-def test_calibrates_every_family(family: str, tiny_model: Callable[..., Any]) -> None:
+def test_calibrates_every_family(family: str) -> None:
     """Gradients, sinks, curve and a round trip, on models whose attention, positions and masks differ."""
     tiny = tiny_model(family)
     profile = calibrated(tiny, tokens_of(12, 32), "head", prefix=20)
@@ -166,7 +165,7 @@ def test_calibrates_every_family(family: str, tiny_model: Callable[..., Any]) ->
     assert profile.curve[0].kl < 1e-3 and profile.curve[0].bits_per_value < 12
 
 
-def test_the_same_arguments_give_the_same_profile(tiny_model: Callable[..., Any]) -> None:
+def test_the_same_arguments_give_the_same_profile() -> None:
     tiny, rows = tiny_model("llama"), tokens_of(12, 40)
     first = calibrated(tiny, rows)
     assert calibrated(tiny, rows).id == first.id
@@ -177,7 +176,7 @@ def test_the_same_arguments_give_the_same_profile(tiny_model: Callable[..., Any]
     assert first.group == "unit" and len(first.curve) > 0
 
 
-def test_too_few_tokens(tiny_model: Callable[..., Any], layouts: dict[str, KVLayout], make_chunk: Any) -> None:
+def test_too_few_tokens() -> None:
     # 12 values per head, 2 heads: 24 per unit, 48 per layer, 96 in all; four tokens per value.
     tiny = tiny_model("llama")
     for group, need in (("unit", 96), ("layer", 192), ("layers:2", 384), ("all", 384)):
@@ -189,15 +188,15 @@ def test_too_few_tokens(tiny_model: Callable[..., Any], layouts: dict[str, KVLay
     for count in (1, 2):
         with pytest.raises(InputError, match=r"^token_ids: must hold at least three sequences, got"):
             calibrated(tiny, tokens_of(count, 40))
-    layout = layouts["gqa"]
+    layout = LAYOUTS["gqa"]
     with pytest.raises(ProfileError, match=r"^group: .* spans 64 values and must have at least 256 cached .*, got 255"):
-        fit(layout, [make_chunk(layout, 255, start=4)])
-    assert fit(layout, [make_chunk(layout, 256, start=4)]).source == "fitted"
+        fit(layout, [synthetic_chunk(layout, 255, start=4)])
+    assert fit(layout, [synthetic_chunk(layout, 256, start=4)]).source == "fitted"
     with pytest.raises(ProfileError, match="got 0"):
         fit(layout, [])
 
 
-def test_bad_token_ids(tiny_model: Callable[..., Any]) -> None:
+def test_bad_token_ids() -> None:
     tiny = tiny_model("llama")
     good = tokens_of(4, 40)
     too_large, negative = good.clone(), good.clone()
@@ -225,27 +224,25 @@ def test_bad_token_ids(tiny_model: Callable[..., Any]) -> None:
             calibrated(tiny, good, "layer", **idle)
 
 
-def test_chunks_of_another_layout(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
-    good = make_chunk(layouts["gqa"], 300)
+def test_chunks_of_another_layout() -> None:
+    good = synthetic_chunk(LAYOUTS["gqa"], 300)
     with pytest.raises(ProfileMismatchError, match=r"^chunks\[1\]: must have the given layout"):
-        fit(layouts["gqa"], [good, make_chunk(layouts["mha"], 300)])
-    half = make_chunk(replace(layouts["gqa"], dtype="bfloat16"), 300)
-    assert fit(layouts["gqa"], [good, half]).layout.dtype == "float32"
+        fit(LAYOUTS["gqa"], [good, synthetic_chunk(LAYOUTS["mha"], 300)])
+    half = synthetic_chunk(replace(LAYOUTS["gqa"], dtype="bfloat16"), 300)
+    assert fit(LAYOUTS["gqa"], [good, half]).layout.dtype == "float32"
 
 
-def test_samples_that_are_not_finite(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
-    chunk = make_chunk(layouts["gqa"], 300)
+def test_samples_that_are_not_finite() -> None:
+    chunk = synthetic_chunk(LAYOUTS["gqa"], 300)
     chunk.values[1][5, 1, 3] = float("nan")
     with pytest.raises(CuveeError, match=r"NaN|finite"):
-        fit(layouts["gqa"], [chunk])
+        fit(LAYOUTS["gqa"], [chunk])
 
 
 @pytest.mark.parametrize(("dtype", "peak"), [("float16", 65504.0), ("bfloat16", 2.0**40)])
-def test_samples_at_the_end_of_the_range(
-    dtype: str, peak: float, layouts: dict[str, KVLayout], make_chunk: Any, tmp_path: Path
-) -> None:
-    layout = replace(layouts["gqa"], dtype=dtype)
-    chunks = [make_chunk(layout, 100, seed=seed) for seed in range(9)]
+def test_samples_at_the_end_of_the_range(dtype: str, peak: float, tmp_path: Path) -> None:
+    layout = replace(LAYOUTS["gqa"], dtype=dtype)
+    chunks = [synthetic_chunk(layout, 100, seed=seed) for seed in range(9)]
     for chunk in chunks:
         for values in chunk.values:
             values[..., 3] = peak * values[..., 3].sign()
@@ -264,9 +261,7 @@ def modes(tiny: Any) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_the_model_is_left_as_it_was(
-    failing: bool, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_left_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_model("llama").train()
     tiny.model.layers[0].eval()
     for index, parameter in enumerate(tiny.parameters()):
@@ -287,9 +282,7 @@ def test_the_model_is_left_as_it_was(
 # Kinds of text -------------------------------------------------------------------------------------------------------
 
 
-def test_large_vocabularies_are_measured_by_fewer_sequences_at_a_time(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_vocabularies_are_measured_by_fewer_sequences_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny, rows = tiny_model("llama"), tokens_of(12, 40)
     profile = calibrated(tiny, rows).with_curve([])
     together = measure(profile, tiny, rows[:4], step_indices=(-64,), progress=False).curve
@@ -331,7 +324,7 @@ def test_kinds_are_measured_one_by_one_and_together(books: Books) -> None:
         assert profile.points == profile.curve + tuple(p for points in profile.curves.values() for p in points)
 
 
-def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tmp_path: Path) -> None:
     profile = calibrated(tiny_model("llama"), {"short": tokens_of(9, 32), "long": tokens_of(8, 64, 1)})
     assert list(profile.curves) == ["short", "long", "reread"] and profile.lengths == (32, 64)
     steps = [point.step_index for point in profile.curve]
@@ -368,7 +361,7 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tiny_model: Callable[.
     assert (loaded.curve, loaded.curves, loaded.points) == (profile.curve, profile.curves, profile.points)
 
 
-def test_kinds_that_cannot_be_learned_from(tiny_model: Callable[..., Any]) -> None:
+def test_kinds_that_cannot_be_learned_from() -> None:
     tiny = tiny_model("llama")
     with pytest.raises(InputError, match=r"^token_ids: must have at least one kind of text"):
         calibrated(tiny, {})
@@ -382,9 +375,7 @@ def test_kinds_that_cannot_be_learned_from(tiny_model: Callable[..., Any]) -> No
         calibrated(tiny, {"many": tokens_of(12, 40), "short": tokens_of(12, 31)}, prefix=30)
 
 
-def test_every_kind_is_learned_from_and_held_out(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_is_learned_from_and_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[tuple[int, ...], int]] = []
     of_a_batch = sample_gradients
 
@@ -398,7 +389,7 @@ def test_every_kind_is_learned_from_and_held_out(
     assert [held_out_count(n) for n in (3, 16, 24, 256, 1000)] == [2, 2, 3, 32, 32]
 
 
-def test_one_kind_is_as_good_as_none(tiny_model: Callable[..., Any]) -> None:
+def test_one_kind_is_as_good_as_none() -> None:
     tiny, rows = tiny_model("llama"), tokens_of(9, 40)
     named, plain = calibrated(tiny, {"only": rows}), calibrated(tiny, rows)
     assert named.id == plain.id and named.curve == plain.curve
@@ -406,9 +397,7 @@ def test_one_kind_is_as_good_as_none(tiny_model: Callable[..., Any]) -> None:
     assert named.curves["only"] == tuple(replace(point, kind="only") for point in plain.curves["text"])
 
 
-def test_what_is_held_out_shares_no_text_with_what_is_learned(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_out_shares_no_text_with_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in full, nor cut elsewhere, nor where only its end was made to re-read."""
     learned: list[torch.Tensor] = []
     of_a_batch = sample_gradients
@@ -430,7 +419,7 @@ def test_what_is_held_out_shares_no_text_with_what_is_learned(
         calibrated(tiny_model("llama"), plain[:1].expand(8, -1))
 
 
-def test_a_curve_has_twelve_rows_that_reread(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
+def test_a_curve_has_twelve_rows_that_reread(monkeypatch: Any) -> None:
     measured: list[dict[str, torch.Tensor]] = []
 
     def noted(profile: Profile, model: object, kinds: dict[str, torch.Tensor], **_: Any) -> Profile:
@@ -454,7 +443,7 @@ def test_a_curve_has_twelve_rows_that_reread(tiny_model: Callable[..., Any], mon
     assert torch.equal(measured[6]["reread"], own[-2:]), "no room to repeat a tail of 20 of 20 cached tokens"
 
 
-def test_rows_that_begin_with_the_same_tokens_are_coded_once(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
+def test_rows_that_begin_with_the_same_tokens_are_coded_once(monkeypatch: Any) -> None:
     tiny, rows = tiny_model("llama"), tokens_of(9, 40)
     profile = calibrated(tiny, rows)
     again = torch.cat([rows[:2], rows[:2]])
@@ -471,7 +460,7 @@ def test_rows_that_begin_with_the_same_tokens_are_coded_once(tiny_model: Callabl
     assert set(counts) == {2} and point.kl == pytest.approx(sum(one.kl or 0 for one in apart) / 4, rel=1e-3)
 
 
-def test_logits_of_a_bfloat16_model_are_those_of_a_float32_head(tiny_model: Callable[..., Any]) -> None:
+def test_logits_of_a_bfloat16_model_are_those_of_a_float32_head() -> None:
     """A head in bfloat16 rounds logits, so the KL of a curve would not fall below the rounding."""
     tiny = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
     with torch.no_grad():
@@ -543,7 +532,7 @@ def test_the_largest_group_within_budget_and_text() -> None:
 
 @pytest.mark.parametrize(("sequences", "group"), [(6, "unit"), (4, "head"), (16, "layer")])
 def test_auto_falls_back_to_what_little_text_supports(
-    sequences: int, group: str, tiny_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    sequences: int, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     model = tiny_model("llama")
@@ -552,7 +541,7 @@ def test_auto_falls_back_to_what_little_text_supports(
     assert f"group='{group}'" in caplog.text
 
 
-def test_too_little_text_says_how_many_sequences_are_missing(tiny_model: Callable[..., Any]) -> None:
+def test_too_little_text_says_how_many_sequences_are_missing() -> None:
     model = tiny_model("llama")
     tokens = torch.randint(3, 61, (30, 10), generator=torch.Generator().manual_seed(0))
     with pytest.raises(
@@ -574,7 +563,7 @@ def test_tensor_parallel_engines_get_a_group_that_ranks_share() -> None:
     assert choose_group(unlike, 10_000, 1e9, True) == ("heads:1", "it spans all layers")
 
 
-def test_a_profile_for_tensor_parallel_engines_is_cut(tiny_model: Callable[..., Any]) -> None:
+def test_a_profile_for_tensor_parallel_engines_is_cut() -> None:
     profile = calibrated(tiny_model("llama"), tokens_of(40, 64), "auto", tensor_parallel=True)
     assert profile.group.startswith("heads:")
     parts = [profile.shard(rank, 2) for rank in range(2)]
@@ -584,7 +573,7 @@ def test_a_profile_for_tensor_parallel_engines_is_cut(tiny_model: Callable[..., 
 # Steps out of reach --------------------------------------------------------------------------------------------------
 
 
-def test_the_curve_leaves_out_steps_that_are_too_fine(tiny_model: Callable[..., Any]) -> None:
+def test_the_curve_leaves_out_steps_that_are_too_fine() -> None:
     tiny, rows = tiny_model("llama"), tokens_of(12, 40)
     usual = calibrated(tiny, rows)
     wide = [replace(usual.learned[0], scale=usual.learned[0].scale + np.int16(500)), *usual.learned[1:]]
@@ -640,9 +629,7 @@ NUDGE = 0.01
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-sliding-first"])
-def test_gradients_are_those_of_a_changed_cache(
-    name: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_those_of_a_changed_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finite differences: nudge one number of the cache, read the rest after it.
 
     A decoded cache is what it is: an error in one layer does not change what the cache holds in the layers above,
@@ -694,7 +681,7 @@ def test_gradients_are_those_of_a_changed_cache(
                 assert analytic == pytest.approx(numeric, rel=0.01), (index, which)
 
 
-def test_a_large_vocabulary_is_float32_in_slices(tiny_model: Callable[..., Any], monkeypatch: Any) -> None:
+def test_a_large_vocabulary_is_float32_in_slices(monkeypatch: Any) -> None:
     """Slices of logits, of the head and of the token table bound the memory, and change no result."""
     tiny = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
     rows, layout = tokens_of(6, 40), KVLayout.of(tiny)
@@ -729,9 +716,7 @@ def test_a_large_vocabulary_is_float32_in_slices(tiny_model: Callable[..., Any],
 
 
 @pytest.mark.parametrize("scaled", [1, 3])
-def test_targets_are_drawn_from_the_model(
-    scaled: float, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_are_drawn_from_the_model(scaled: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean code length of the targets is the entropy of the predictions."""
     tiny, rows = tiny_model("llama"), tokens_of(64, 24)
     with torch.no_grad():
@@ -812,7 +797,7 @@ def test_more_text_adds_to_means_and_covariances_alone() -> None:
 
 
 @pytest.mark.parametrize("predict_tokens", [False, True])
-def test_bases_are_learned_from_more_text(tiny_model: Callable[..., Any], predict_tokens: bool) -> None:
+def test_bases_are_learned_from_more_text(predict_tokens: bool) -> None:
     """Also without prediction from tokens. The sequences that are held out are not learned from."""
     tokens, more = tokens_of(20, 64), tokens_of(30, 80, seed=5)
     arguments: dict[str, Any] = {"predict_tokens": predict_tokens}
@@ -929,15 +914,15 @@ def with_sink(chunk: KVChunk, offset: float) -> KVChunk:
     return KVChunk(keys, values, chunk.layout, chunk.start)
 
 
-def test_sinks_have_means_of_their_own(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
-    layout = layouts["yarn"]
-    chunks = [make_chunk(layout, 150, seed, start) for seed in range(12) for start in (0, 400)]
+def test_sinks_have_means_of_their_own() -> None:
+    layout = LAYOUTS["yarn"]
+    chunks = [synthetic_chunk(layout, 150, seed, start) for seed in range(12) for start in (0, 400)]
     profile = fit(layout, [with_sink(c, 1000) for c in chunks])
     plain = fit(layout, chunks)
     assert [len(s.basis.sinks) for s in profile.learned] == [1, 1, 1]
     assert [len(s.basis.sinks) for s in plain.learned] == [0, 0, 0]
     codec, step = Codec(profile, step=0.125), 0.125
-    ordinary = make_chunk(layout, 150, 99)
+    ordinary = synthetic_chunk(layout, 150, 99)
     chunk = with_sink(ordinary, 1000)
     blob = codec.encode(chunk)
     assert len(blob) < 1.02 * len(Codec(plain, step=0.125).encode(ordinary))
@@ -958,7 +943,7 @@ def test_sinks_have_means_of_their_own(layouts: dict[str, KVLayout], make_chunk:
         for a, b in zip(part.values, back.values, strict=True):
             torch.testing.assert_close(a, b[slice(*run)], rtol=1e-5, atol=1e-4)
     # Chunks that begin later have no sink, and are coded as by the profile without.
-    later = make_chunk(layout, 150, 99, 1)
+    later = synthetic_chunk(layout, 150, 99, 1)
     back = codec.decode(codec.encode(later))
     assert float((back.values[0] - later.values[0]).abs().max()) < 10
 
@@ -966,7 +951,7 @@ def test_sinks_have_means_of_their_own(layouts: dict[str, KVLayout], make_chunk:
 # The metric ----------------------------------------------------------------------------------------------------------
 
 
-def test_sections_without_loss_are_not_coded(tiny_model: Callable[..., Any], make_chunk: Any, tmp_path: Path) -> None:
+def test_sections_without_loss_are_not_coded(tmp_path: Path) -> None:
     """A model that ignores its second layer's values should not pay for them."""
     tiny = tiny_model("llama")
     with torch.no_grad():
@@ -977,7 +962,7 @@ def test_sections_without_loss_are_not_coded(tiny_model: Callable[..., Any], mak
     assert [section.predictor is None for section in profile.learned] == [False, True]
     profile.save(tmp_path / "p")
     loaded = Profile.load(tmp_path / "p")
-    chunk = make_chunk(profile.layout, 40)
+    chunk = synthetic_chunk(profile.layout, 40)
     back = Codec(loaded, step=0.1).decode(Codec(profile, step=0.1).encode(chunk))
     assert float((back.values[0] - chunk.values[0]).abs().max()) < 100
     assert torch.equal(back.values[1], profile.learned[1].basis.mean[-24:].view(1, 2, 12).expand(40, 2, 12))

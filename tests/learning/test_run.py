@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.conftest import tiny_model
 
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
@@ -52,7 +52,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, place: str, stop: int | None) -> li
 
 
 @pytest.fixture
-def tiny(tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("cuvee.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))
     monkeypatch.setattr("cuvee.learning.token_model.TOKENS_PER_FEATURE", 8)
     for name in ("LEAST_PAUSE", "WRITING"):  # every batch is kept
@@ -135,7 +135,7 @@ def test_what_an_interrupted_run_says_that_it_goes_on_from(
     assert Run(shown=False, keep=tmp_path / "kept").kept() == ""
 
 
-def test_a_key_is_of_the_texts_the_options_and_the_model(tiny_model: Callable[..., Any]) -> None:
+def test_a_key_is_of_the_texts_the_options_and_the_model() -> None:
     tiny, text = tiny_model("llama"), rows(2, 0)
     other, slow = copy.deepcopy(tiny).to(torch.bfloat16), copy.deepcopy(tiny)
     slow.model.rotary_emb.inv_freq /= 2  # in no weights

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from tests.conftest import LAYOUTS, synthetic_chunk
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
@@ -30,8 +31,8 @@ def scalars(keys: list[float], values: list[float]) -> KVChunk:
     return KVChunk([torch.tensor(keys)[:, None, None]], [torch.tensor(values)[:, None, None]], SCALAR)
 
 
-def caches(make_chunk: Make, layout: KVLayout, tokens: int = 100) -> list[KVChunk]:
-    return [make_chunk(layout, tokens, seed, 7 * seed) for seed in range(4)]
+def caches(layout: KVLayout, tokens: int = 100) -> list[KVChunk]:
+    return [synthetic_chunk(layout, tokens, seed, 7 * seed) for seed in range(4)]
 
 
 def free(chunk: KVChunk) -> torch.Tensor:
@@ -51,7 +52,7 @@ def same(a: KVChunk, b: KVChunk, tolerance: float) -> bool:
 # Groups and maps ---------------------------------------------------------------------------------------------------
 
 
-def test_groups_of_an_irregular_layout(layouts: dict[str, KVLayout]) -> None:
+def test_groups_of_an_irregular_layout() -> None:
     # Layers of 2 x (12, 20), 1 x (30, 7) and 3 x (5, 9) values: units begin at 0, 24, 64, 94, 101, 116 and end at 143.
     spans = {
         "head": [12, 12, 20, 20, 30, 7, 5, 5, 5, 9, 9, 9],
@@ -61,21 +62,19 @@ def test_groups_of_an_irregular_layout(layouts: dict[str, KVLayout]) -> None:
     }
     for group, sizes in spans.items():
         expected = [list(range(a, b)) for a, b in pairwise(np.cumsum([0, *sizes]))]
-        assert [columns.tolist() for columns in pca_columns(layouts["irregular"], group)] == expected
-    first, *_ = pca_columns(layouts["gqa"], "heads:2")  # head 0 of the keys and values of two layers
+        assert [columns.tolist() for columns in pca_columns(LAYOUTS["irregular"], group)] == expected
+    first, *_ = pca_columns(LAYOUTS["gqa"], "heads:2")  # head 0 of the keys and values of two layers
     assert first.tolist() == [*range(16), *range(32, 48), *range(64, 80), *range(96, 112)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_maps_are_orthonormal_and_invertible(
-    layouts: dict[str, KVLayout], make_chunk: Make, name: str, group: str
-) -> None:
-    layout = layouts[name]
-    basis = PcaTransform.fit(layout, caches(make_chunk, layout), group).basis
+def test_maps_are_orthonormal_and_invertible(name: str, group: str) -> None:
+    layout = LAYOUTS[name]
+    basis = PcaTransform.fit(layout, caches(layout), group).basis
     for matrix in basis.matrices:
         assert torch.allclose(matrix @ matrix.T, torch.eye(len(matrix)), atol=1e-5)
-    chunk = make_chunk(layout, 33, seed=9, start=40)
+    chunk = synthetic_chunk(layout, 33, seed=9, start=40)
     y = basis.analyze(chunk)
     assert same(basis.synthesize(y, chunk.start, chunk.device), chunk, 1e-4)
     noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
@@ -84,11 +83,9 @@ def test_maps_are_orthonormal_and_invertible(
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_components_are_uncorrelated_and_in_order_within_their_group(
-    layouts: dict[str, KVLayout], make_chunk: Make, group: str
-) -> None:
-    layout = layouts["gqa"]
-    transform = PcaTransform.fit(layout, caches(make_chunk, layout), group)
+def test_components_are_uncorrelated_and_in_order_within_their_group(group: str) -> None:
+    layout = LAYOUTS["gqa"]
+    transform = PcaTransform.fit(layout, caches(layout), group)
     y = transform.coefficients.double()
     assert torch.allclose(y.mean(0), torch.zeros(y.shape[1], dtype=y.dtype), atol=1e-3)
     assert float(y.square().mean()) == pytest.approx(1, rel=1e-3)  # in units of the root mean variance
@@ -100,21 +97,19 @@ def test_components_are_uncorrelated_and_in_order_within_their_group(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_position_changes_no_coefficient(layouts: dict[str, KVLayout], make_chunk: Make, name: str) -> None:
-    layout = layouts[name]
-    transform = PcaTransform.fit(layout, caches(make_chunk, layout), "all")
-    here, there = (make_chunk(layout, 20, seed=5, start=start) for start in (0, 1000))
+def test_position_changes_no_coefficient(name: str) -> None:
+    layout = LAYOUTS[name]
+    transform = PcaTransform.fit(layout, caches(layout), "all")
+    here, there = (synthetic_chunk(layout, 20, seed=5, start=start) for start in (0, 1000))
     assert torch.allclose(transform.basis.analyze(here), transform.basis.analyze(there), atol=2e-3)
     # Float noise of the rotation may push a coefficient over the edge of a level, but only rarely.
     bits = [transform.method(0.3).encode(chunk)[1] for chunk in (here, there)]
     assert bits[0] == pytest.approx(bits[1], rel=1e-2)
 
 
-def test_calibration_tokens_are_kept_evenly(
-    layouts: dict[str, KVLayout], make_chunk: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = layouts["gqa"]
-    chunks = [make_chunk(layout, tokens, tokens, 3) for tokens in (200, 1, 2, 61)]
+def test_calibration_tokens_are_kept_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LAYOUTS["gqa"]
+    chunks = [synthetic_chunk(layout, tokens, tokens, 3) for tokens in (200, 1, 2, 61)]
     every = PcaTransform.fit(layout, chunks, "layer").coefficients
     assert len(every) == 264
     monkeypatch.setattr(pca, "KEPT_VALUES", 60 * layout.values_per_token)
@@ -158,10 +153,10 @@ def test_levels_come_back_at_their_centroid() -> None:
 
 
 @pytest.mark.parametrize("step", [0.1, 0.6])
-def test_errors_are_bounded_by_the_step(layouts: dict[str, KVLayout], make_chunk: Make, step: float) -> None:
-    layout = layouts["gqa"]
-    transform = PcaTransform.fit(layout, caches(make_chunk, layout), "layer")
-    method, chunk = transform.method(step), make_chunk(layout, 50, seed=8, start=9)
+def test_errors_are_bounded_by_the_step(step: float) -> None:
+    layout = LAYOUTS["gqa"]
+    transform = PcaTransform.fit(layout, caches(layout), "layer")
+    method, chunk = transform.method(step), synthetic_chunk(layout, 50, seed=8, start=9)
     chunk.keys[0][3] = 1000.0  # far beyond anything that calibration saw
     back = method.decode(method.encode(chunk)[0])
     assert (back.start, back.tokens, back.layout) == (chunk.start, chunk.tokens, chunk.layout)
@@ -191,8 +186,8 @@ def test_tables_reach_the_entropy_of_their_source() -> None:
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, 0.0009, math.nan, math.inf])
-def test_a_step_must_be_finite_and_not_too_small(layouts: dict[str, KVLayout], make_chunk: Make, step: float) -> None:
-    transform = PcaTransform.fit(layouts["mqa"], caches(make_chunk, layouts["mqa"]), "head")
+def test_a_step_must_be_finite_and_not_too_small(step: float) -> None:
+    transform = PcaTransform.fit(LAYOUTS["mqa"], caches(LAYOUTS["mqa"]), "head")
     with pytest.raises(InputError, match=r"^step: must be finite and at least 0.0009765625"):
         transform.method(step)
 
@@ -200,9 +195,9 @@ def test_a_step_must_be_finite_and_not_too_small(layouts: dict[str, KVLayout], m
 # What it says and refuses -------------------------------------------------------------------------------------------
 
 
-def test_methods_say_what_they_are(layouts: dict[str, KVLayout], make_chunk: Make) -> None:
-    layout = layouts["gqa"]
-    chunks = caches(make_chunk, layout)
+def test_methods_say_what_they_are() -> None:
+    layout = LAYOUTS["gqa"]
+    chunks = caches(layout)
     method, again, elsewhere = (
         PcaTransform.fit(layout, own, "layer").method(0.1) for own in (chunks, chunks, chunks[1:])
     )
@@ -216,9 +211,9 @@ def test_methods_say_what_they_are(layouts: dict[str, KVLayout], make_chunk: Mak
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_narrow_caches_come_back_in_their_dtype(layouts: dict[str, KVLayout], make_chunk: Make, name: str) -> None:
-    layout = layouts[name]
-    chunks, chunk = caches(make_chunk, layout), make_chunk(layout, 30, seed=6)
+def test_narrow_caches_come_back_in_their_dtype(name: str) -> None:
+    layout = LAYOUTS[name]
+    chunks, chunk = caches(layout), synthetic_chunk(layout, 30, seed=6)
     method = PcaTransform.fit(layout, chunks, "all").method(0.02)
     back = method.decode(method.encode(chunk)[0])
     assert back.keys[0].dtype == layout.torch_dtype and back.values[0].dtype == layout.torch_dtype
@@ -226,11 +221,11 @@ def test_narrow_caches_come_back_in_their_dtype(layouts: dict[str, KVLayout], ma
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nan_is_refused(layouts: dict[str, KVLayout], make_chunk: Make, bad: float) -> None:
-    layout = layouts["gqa"]
-    chunks = caches(make_chunk, layout)
+def test_nan_is_refused(bad: float) -> None:
+    layout = LAYOUTS["gqa"]
+    chunks = caches(layout)
     method = PcaTransform.fit(layout, chunks, "layer").method(0.3)
-    broken = make_chunk(layout, 20)
+    broken = synthetic_chunk(layout, 20)
     broken.values[1][3, 0, 2] = bad
     with pytest.raises(InputError, match=r"^chunk: holds NaN or infinite values"):
         method.encode(broken)
@@ -238,32 +233,32 @@ def test_nan_is_refused(layouts: dict[str, KVLayout], make_chunk: Make, bad: flo
         PcaTransform.fit(layout, [*chunks, broken], "head")
 
 
-def test_levels_beyond_integers_are_refused(layouts: dict[str, KVLayout], make_chunk: Make) -> None:
-    layout = layouts["gqa"]
-    method = PcaTransform.fit(layout, caches(make_chunk, layout), "all").method(0.01)
-    chunk = make_chunk(layout, 20)
+def test_levels_beyond_integers_are_refused() -> None:
+    layout = LAYOUTS["gqa"]
+    method = PcaTransform.fit(layout, caches(layout), "all").method(0.01)
+    chunk = synthetic_chunk(layout, 20)
     chunk.values[1][3] = 1e38
     with pytest.raises(InputError, match=r"^chunk: holds values of 2\*\*31 steps"):
         method.encode(chunk)
 
 
-def test_another_layout_is_refused(layouts: dict[str, KVLayout], make_chunk: Make) -> None:
-    layout = layouts["gqa"]
-    chunks = caches(make_chunk, layout)
-    narrow = make_chunk(replace(layout, dtype="bfloat16"), 20)
+def test_another_layout_is_refused() -> None:
+    layout = LAYOUTS["gqa"]
+    chunks = caches(layout)
+    narrow = synthetic_chunk(replace(layout, dtype="bfloat16"), 20)
     with pytest.raises(InputError, match=r"^chunk: has another layout"):
         PcaTransform.fit(layout, chunks, "head").method(0.3).encode(narrow)
     with pytest.raises(InputError, match=r"^chunks: one has another layout"):
         PcaTransform.fit(layout, [*chunks, narrow], "head")
 
 
-def test_too_few_tokens_are_refused(layouts: dict[str, KVLayout], make_chunk: Make) -> None:
-    layout = layouts["gqa"]  # 64 values in a layer, 16 in a head
-    chunks = [make_chunk(layout, 100, 0), make_chunk(layout, 27, 1)]
+def test_too_few_tokens_are_refused() -> None:
+    layout = LAYOUTS["gqa"]  # 64 values in a layer, 16 in a head
+    chunks = [synthetic_chunk(layout, 100, 0), synthetic_chunk(layout, 27, 1)]
     with pytest.raises(InputError, match=r"^chunks: hold 127 tokens, and a basis of 64 values needs 128: .* narrower"):
         PcaTransform.fit(layout, chunks, "layer")
     PcaTransform.fit(layout, chunks, "head")
-    PcaTransform.fit(layout, [*chunks, make_chunk(layout, 1)], "layer")
+    PcaTransform.fit(layout, [*chunks, synthetic_chunk(layout, 1)], "layer")
     with pytest.raises(InputError, match=r"^chunks: hold 0 tokens"):
         PcaTransform.fit(layout, [], "head")
 
@@ -279,9 +274,9 @@ def test_a_group_too_wide_is_refused_and_left_out_of_reports() -> None:
     assert list(dict.fromkeys(one.family for one in found)) == ["pca/layers:2", "pca/layer"]
 
 
-def test_all_arithmetic_stays_on_the_device_of_the_chunks(layouts: dict[str, KVLayout], make_chunk: Make) -> None:
-    layout = layouts["gqa"]
-    chunks = caches(make_chunk, layout)
+def test_all_arithmetic_stays_on_the_device_of_the_chunks() -> None:
+    layout = LAYOUTS["gqa"]
+    chunks = caches(layout)
     with torch.device("meta"):  # what is created without a device would end up there, apart from the chunks
         method = PcaTransform.fit(layout, chunks, "all").method(0.3)
         stored, bits = method.encode(chunks[0])

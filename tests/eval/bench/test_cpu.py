@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tests.conftest import fitted_profile
 
 import cuvee
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
@@ -121,12 +122,10 @@ def test_rounds_go_forwards_and_backwards(monkeypatch: pytest.MonkeyPatch) -> No
     assert {name: len(runs) for name, runs in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-def test_caches_of_models_and_their_profiles(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, books: Any, fitted: Any
-) -> None:
+def test_caches_of_models_and_their_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, books: Any) -> None:
     monkeypatch.setattr(cpu, "load_model", lambda *_: books.model)
     books.profile.save(tmp_path / "mine.safetensors")
-    fitted("gqa", "layer").save(tmp_path / "other.safetensors")
+    fitted_profile("gqa", "layer").save(tmp_path / "other.safetensors")
     found = cpu.real_cache("books-3m", tmp_path / "mine.safetensors")
     assert found.profile.id == books.profile.id and (found.chunk.tokens, found.chunk.start) == (256, cpu.SKIPPED)
     with pytest.raises(ProfileMismatchError):

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tests.conftest import Books
+from tests.conftest import Books, fitted_profile
 from tests.eval.report.world import run_report
 from tests.package.cli.running import run
 
@@ -281,9 +280,9 @@ def test_without_a_profile_the_command_that_learns_one_is_named(tmp_path: Path, 
         run_report(replace(CONFIG, model="some/model", methods=methods), tmp_path / "run")
 
 
-def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any, fitted: Callable[..., Profile]) -> None:
+def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any) -> None:
     config = replace(CONFIG, profiles=(str(tmp_path / "other"),))
-    fitted("gqa", "layer").save(tmp_path / "other")
+    fitted_profile("gqa", "layer").save(tmp_path / "other")
     with pytest.raises(ProfileMismatchError, match="the profile is for synthetic"):
         run_report(config, tmp_path / "run")
     profile = books.profile

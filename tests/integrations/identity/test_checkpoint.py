@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.conftest import tiny_model
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
@@ -33,7 +34,7 @@ from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_model: Callable[..., Any]) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A tiny Llama with a tokenizer."""
     path = tmp_path / "model"
     tiny_model("llama").save_pretrained(path)
@@ -175,7 +176,7 @@ def test_other_files_that_decide_the_cache_count(folder: Path, name: str) -> Non
     assert len(names) == 3
 
 
-def test_sharded_checkpoints(tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
+def test_sharded_checkpoints(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     shards = sorted(tmp_path.glob("*.safetensors"))
@@ -208,7 +209,7 @@ def test_every_bit_of_a_large_file_counts(tmp_path: Path, tensors: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_one_row_of_any_matrix_counts(family: str, tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
+def test_one_row_of_any_matrix_counts(family: str, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     names, tensors = {checkpoint_identity(tmp_path)}, load_file(file)
@@ -356,7 +357,7 @@ def cached(tmp_path: Path, folder: Path, revision: str = "main") -> str:
     return "org/name"
 
 
-def test_a_hub_id_is_looked_up_in_the_local_cache(folder: Path, tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
+def test_a_hub_id_is_looked_up_in_the_local_cache(folder: Path, tmp_path: Path) -> None:
     hub_id = cached(tmp_path, folder)
     assert checkpoint_identity(hub_id) == checkpoint_identity(folder)
     assert tokenizer_identity(hub_id) == tokenizer_identity(folder)
@@ -408,9 +409,7 @@ def profile_of(model: Any, folder: Path) -> Profile:
     return profile
 
 
-def test_a_profile_is_of_every_family_of_checkpoints(
-    family: str, tmp_path: Path, tiny_model: Callable[..., Any]
-) -> None:
+def test_a_profile_is_of_every_family_of_checkpoints(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
     verdict = check_profile(profile_of(model, tmp_path), tmp_path)
@@ -425,9 +424,7 @@ def test_a_profile_is_of_every_family_of_checkpoints(
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_whatever_dtype_was_stored_and_calibrated(
-    family: str, stored: torch.dtype, tied: bool, tmp_path: Path, tiny_model: Callable[..., Any]
-) -> None:
+def test_whatever_dtype_was_stored_and_calibrated(family: str, stored: torch.dtype, tied: bool, tmp_path: Path) -> None:
     tiny_model(family, stored, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     for used in (torch.float32, torch.bfloat16, torch.float16):
@@ -440,7 +437,7 @@ def test_whatever_dtype_was_stored_and_calibrated(
         assert check_profile(profile_of(model, tmp_path), tmp_path) == "mismatch"
 
 
-def test_a_checkpoint_of_the_bare_model(tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
+def test_a_checkpoint_of_the_bare_model(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -483,9 +480,7 @@ def rename_tensor(folder: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_said_is_not_said(
-    folder: Path, change: Callable[[Path], Any], reason: str, tiny_model: Callable[..., Any]
-) -> None:
+def test_what_cannot_be_said_is_not_said(folder: Path, change: Callable[[Path], Any], reason: str) -> None:
     profile = profile_of(tiny_model("llama"), folder)
     assert check_profile(profile, folder) == "match"
     (folder / "evil.py").write_text("raise SystemExit('the code of a checkpoint was run')")
@@ -510,9 +505,7 @@ def test_a_tensor_shorter_than_its_shape_is_damage(folder: Path) -> None:
         check_profile(profile, folder)
 
 
-def test_memory_for_the_check_is_bounded(
-    tmp_path: Path, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_the_check_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(weight_fingerprints_module, "_READ", 64)
     read = watch_reads(monkeypatch)
@@ -524,7 +517,7 @@ def test_memory_for_the_check_is_bounded(
 # The fingerprint -----------------------------------------------------------------------------------------------------
 
 
-def test_every_value_of_every_parameter_counts(tiny_model: Callable[..., Any]) -> None:
+def test_every_value_of_every_parameter_counts() -> None:
     model = tiny_model("llama")
     found = {model_fingerprint(model)}
     count = 1
@@ -539,7 +532,7 @@ def test_every_value_of_every_parameter_counts(tiny_model: Callable[..., Any]) -
     assert len(found) == count and model_fingerprint(model) in found
 
 
-def test_buffers_that_are_stored_count(tiny_model: Callable[..., Any]) -> None:
+def test_buffers_that_are_stored_count() -> None:
     model = tiny_model("llama")
     found = {model_fingerprint(model)}
     for value in (1, 2**40, 2**40 + 1):
@@ -549,9 +542,7 @@ def test_buffers_that_are_stored_count(tiny_model: Callable[..., Any]) -> None:
     assert len(found) == 4 and model_fingerprint(model) in found
 
 
-def test_a_fingerprint_of_samples_is_neither_right_nor_wrong(
-    folder: Path, tiny_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fingerprint_of_samples_is_neither_right_nor_wrong(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Those of cuvee before 0.4."""
     model = tiny_model("llama")
     profile = profile_of(model, folder)
@@ -563,9 +554,7 @@ def test_a_fingerprint_of_samples_is_neither_right_nor_wrong(
     assert are_others(PREFIX + "ab" * 16, model) and not are_others(None, model)
 
 
-def test_what_a_checkpoint_can_be_is_computed_once(
-    tmp_path: Path, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_checkpoint_can_be_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUVEE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(file_digests, "_SETTLED", 0)
     path = tmp_path / "model"
@@ -602,7 +591,7 @@ def compile_layers(model: Any) -> Any:
         compile_layers,
     ],
 )
-def test_a_wrapper_does_not_change_the_model(wrap: Callable[[Any], Any], tiny_model: Callable[..., Any]) -> None:
+def test_a_wrapper_does_not_change_the_model(wrap: Callable[[Any], Any]) -> None:
     model = tiny_model("llama")
     before = model_fingerprint(model)
     wrapped = wrap(model)
@@ -612,7 +601,7 @@ def test_a_wrapper_does_not_change_the_model(wrap: Callable[[Any], Any], tiny_mo
     assert model_fingerprint(wrapped) == before
 
 
-def test_an_adapter_that_is_not_merged_is_part_of_the_model(tiny_model: Callable[..., Any]) -> None:
+def test_an_adapter_that_is_not_merged_is_part_of_the_model() -> None:
     """Of each of these models the cache is another one, and so must the fingerprint be."""
     peft = pytest.importorskip("peft")
 

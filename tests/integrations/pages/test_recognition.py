@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.conftest import fitted_profile, synthetic_chunk
 from tests.recognizing import LIMIT, TOKENS, cached, ids_of, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
@@ -78,12 +77,10 @@ def test_16_bits_are_enough(dtype: torch.dtype, recognizer: Recognizer) -> None:
 
 @pytest.mark.parametrize("name", ["gqa", "mqa", "partial", "interleaved", "yarn", "irregular", "bfloat16"])
 @pytest.mark.parametrize("group", ["layer", "head", "layers:3"])
-def test_positions_are_recognized_without_a_token_table(
-    name: str, group: str, fitted: Callable[[str, str], Profile], make_chunk: Callable[..., KVChunk]
-) -> None:
-    profile = fitted(name, group)
+def test_positions_are_recognized_without_a_token_table(name: str, group: str) -> None:
+    profile = fitted_profile(name, group)
     for start in (0, 32, 480):
-        cache = PagedCache.of_chunk(make_chunk(profile.layout, 200, 1, start))
+        cache = PagedCache.of_chunk(synthetic_chunk(profile.layout, 200, 1, start))
         found = Recognizer(profile).recognize(cache, slots(200), multiple_of=16)
         assert found == recognition.Recognized(start, None)
 
@@ -91,13 +88,11 @@ def test_positions_are_recognized_without_a_token_table(
 # What is not ---------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_rotation_tells_no_positions(
-    fitted: Callable[[str, str], Profile], make_chunk: Callable[..., KVChunk], profile: Profile
-) -> None:
+def test_a_model_without_rotation_tells_no_positions(profile: Profile) -> None:
     assert tells_positions(profile)
-    profile = fitted("no-rope", "layer")
+    profile = fitted_profile("no-rope", "layer")
     assert not tells_positions(profile)
-    found = Recognizer(profile).recognize(PagedCache.of_chunk(make_chunk(profile.layout, 50)), slots(50))
+    found = Recognizer(profile).recognize(PagedCache.of_chunk(synthetic_chunk(profile.layout, 50)), slots(50))
     assert found == recognition.Recognized(None, None)
 
 

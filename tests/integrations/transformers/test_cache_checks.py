@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import Books
+from tests.conftest import Books, tiny_model
 from transformers import DynamicCache
 
 import cuvee
@@ -99,7 +99,7 @@ def test_right_caches_pass(codec: cuvee.Codec, books: Books) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3-sliding-first", "gpt2"])
-def test_right_caches_of_other_models_pass(family: str, tiny_model: Callable[..., Any]) -> None:
+def test_right_caches_of_other_models_pass(family: str) -> None:
     model = tiny_model(family)
     rows = torch.randint(1, 61, (60, 40), generator=torch.Generator().manual_seed(0))
     profile = cuvee.calibrate(model, rows, "layer", progress=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.conftest import fitted_to
+from tests.conftest import fitted_to, tiny_config, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from cuvee.codec.backends import PendingDecode
@@ -45,7 +45,7 @@ def lossless_codec(layout: KVLayout) -> Codec:
 
 
 @pytest.fixture
-def model(tiny_model: Callable[..., Any]) -> Any:
+def model() -> Any:
     return tiny_model("llama")
 
 
@@ -99,12 +99,7 @@ def same(left: Any, right: Any) -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_generation_continues_identically(
-    name: str,
-    rows: int,
-    dtype: torch.dtype,
-    tiny_model: Callable[..., Any],
-) -> None:
+def test_generation_continues_identically(name: str, rows: int, dtype: torch.dtype) -> None:
     model = tiny_model(name, dtype=dtype)
     codec = lossless_codec(KVLayout.from_config(model.config, dtype=dtype))
     ids = prompt(rows)
@@ -118,7 +113,7 @@ def test_generation_continues_identically(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_left_padded_batch(name: str, tiny_model: Callable[..., Any]) -> None:
+def test_left_padded_batch(name: str) -> None:
     model = tiny_model(name)
     codec = lossless_codec(KVLayout.from_config(model.config, dtype="float32"))
     ids, mask = prompt(3), torch.ones(3, TOKENS, dtype=torch.int64)
@@ -251,7 +246,7 @@ def test_device_is_the_one_asked_for(model: Any, layout: KVLayout) -> None:
         assert decoded.layers[0].keys.device.type == expected
 
 
-def test_a_static_window_that_dropped_tokens_is_refused(tiny_model: Callable[..., Any]) -> None:
+def test_a_static_window_that_dropped_tokens_is_refused() -> None:
     model = tiny_model("gemma3-full-first")
     codec = lossless_codec(KVLayout.from_config(model.config, dtype="float32"))
     with pytest.raises(UnsupportedModelError, match=r"layer 1 .*holds [78] of 21; prefill .*DynamicCache\(\)"):
@@ -292,7 +287,7 @@ def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
         encode_cache(codec, full)
 
 
-def test_another_models_cache_is_refused(model: Any, layout: KVLayout, tiny_model: Callable[..., Any]) -> None:
+def test_another_models_cache_is_refused(model: Any, layout: KVLayout) -> None:
     codec = lossless_codec(layout)
     with pytest.raises(InputError, match=r"^keys: must have the"):
         encode_cache(codec, prefill(tiny_model("llama", num_hidden_layers=3), prompt(1)))
@@ -474,7 +469,7 @@ def test_one_blob_is_not_a_list(model: Any, layout: KVLayout) -> None:
         decode_cache(lossless_codec(layout), b"0", model.config)  # type: ignore[arg-type]
 
 
-def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Callable[..., Any]) -> None:
+def test_config_of_another_model(model: Any, layout: KVLayout) -> None:
     codec = lossless_codec(layout)
     blobs = encode_cache(codec, prefill(model, prompt(1)))
     with pytest.raises(
@@ -489,7 +484,7 @@ def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Call
         decode_cache(codec, blobs, tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 2e4}))
 
 
-def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[..., Any], model: Any) -> None:
+def test_layout_made_by_hand_needs_no_supported_config(model: Any) -> None:
     config = tiny_config("llama", hidden_act="none that transformers knows")
     with pytest.raises(UnsupportedModelError, match="must be able to build"):
         KVLayout.from_config(config, "float32")
@@ -672,9 +667,7 @@ def test_a_cache_that_does_not_fit_is_our_error(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_cache_goes_on_identically(
-    name: str, dtype: torch.dtype, tiny_model: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_saved_cache_goes_on_identically(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, ids = tiny_model(name, dtype=dtype), prompt(1)
     save_cache(prefill(model, ids[:, :-1]), tmp_path / "cache.safetensors")
     for of in (model, model.config):
@@ -703,7 +696,7 @@ def test_a_row_of_a_padded_batch_is_saved_without_its_padding(model: Any, layout
     assert load_cache(path, model).get_seq_length() == TOKENS - 5
 
 
-def test_files_that_hold_no_cache_of_the_model(model: Any, tiny_config: Callable[..., Any], tmp_path: Path) -> None:
+def test_files_that_hold_no_cache_of_the_model(model: Any, tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     with pytest.raises(FileNotFoundError, match="no such cache file"):
         load_cache(path, model)
@@ -765,6 +758,6 @@ def test_a_cache_without_values_is_refused(model: Any, layout: KVLayout) -> None
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
-def test_a_device_that_is_not_there_is_named(device: str, tiny_config: Any) -> None:
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
     with pytest.raises(InputError, match=f"device: must be a device that torch can use here, got '{device}'"):
         decode_cache(Codec.without_profile(tiny_config("llama")), [b""], tiny_config("llama"), device=device)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.conftest import tiny_model
 from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
@@ -42,12 +42,12 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.fixture(params=WINDOWS)
-def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Any]) -> Any:
+def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
 
 
 @pytest.fixture
-def gemma(tiny_model: Callable[..., Any]) -> Any:
+def gemma() -> Any:
     return tiny_model("gemma3-sliding-first")
 
 
@@ -146,7 +146,7 @@ def test_a_learned_profile_codes_what_the_windows_hold(model: Any) -> None:
     assert 0 < errors[0] < errors[1] / 4
 
 
-def test_bases_over_windows_and_full_layers_cannot_code_a_part(gemma: Any, tiny_model: Callable[..., Any]) -> None:
+def test_bases_over_windows_and_full_layers_cannot_code_a_part(gemma: Any) -> None:
     with pytest.raises(ProfileError, match=r"^group: must be 'layer', .* got 'all', whose bases mix them with others"):
         encode_cache(Codec(fitted(gemma, "all"), step=0.1), prefilled(gemma, prompt()))
     assert choose_group(KVLayout.of(gemma), 1 << 30, 1e9)[0] == "layer"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.conftest import synthetic_chunk
 from tests.package.cli.running import Files, fails, run, save_cache
 from tests.predicting import VOCABULARY, predicting
 
@@ -54,14 +54,12 @@ def test_lossless_comes_back_bit_for_bit(files: Files) -> None:
     assert start_of(back) == str(START)
 
 
-def test_lossless_needs_no_profile_but_the_config(
-    tmp_path: Path, make_chunk: Callable[..., KVChunk], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lossless_needs_no_profile_but_the_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = json.loads((bundled_model_path() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     from transformers import AutoConfig
 
-    chunk = make_chunk(KVLayout.from_config(AutoConfig.from_pretrained(tmp_path), dtype="float16"), 9)
+    chunk = synthetic_chunk(KVLayout.from_config(AutoConfig.from_pretrained(tmp_path), dtype="float16"), 9)
     cache = save_cache(chunk, tmp_path / "c")
     for where in (tmp_path, tmp_path / "config.json"):
         blobs = tmp_path / f"blobs of {where.name}"

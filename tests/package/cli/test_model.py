@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import tiny_config
 from tests.package.cli.running import fails, run
 from transformers import MambaConfig
 
@@ -20,7 +21,7 @@ def test_model_path_prints_what_engines_take() -> None:
     fails("model", "path", "./none", match="./none: no such model folder")
 
 
-def test_model_check_shows_the_layers(tmp_path: Path, tiny_config: Any) -> None:
+def test_model_check_shows_the_layers(tmp_path: Path) -> None:
     tiny_config("gemma3-sliding-first", dtype="bfloat16").save_pretrained(tmp_path / "windows")
     data = json.loads(run("model", "check", tmp_path / "windows", "--json").stdout)
     assert (
