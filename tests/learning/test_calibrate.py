@@ -488,7 +488,7 @@ class EightBits(torch.nn.Linear):
         return torch.nn.functional.linear(x, self.weight.to(x.dtype) / 64)
 
 
-def test_a_quantized_head_computes_its_own_logits(tiny_model: Callable[..., Any]) -> None:
+def test_a_quantized_head_computes_its_own_logits() -> None:
     tiny = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
     old = tiny.get_output_embeddings()
     head = EightBits(old.in_features, old.out_features, bias=False)
