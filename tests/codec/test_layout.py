@@ -308,8 +308,9 @@ def test_chunk_slices_join_again() -> None:
 
 def _llama3(exact: np.ndarray, factor: float) -> np.ndarray:
     """Frequencies as Llama 3.1 scales them: low ones divided, some between mixed."""
-    mixed = np.clip((8192 * exact / (2 * np.pi) - 1) / 3, 0, 1)
-    return (1 - mixed) * exact / factor + mixed * exact
+    mixed: np.ndarray = np.clip((8192 * exact / (2 * np.pi) - 1) / 3, 0, 1)
+    scaled: np.ndarray = (1 - mixed) * exact / factor + mixed * exact
+    return scaled
 
 
 @pytest.mark.parametrize(
