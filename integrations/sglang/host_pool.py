@@ -103,10 +103,11 @@ class OpaquePool:
                 f"host pool {name}: must be one that SGLang copies page by page, got {pool.layout} ({error}): use "
                 "--hicache-mem-layout page_first_direct"
             ) from error
+        self._dtype, self._size = blank.dtype, blank.numel()
         self.rank = 0 if config.is_mla_model and name != "mamba" else config.tp_rank
         self.description = repr(
             (
-                name, type(pool).__name__, str(blank.dtype), blank.numel(), self.page_tokens,
+                name, type(pool).__name__, str(self._dtype), self._size, self.page_tokens,
                 [(each, str(getattr(pool, each, None))) for each in _GEOMETRY],
                 config.tp_size, config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size,
                 config.dcp_rank, config.dcp_size,
@@ -119,14 +120,13 @@ class OpaquePool:
         return [self._page(self._pool.get_data_page(at, flat=True)) for at in self._first(indices)]
 
     def blank(self, count: int) -> list[OpaquePage]:
-        """Return memory of pages, for `write`."""
-        return [self._page(self._pool.get_dummy_flat_data_page()) for _ in range(count)]
+        """Return memory of pages, for `write`; SGLang's own would be pinned, each page for one copy."""
+        return [self._page(torch.empty(self._size, dtype=self._dtype)) for _ in range(count)]
 
     def write(self, pages: Sequence[OpaquePage], indices: torch.Tensor) -> None:
         """Write pages to the pool."""
-        dtype = self._pool.get_dummy_flat_data_page().dtype
         for page, at in zip(pages, self._first(indices), strict=False):
-            self._pool.set_from_flat_data_page(at, page.regions[0].view(dtype))
+            self._pool.set_from_flat_data_page(at, page.regions[0].view(self._dtype))
 
     def _first(self, indices: torch.Tensor) -> list[int]:
         return [int(at) for at in indices[:: self.page_tokens]]

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "matrix.md"
 ENGINES = {
     "vllm/": "vLLM, connector",
     "vllm_tier/": "vLLM, tier",
-    "sglang/test_hicache.py": "SGLang, HiCache",
+    "sglang/": "SGLang, HiCache",
     "lmcache/": "LMCache",
 }
 PLAIN = {
@@ -31,7 +31,8 @@ PLAIN = {
 }
 WHERE = ("engine", "classes", "refused")  # the best first
 SHOWN = {"drafts": "drafts by {}", "cache": "cache in {}", "runner": "runner {}"}  # of what differs from the plain case
-_RUNS = ("run_engines(", "Server.started(", "faults.run_group(")  # what a file that starts engines calls
+# What a file that starts engines calls.
+_RUNS = ("run_engines(", "Server.started(", "Engines.started(", "faults.run_group(")
 
 _HEAD = """# What engines serve
 
@@ -46,6 +47,11 @@ with the streams and events that order it, by threads that move bytes in host me
 (`tests/integrations/vllm_tier/cpu_copies.py`). In LMCache's, nothing is replaced: its connector runs in vLLM's CPU
 engine, its server in a process of its own (`--supported-transfer-mode engine_driven`). The server's copies from a GPU
 have not run.
+
+In SGLang's its `Engine` runs as it is, with its torch-native backends. Replaced are the kernels that copy between a
+device and host memory, by copies in torch, and the pinning of that memory; latents are computed in their absorbed form,
+the only one that those backends have; processes are forked, not spawned (`tests/integrations/sglang/cpu_engine.py`).
+Windows and states, which those backends lack, have not run.
 """
 
 

@@ -376,7 +376,7 @@ def test_the_lists_name_variables_that_there_are(vllm: Any) -> None:
         ("SGLANG_OF_A_LATER_VERSION", _SECRET, True), ("SGLANG_LOG_MS", "1", False), ("SGLANG_PORT", "1", False),
         ("SGLANG_MAMBA_SSM_DTYPE", "bfloat16", True), ("AITER_FORCE_A8W4", "1", True),
         ("FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "1", True), ("FLASHINFER_NVFP4_4OVER6", "0", False),
-        ("AITER_LOG_LEVEL", "1", False),
+        ("AITER_LOG_LEVEL", "1", False), ("SGLANG_RUN_ID", "sglang-run-1", False),
     ],
 )  # fmt: skip
 def test_variables_of_sglang(
