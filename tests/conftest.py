@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random models of every supported family, layouts with synthetic caches, both models."""
+"""What tests share: tiny random models of every supported family, layouts with synthetic caches, both models."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 LONGEST = (
     "integrations/vllm/test_engine_kinds", "package/cli/test_warmup", "package/test_notebooks",
     "integrations/vllm/test_engine", "eval/report/test_report", "integrations/vllm/blending/test_engine_blend",
-    "kernels/test_transform", "codec/test_sections", "codec/test_hostile", "integrations/vllm/test_serve",
-    "learning/test_calibrate", "integrations/vllm/test_guard", "integrations/vllm/test_docs",
-    "integrations/vllm_tier/test_engine_tier", "integrations/vllm/test_faults", "kernels/test_backend",
-    "integrations/lmcache/test_engine", "integrations/sglang/test_engine", "fuzz/test_soak", "package/cli/test_profile",
-    "package/test_package",
-    "package/test_docs", "kernels/test_static_costs", "eval/test_tasks",  # long if nightly tests run
+    "kernels/test_transform", "integrations/vllm/test_engine_ranks", "codec/test_hostile",
+    "integrations/vllm/test_serve", "kernels/test_backend", "learning/test_calibrate",
+    "integrations/vllm/test_cpu_page", "integrations/vllm/test_guard", "integrations/lmcache/test_engine",
+    "package/cli/test_profile", "integrations/vllm_tier/test_engine_tier", "integrations/sglang/test_engine",
+    "package/test_docs",
+    "integrations/vllm/test_docs", "integrations/transformers/test_kinds", "integrations/vllm/test_faults",
+    "ptx/test_matrices", "codec/test_sections", "fuzz/test_soak", "package/test_package", "kernels/test_static_costs",
+    "eval/test_tasks",  # long if nightly tests run
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {

@@ -271,6 +271,15 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
+class Program:
+    """A script that runs where engines do, because to import vLLM takes longer than the script; it may start none."""
+
+    name: str
+    path: Path
+    arguments: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What an engine said to a prompt.
 
@@ -354,9 +363,9 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run_engines(
-    folder: Path, engines: Sequence[Engine], timeout: float = 600.0, fresh: bool = False, **variables: str
+    folder: Path, engines: Sequence[Engine | Program], timeout: float = 600.0, fresh: bool = False, **variables: str
 ) -> Results:
-    """Run engines one after the other in the process of those before, or in a new one if their environments differ.
+    """Run engines one after the other in the process of those before that had this environment, or in a new one.
 
     Args:
         folder: for the files of this run; made.
@@ -371,14 +380,10 @@ def run_engines(
     folder.mkdir(parents=True)
     order, results = folder / "order", folder / "results"
     order.write_bytes(pickle.dumps(list(engines)))
-    # With AMX, oneDNN rounds a product of bfloat16 otherwise in a batch of another size. The attention keeps AMX.
-    variables.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    if fresh or not _running or _running[0].variables != variables:
-        _end_running()
-        _running.append(_EngineProcess(folder, variables))
-    status, text = _running[0].run(order, results, timeout)
+    process = _process(folder, variables, fresh)
+    status, text = process.run(order, results, timeout)
     if status != 0:
-        _end_running()
+        _end(process)
         raise EngineFailure(f"engines {', '.join(engine.name for engine in engines)}: {status}\n{_last(text)}")
     return read_results(results, text)
 
@@ -394,7 +399,9 @@ class _EngineProcess:
     def __init__(self, folder: Path, variables: dict[str, str]) -> None:
         self.variables = variables
         self._log = folder / "log.txt"
-        self._process = _start(folder, [__file__], variables, subprocess.PIPE)
+        # With AMX, oneDNN rounds a product of bfloat16 otherwise in a batch of another size. The attention keeps AMX.
+        usual = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+        self._process = _start(folder, [__file__], usual | variables, subprocess.PIPE)
 
     def run(self, order: Path, results: Path, timeout: float) -> tuple[int | str, str]:
         """Have it do what an order says: 0, its exit status, or that it took too long; and its output."""
@@ -417,13 +424,32 @@ class _EngineProcess:
             cast(Any, self._process.stdin).close()
 
 
-_running: list[_EngineProcess] = []  # at most one
+_running: list[_EngineProcess] = []  # at most one with the usual environment, and one with another
+
+
+def _process(folder: Path, variables: dict[str, str], fresh: bool) -> _EngineProcess:
+    """The one that runs with this environment, or a new one. To import vLLM anew takes longer than the memory of two is
+    worth: the one with the usual environment goes on beside one with another.
+    """
+    for process in _running.copy():
+        same = process.variables == variables
+        if same and not fresh:
+            return process
+        if same or process.variables:
+            _end(process)
+    _running.append(_EngineProcess(folder, variables))
+    return _running[-1]
+
+
+def _end(*processes: _EngineProcess) -> None:
+    for process in processes:
+        _running.remove(process)
+        process.end()
 
 
 @atexit.register
 def _end_running() -> None:
-    while _running:
-        _running.pop().end()
+    _end(*_running)
 
 
 def run_script(
@@ -847,6 +873,13 @@ def run_engine(engine: Engine) -> Ran:
         end_engine(llm)
 
 
+def run_program(program: Program) -> Ran:
+    """Run a script in this process; its output is in the log."""
+    sys.argv = [str(program.path), *program.arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return Ran([], [])
+
+
 def _watched() -> contextlib.AbstractContextManager[Any]:
     """Watch what vLLM calls of our connector, apart from its start and its end."""
     from tests.integrations.vllm.watchdog import watched
@@ -972,7 +1005,7 @@ def main() -> None:
             begun, worked = time.monotonic(), time.process_time()
             print(mark(engine.name), flush=True)
             try:
-                done[engine.name] = run_engine(engine)
+                done[engine.name] = run_engine(engine) if isinstance(engine, Engine) else run_program(engine)
             except Exception:
                 done[engine.name] = traceback.format_exc()
                 ensure_kv_transfer_shutdown()  # or the next engine would be given this one's connector

@@ -12,10 +12,10 @@ import pytest
 from tests.integrations.vllm.engines import (
     Answer,
     Engine,
+    Program,
     Step,
     ids,
     run_engines,
-    run_script,
     save_tiny_model,
     transfer,
 )
@@ -42,11 +42,10 @@ def found(answer: Answer) -> Any:
 
 
 def explained(folder: Path, *calls: list[str]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of `cuvee store explain`, of every call, all in one process with vLLM."""
-    folder.mkdir()
-    (folder / "script.py").write_text(EXPLAIN)
-    status, log = run_script(folder, str(folder / "script.py"), json.dumps(calls))
-    assert status == 0, log
+    """Exit code, output and errors of `cuvee store explain`, of every call, in the process of the engines."""
+    script = folder / "explain.py"
+    script.write_text(EXPLAIN)
+    log = run_engines(folder / "explain", [Program("explain", script, [json.dumps(calls)])])["explain"].log
     return [tuple(json.loads(line.partition(":")[2])) for line in log.splitlines() if line.startswith("explained:")]
 
 
@@ -99,7 +98,7 @@ def planned_engines_are_found(folder: Path, model: Path, overrides: Any) -> None
     codes = ["--kv-cache-dtype", "fp8_e5m2"]
     flags = [["--dtype", "float32", *more] for more in ([], rope, codes, ["--port", "1", "--block-size", "32"])]
     *equal, parallel, unknown, away = explained(
-        folder / "explain",
+        folder,
         *([*base, *more] for more in (*flags, ["--dtype", "bfloat16"])),
         [*base, "--dtype", "float32", "--tensor-parallel-size", "2"],
         [*base, "--no-such-flag"],
