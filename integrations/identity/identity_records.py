@@ -121,7 +121,7 @@ class IdentityRecords:
             record = self._record = self._make(identity)
         found, problems = self._records.read()
         for line in problems:
-            self._once("bad", "cuvee: a record of an identity in the store is passed over: %s", line)
+            self._once("bad", "cuvee: identities in the store are passed over: %s", line)
         others = [each for each in found if each.id != record.id]
         stored = next((each for each in found if each.id == record.id), None)
         if stored is not None:

@@ -18,15 +18,15 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, Self
+from itertools import chain, islice
+from typing import Any, Self, TypeVar
 
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.support.plain_json import parse_json
-from cuvee.integrations.stores.base import RECORDS, Store, is_key
+from cuvee.integrations.stores.base import RECORDS, Store, StoreError, is_key
 from cuvee.integrations.stores.redaction import redacted
 from cuvee.naming.identity import Identity
 
@@ -35,6 +35,8 @@ MOST_RECORDS = 64
 
 SAMPLE = 128
 """Keys in a record: up to so many entries are counted exactly, more of them within a tenth, mostly."""
+
+T = TypeVar("T")
 
 _VERSION = 1
 _MOST_BYTES = 64 << 10  # of a record
@@ -235,13 +237,13 @@ def shown_value(name: str, value: Any) -> str:
 
 
 class RecordStore:
-    """The records in a store: those of its tiers that other processes see.
+    """The records in a store: those of its tiers that other processes see. A tier that fails leaves the others in use.
 
     Args:
         stores: of the entries, too.
 
     Raises (all methods):
-        StoreError: the store failed.
+        StoreError: every tier failed.
     """
 
     def __init__(self, *stores: Store) -> None:
@@ -254,21 +256,24 @@ class RecordStore:
         return bool(self._tiers)
 
     def read(self) -> tuple[list[IdentityRecord], list[str]]:
-        """Return the sound records, each once, and what is wrong with others, in one line each."""
+        """Return the sound records, each once, and what is wrong with others or with a tier, in one line each."""
         records: dict[str, IdentityRecord] = {}
         problems: list[str] = []
-        for tier in self._tiers:
-            for key in islice(tier.keys(RECORDS), _MOST_READ):
-                if (data := tier.get(key)) is None:
-                    continue
-                try:
-                    record = IdentityRecord.from_bytes(key, data)
-                except CorruptError as error:
-                    problems.append(str(error))
-                    continue
-                if (known := records.setdefault(key, record)) is not record:
-                    known.sample.merge(record.sample)
-                    known.written = max(known.written, record.written)
+
+        def of_tier(tier: Store) -> list[tuple[str, bytes | None]]:
+            return [(key, tier.get(key)) for key in islice(tier.keys(RECORDS), _MOST_READ)]
+
+        for key, data in chain.from_iterable(self._each(of_tier, problems)):
+            if data is None:
+                continue
+            try:
+                record = IdentityRecord.from_bytes(key, data)
+            except CorruptError as error:
+                problems.append(str(error))
+                continue
+            if (known := records.setdefault(key, record)) is not record:
+                known.sample.merge(record.sample)
+                known.written = max(known.written, record.written)
         return [*records.values()], problems
 
     def write(self, record: IdentityRecord, others: Sequence[IdentityRecord] = ()) -> None:
@@ -281,8 +286,7 @@ class RecordStore:
 
     def delete(self, record: IdentityRecord) -> None:
         """Delete a record."""
-        for tier in self._tiers:
-            tier.delete(record.key)
+        self._each(lambda tier: tier.delete(record.key))
 
     def count(self, record: IdentityRecord) -> int:
         """Return about how many entries of an identity there are now: exactly, up to `SAMPLE` of them."""
@@ -291,7 +295,7 @@ class RecordStore:
     def present(self, keys: Iterable[str]) -> set[str]:
         """Return those of some entries' keys that the tiers have."""
         asked = sorted(keys)
-        answers = [tier.holds(asked) for tier in self._tiers] if asked else []
+        answers = self._each(lambda tier: tier.holds(asked)) if asked else []
         return {key for key, *there in zip(asked, *answers, strict=True) if any(there)}
 
     def prune(self) -> int:
@@ -308,8 +312,22 @@ class RecordStore:
         return gone
 
     def _put(self, record: IdentityRecord) -> None:
+        self._each(lambda tier: tier.put(record.key, record.to_bytes()))
+
+    def _each(self, ask: Callable[[Store], T], problems: list[str] | None = None) -> list[T]:
+        """Return what the tiers answer; of those that fail, note why."""
+        answers: list[T] = []
+        failed: list[StoreError] = []
         for tier in self._tiers:
-            tier.put(record.key, record.to_bytes())
+            try:
+                answers.append(ask(tier))
+            except StoreError as error:
+                failed.append(error)
+        if failed and not answers:
+            raise failed[0]
+        if problems is not None:
+            problems += map(str, failed)
+        return answers
 
 
 def _parts(model: str) -> tuple[str, str, Mapping[str, Any], str]:

@@ -10,7 +10,7 @@ import pytest
 from tests.integrations.stores.redis_server import redis_server
 
 from cuvee.integrations.identity.records import MOST_RECORDS, IdentityRecord, RecordStore
-from cuvee.integrations.stores.base import RECORDS, Store
+from cuvee.integrations.stores.base import RECORDS, Store, StoreError
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.tiered import TieredStore
@@ -103,3 +103,19 @@ def test_a_store_of_one_process_has_no_records() -> None:
     RecordStore(both).write(record())
     assert RecordStore(both).read() == ([], []) and not list(memory.keys(RECORDS))
     both.close()
+
+
+def test_a_tier_that_is_down_leaves_the_records_of_others(tmp_path: Path) -> None:
+    down = "redis://127.0.0.1:1/0?timeout=0.2"
+    store = open_store([f"file://{tmp_path}/kv", down])
+    one, records = record(), RecordStore(store)
+    store.put(key(0), b"x")
+    one.sample.add(key(0))
+    found, problems = records.read()
+    assert not found and len(problems) == 1 and problems[0].startswith("redis store redis://127.0.0.1:1/0")
+    records.write(one)
+    (left,), _ = records.read()
+    assert left.id == one.id and records.count(left) == 1
+    store.close()
+    with pytest.raises(StoreError):
+        RecordStore(open_store(down)).read()
