@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,16 +20,19 @@ from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import Section, UnitColumns
 from cuvee.codec.profiles.token_prediction import TokenMap, TokenTable
-from cuvee.codec.rope import unrotate
+from cuvee.codec.rope import cos_sin, unrotate
 from cuvee.codec.support.arrays import I64
+from cuvee.codec.support.lazy import lazy
 
 SHARES = (0.25, 4.0)  # of the energy of values, between which that of predictions is, or they tell nothing
 LEAST_FIT = 0.25  # regression of values on predictions: 1 with their ids, 0 with others
-NEAR = tuple(sign << octave for octave in range(12) for sign in (1, -1))  # offsets of positions, as of padding
+NEAR = (1, 2, 3, -1, -2, -3)  # offsets that leave keys not far from where they belong
+REACH = 8192  # the largest offset that is tried where keys are far from it
 FAR = (97, 389, 1543, 6151)  # offsets at which nothing fits
 NOISE = 0.01  # of a pair's energy: what FP8 or four bits did to a cache
 LEAST_GAP = 8.0  # how many times as far keys must be expected at FAR, or they tell nothing
 BETTER = 0.5  # share of its distance from which on another position fits
+TRIED = 16  # tokens, at most, with which all offsets are tried
 LAYERS = 8  # at most, among which the one is chosen whose keys tell most
 
 
@@ -115,18 +119,47 @@ class Keys(_Unit):
     def fit(self, keys: torch.Tensor, positions: torch.Tensor, token_ids: I64 | None, padding: int) -> bool:
         """Return whether keys `[t, H, D]` may be at these positions.
 
-        They may not if they fit elsewhere: `padding` later, or near. With ids that fit their values, they may not
-        either if they fit nowhere; without, a profile of another model would look alike.
+        They may not if they fit elsewhere: `padding` later, near, or, if they are far from here, within `REACH`. With
+        ids that fit their values, they may not either if they fit nowhere; without, a profile of another model would
+        look alike.
         """
         distance = self._distance(keys, positions, token_ids)
-        near, far = (
-            [self._distance(keys, positions + offset, token_ids) for offset in offsets]
-            for offsets in ({padding, *NEAR} - {0}, FAR)
-        )
         limit = math.sqrt(max(self.gap, 1)) * self._mean.numel()
-        if self._table is not None and self.gap > LEAST_GAP and distance > limit:
-            return float(np.median(far)) > math.sqrt(self.gap) * distance
-        return not (min(near) < BETTER * distance and min(near) < limit)
+        offsets = {padding, *NEAR} - {0}
+        if distance > limit:
+            if self._table is not None and self.gap > LEAST_GAP:
+                far = [self._distance(keys, positions + offset, token_ids) for offset in FAR]
+                return float(np.median(far)) > math.sqrt(self.gap) * distance
+            offsets.add(self.offset(keys, positions, token_ids))
+        near = min(self._distance(keys, positions + offset, token_ids) for offset in offsets)
+        return not (near < BETTER * distance and near < limit)
+
+    def offset(self, keys: torch.Tensor, positions: torch.Tensor, token_ids: I64 | None) -> int:
+        """Return how much later than at `positions`, up to `REACH`, keys `[t, H, D]` fit best.
+
+        What a rotation by an offset makes of a key is linear in the cosines and sines of that offset. So the squared
+        distance of all tokens is a quadratic form of them, the same one for every offset.
+        """
+        few, width = slice(None, None, -(-len(keys) // TRIED)), self._rope.rotary_dim
+        free = unrotate(keys[few], self._rope, positions[few])
+        rest = free - self._mean - self._predicted(None if token_ids is None else token_ids[few])
+        squares = self._squares(rest.double()).float()
+        weight = squares.clamp(min=squares.median()).rsqrt()[:, None, None]  # tokens that are far rule no others
+        free, rest = free * weight, rest * weight
+        rest[..., :width] -= free[..., :width]
+        inverse, waves = self._rotations
+        sides = _pairs(self._rope, width).T
+        x, y = (free[:, :, None, side] for side in sides)
+        first, second = (inverse[..., side] for side in sides)
+        parts = torch.cat([first * x + second * y, first * y - second * x, inverse @ rest[..., None]], -1).flatten(0, 2)
+        return int((waves @ (parts.T @ parts) * waves).sum(1).argmin()) - REACH
+
+    @lazy
+    def _rotations(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The root's inverse, and by offset the cosines and sines of its rotation, and 1 for what it leaves alone."""
+        offsets = torch.arange(-REACH, REACH + 1, device="cpu")
+        cos, sin = cos_sin(replace(self._rope, attention_scaling=1.0), offsets)
+        return torch.linalg.inv(self._root).float(), torch.cat([cos, sin, torch.ones_like(cos[:, :1])], 1)
 
     def _distance(self, keys: torch.Tensor, positions: torch.Tensor, token_ids: I64 | None) -> float:
         """Return how far most keys are from where they belong."""

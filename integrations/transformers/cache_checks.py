@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.profiles.known_layers import KnownLayers
+from cuvee.codec.profiles.known_layers import Keys, KnownLayers
 from cuvee.codec.support.arrays import I64
 from cuvee.integrations.transformers.cache_tensors import chunk_spans
 
@@ -49,11 +49,14 @@ def check_inputs(
                 )
             keys = known.keys(run.ids is not None)
             if keys is not None and not run.fits(keys.layer, 0, partial(keys.fit, padding=padding)):
+                off = run.offset(keys)
+                found = f"positions {abs(off)} {'later' if off > 0 else 'earlier'}" if off else "other positions"
                 raise InputError(
                     f"{'attention_mask' if padding else 'cache'}: must fit the positions of the cache's keys, which "
-                    f"count from the first real token of a row, got keys at others for {span}: give the forward pass "
+                    f"count from the first real token of a row, got keys at {found} for {span}: give the forward pass "
                     "of a left-padded batch position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), and this its "
-                    "attention_mask; quality='lossless' keeps any cache as it is"
+                    "attention_mask; pass a cache whole, from its first token on; quality='lossless' keeps any cache "
+                    "as it is"
                 )
 
 
@@ -70,17 +73,23 @@ class _Run:
 
     def fits(self, layer: int, unit: int, check: _Check) -> bool:
         """Return whether some of the tokens pass a check of the keys (unit 0) or values of a layer, or else all do."""
+        for count in (SOME, self.tokens.stop):
+            some = self._some(layer, unit, count)
+            if len(some[1]) < LEAST or check(*some):
+                return True
+        return False
+
+    def offset(self, keys: Keys) -> int:
+        """Return how much later than where they should be some of the keys fit; 0 if they fit nowhere."""
+        taken, at, ids = self._some(keys.layer, 0, SOME)
+        offset = keys.offset(taken, at, ids)
+        return offset if keys.fit(taken, at + offset, ids, 0) else 0
+
+    def _some(self, layer: int, unit: int, count: int) -> tuple[torch.Tensor, torch.Tensor, I64 | None]:
+        """Return the keys or values `[t, H, D]` of up to `count` tokens in a layer, their positions and ids."""
         tensor, end = self.tensors[layer][unit], self.tokens.stop
         dropped = self.width - tensor.shape[2]  # a window holds the last columns
         first = max(self.tokens.start, SINKS, dropped - self.padding)
-        for count in (SOME, end):
-            at = torch.linspace(
-                first, end - 1, max(min(count, end - first), 0), dtype=torch.float64, device="cpu"
-            ).long()
-            if len(at) < LEAST:
-                return True
-            taken = tensor[self.row].detach().index_select(1, (at + self.padding - dropped).to(tensor.device))
-            ids = None if self.ids is None else self.ids[(at - self.tokens.start).numpy()]
-            if check(taken.transpose(0, 1).cpu(), at, ids):
-                return True
-        return False
+        at = torch.linspace(first, end - 1, max(min(count, end - first), 0), dtype=torch.float64, device="cpu").long()
+        taken = tensor[self.row].detach().index_select(1, (at + self.padding - dropped).to(tensor.device))
+        return taken.transpose(0, 1).cpu(), at, None if self.ids is None else self.ids[(at - self.tokens.start).numpy()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -76,11 +76,29 @@ def test_positions_that_are_not_those_of_the_tokens_are_refused(known: bool, cod
     plain = prefilled(books.model, ids, attention_mask=mask)  # positions count columns, padded or not
     with pytest.raises(InputError, match=r"^attention_mask: must fit the positions .* row 1: .*position_ids="):
         cuvee.encode_cache(codec, plain, given, CHUNK, attention_mask=mask)
-    for moved in (1, 8, 200):
+    for moved in (1, 3, 24, 100, 200, 5000):
         late = prefilled(books.model, ids, position_ids=torch.arange(192)[None] + moved)
-        if known or moved == 8:
-            with pytest.raises(InputError, match=r"^cache: must fit the positions of the cache's keys, .* row 0: "):
-                cuvee.encode_cache(codec, late, given, CHUNK)
+        with pytest.raises(InputError, match=rf"^cache: must fit the .* keys at positions {moved} later .* row 0: "):
+            cuvee.encode_cache(codec, late, given, CHUNK)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("kept", "offset"),
+    [
+        (range(20, 192), "20 later"),
+        ([*range(70), *range(110, 192)], "40 later"),
+        ([*range(80), *range(75, 192)], "5 earlier"),
+    ],
+    ids=["cropped", "without a part", "with a part twice"],
+)
+def test_a_cache_that_lacks_tokens_is_refused(
+    kept: Sequence[int], offset: str, known: bool, codec: cuvee.Codec, books: Books
+) -> None:
+    ids = books.orchard[1:2, :192]
+    cropped = changed(prefilled(books.model, ids), lambda values: values[:, :, list(kept)])
+    with pytest.raises(InputError, match=rf"^cache: .* keys at positions {offset} for the tokens .* from its first"):
+        cuvee.encode_cache(codec, cropped, ids[:, list(kept)] if known else None, CHUNK)
 
 
 def test_right_caches_pass(codec: cuvee.Codec, books: Books) -> None:
@@ -94,8 +112,13 @@ def test_right_caches_pass(codec: cuvee.Codec, books: Books) -> None:
     images = ids.clone()
     images[:, 50:60] = cuvee.NO_TOKEN  # what stands there is nobody's to predict
     assert cuvee.encode_cache(codec, cache, images, CHUNK)
-    for text in (torch.full((1, 100), 17), torch.randint(0, 2000, (1, 100)), ids[:1, :1], ids[:1, :7]):
-        assert cuvee.encode_cache(codec, prefilled(books.model, text), text)
+    words = torch.Generator().manual_seed(0)
+    alike = [torch.full((1, 100), token) for token in (0, 17, 1000)]
+    texts = [*alike, torch.randint(0, 2000, (1, 100), generator=words), ids[:1, :1], ids[:1, :7], ids[:1].flip(1)]
+    texts += [row[None, :192] for row in books.orchard[2:6]] + [ids[:1, :16].repeat(1, 8), ids[:1, 5:7].repeat(1, 40)]
+    for text in texts:
+        for given in (text, None):
+            assert cuvee.encode_cache(codec, prefilled(books.model, text), given, 16)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3-sliding-first", "gpt2"])
@@ -119,3 +142,18 @@ def test_lossless_coding_takes_any_ids_and_positions(books: Books) -> None:
     blobs = cuvee.encode_cache(codec, cache, ids.roll(1), attention_mask=mask)
     back: Any = cuvee.decode_cache(codec, blobs, books.model, attention_mask=mask)
     assert torch.equal(back.layers[2].keys[1, :, PAD:], cache.layers[2].keys[1, :, PAD:])
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-yarn", "gpt_neox", "cohere"])
+def test_the_offset_of_keys_is_found(family: str, tiny_model: Callable[..., Any]) -> None:
+    """Of keys that are turned whole, in part and in neighbouring pairs, and with a scaling of attention."""
+    model = tiny_model(family)
+    rows = torch.randint(1, 61, (60, 40), generator=torch.Generator().manual_seed(0))
+    known = cuvee.calibrate(model, rows, "layer", progress=False).known_layers
+    keys = known and known.keys(True)
+    assert keys
+    for moved in (37, -11, 2000, 0):
+        positions = torch.arange(40) + 50
+        cache: Any = prefilled(model, rows[7:8], position_ids=positions[None] + moved)
+        own = cache.layers[keys.layer].keys[0].transpose(0, 1)
+        assert keys.offset(own, positions, rows[7].numpy()) == moved
