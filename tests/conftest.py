@@ -45,7 +45,8 @@ LONGEST = (
     "kernels/test_transform", "codec/test_sections", "codec/test_hostile", "integrations/vllm/test_serve",
     "learning/test_calibrate", "integrations/vllm/test_guard", "integrations/vllm/test_docs",
     "integrations/vllm_tier/test_engine_tier", "integrations/vllm/test_faults", "kernels/test_backend",
-    "integrations/lmcache/test_engine", "fuzz/test_soak", "package/cli/test_profile", "package/test_package",
+    "integrations/lmcache/test_engine", "integrations/sglang/test_engine", "fuzz/test_soak", "package/cli/test_profile",
+    "package/test_package",
     "package/test_docs", "kernels/test_static_costs", "eval/test_tasks",  # long if nightly tests run
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "matrix.md"
 ENGINES = {
     "vllm/": "vLLM, connector",
     "vllm_tier/": "vLLM, tier",
-    "sglang/test_hicache.py": "SGLang, HiCache",
+    "sglang/": "SGLang, HiCache",
     "lmcache/": "LMCache",
 }
 PLAIN = {
@@ -31,7 +31,8 @@ PLAIN = {
 }
 WHERE = ("engine", "classes", "refused")  # the best first
 SHOWN = {"drafts": "drafts by {}", "cache": "cache in {}", "runner": "runner {}"}  # of what differs from the plain case
-_RUNS = ("run_engines(", "Server.started(", "faults.run_group(")  # what a file that starts engines calls
+# What a file that starts engines calls.
+_RUNS = ("run_engines(", "Server.started(", "Engines.started(", "faults.run_group(")
 
 _HEAD = """# What engines serve
 
@@ -49,6 +50,12 @@ bytes in host memory (`tests/integrations/vllm_tier/cpu_copies.py`).
 In LMCache's **engine** cells nothing is replaced. LMCache's own connector runs in vLLM's CPU engine, and LMCache's
 server in a process of its own; on a CPU the connector copies pages in the engine's process and sends them to the server
 (`--supported-transfer-mode engine_driven`). Not run: the server's copies from a GPU.
+
+In SGLang's **engine** cells its `Engine` runs as it is, with its torch-native backends: tokenizer manager, scheduler,
+radix tree, HiCache's controller and host pools. Replaced are the kernels that copy between a device and host memory, by
+copies in torch, and the pinning of that memory; latents are computed in their absorbed form, the only one that those
+backends have; processes are forked, not spawned (`tests/integrations/sglang/cpu_engine.py`). Not run: windows and
+states, which they lack.
 """
 
 
