@@ -40,13 +40,13 @@ from typing import Any
 import torch
 from tests.integrations.sglang.real_sglang import page_hash, pool_modules, real
 from tests.integrations.vllm.engines import Answer, environment, killed_at_the_end
-from tests.waiting import wait_until
 
 PAGE = 64
 _SECONDS = 600.0  # that an engine may take for anything, on a busy machine
 _CUVEE = {
     "backend_name": "cuvee", "module_path": "cuvee.integrations.sglang.hicache", "class_name": "CuveeHiCache",
     "interface_v1": 1, "hicache_storage_pass_prefix_keys": True, "prefetch_threshold": PAGE,
+    "lookup_timeout": 60.0, "load_timeout": 60.0,
 }  # fmt: skip
 _PLAIN = {
     "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "skip_tokenizer_init": True,
@@ -216,7 +216,10 @@ class Engine:
 
     def flush(self) -> None:
         """Empty SGLang's caches, on device and host, once all is stored: until then it refuses to."""
-        wait_until(lambda: bool(self._call("flush")), "SGLang flushes its cache")
+        end = time.monotonic() + _SECONDS
+        while not self._call("flush"):
+            assert time.monotonic() < end, f"SGLang does not flush its caches\n{self.log[-4000:]}"
+            time.sleep(0.05)
 
     def update_weights(self, model: Path) -> None:
         """Take those of another checkpoint; SGLang flushes its caches, which it refuses to while it is busy."""
