@@ -62,20 +62,14 @@ SELECTORS: tuple[Selector, ...] = (
 
 every_family = pytest.mark.parametrize("name", FULL)
 both_attentions = pytest.mark.parametrize("attention", ["sdpa", "eager"])
-Build = Callable[..., Any]
 
 
-@pytest.fixture
-def build() -> Build:
-    """build(name, attention="sdpa", **changes) -> model of four layers whose attention is not close to uniform."""
-
-    def make(name: str = "llama", attention: str = "sdpa", **changes: Any) -> Any:
-        settings = {"num_hidden_layers": LAYERS, "initializer_range": 0.15, **FULL.get(name, {}), **changes}
-        model = tiny_model(name, **settings)
-        model.set_attn_implementation(attention)
-        return model
-
-    return make
+def build(name: str = "llama", attention: str = "sdpa", **changes: Any) -> Any:
+    """A model of four layers whose attention is not close to uniform."""
+    settings = {"num_hidden_layers": LAYERS, "initializer_range": 0.15, **FULL.get(name, {}), **changes}
+    model = tiny_model(name, **settings)
+    model.set_attn_implementation(attention)
+    return model
 
 
 @dataclass(frozen=True)
@@ -210,7 +204,7 @@ def test_every_family_is_tested() -> None:
 
 @every_family
 @both_attentions
-def test_to_recompute_all_is_a_full_prefill(build: Build, name: str, attention: str) -> None:
+def test_to_recompute_all_is_a_full_prefill(name: str, attention: str) -> None:
     model = build(name, attention)
     tokens = ids(34)
     full = whole(model, tokens)
@@ -227,7 +221,7 @@ def test_to_recompute_all_is_a_full_prefill(build: Build, name: str, attention: 
 
 @every_family
 @both_attentions
-def test_any_choice_is_what_the_model_computes_token_by_token(build: Build, name: str, attention: str) -> None:
+def test_any_choice_is_what_the_model_computes_token_by_token(name: str, attention: str) -> None:
     model = build(name, attention)
     tokens = ids(24)
     ends, cached = (2, 9, 16, 18, 24), (1, 2)
@@ -240,7 +234,7 @@ def test_any_choice_is_what_the_model_computes_token_by_token(build: Build, name
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi3", "qwen3"])
-def test_other_tokens_are_corrected_before_anything_attends_to_them(build: Build, name: str) -> None:
+def test_other_tokens_are_corrected_before_anything_attends_to_them(name: str) -> None:
     model = build(name)
     tokens = ids(24)
     ends, cached = (2, 9, 16, 18, 24), (1, 2)
@@ -268,9 +262,7 @@ def test_other_tokens_are_corrected_before_anything_attends_to_them(build: Build
 
 @both_attentions
 @pytest.mark.parametrize("rows", [1, 4, 17])
-def test_tokens_computed_in_blocks_see_each_other(
-    build: Build, attention: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_computed_in_blocks_see_each_other(attention: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(attention=attention)
     tokens = ids(34)
     ends, cached = (3, 12, 15, 26, 34), (1, 3)
@@ -288,7 +280,7 @@ def test_tokens_computed_in_blocks_see_each_other(
     assert same_as(result, whole(model, tokens))
 
 
-def test_generation_continues_on_the_cache(build: Build) -> None:
+def test_generation_continues_on_the_cache() -> None:
     model = build("qwen3")
     tokens = ids(26)
     full = whole(model, tokens)
@@ -308,7 +300,7 @@ def test_generation_continues_on_the_cache(build: Build) -> None:
 # Shapes of prompts ----------------------------------------------------------------------------------------------------
 
 
-def test_a_chunk_that_ends_the_prompt_gets_its_last_token_computed(build: Build) -> None:
+def test_a_chunk_that_ends_the_prompt_gets_its_last_token_computed() -> None:
     model = build()
     tokens = ids(20)
     segments = stale(model, tokens, (8, 20), (1,))
@@ -321,7 +313,7 @@ def test_a_chunk_that_ends_the_prompt_gets_its_last_token_computed(build: Build)
 
 
 @both_attentions
-def test_only_text(build: Build, attention: str) -> None:
+def test_only_text(attention: str) -> None:
     model = build(attention=attention)
     for count in (1, 9):
         tokens = ids(count)
@@ -335,7 +327,7 @@ def test_only_text(build: Build, attention: str) -> None:
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
-def test_chunks_of_one_token(build: Build, selector: Selector) -> None:
+def test_chunks_of_one_token(selector: Selector) -> None:
     model = build()
     tokens = ids(4)
     segments = stale(model, tokens, (1, 2, 3, 4), (0, 1, 2))
@@ -346,7 +338,7 @@ def test_chunks_of_one_token(build: Build, selector: Selector) -> None:
     assert only.record.cached == 0 and only.record.segments[0].cached
 
 
-def test_logits_of_all_text_that_ends_the_prompt(build: Build) -> None:
+def test_logits_of_all_text_that_ends_the_prompt() -> None:
     model = build()
     tokens = ids(20)
     full = whole(model, tokens)
@@ -356,7 +348,7 @@ def test_logits_of_all_text_that_ends_the_prompt(build: Build) -> None:
     assert blend(segments).logits.shape == (1, VOCABULARY)
 
 
-def test_nothing_that_was_given_is_written_to(build: Build) -> None:
+def test_nothing_that_was_given_is_written_to() -> None:
     model = build()
     tokens = ids(20)
     segments = stale(model, tokens, (8, 16, 20), (0, 1), made_at=0)
@@ -386,7 +378,7 @@ def equal(a: BlendResult, b: BlendResult) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_lossless_blob_is_its_chunk(build: Build, name: str, dtype: torch.dtype) -> None:
+def test_a_lossless_blob_is_its_chunk(name: str, dtype: torch.dtype) -> None:
     model = build(name, dtype=dtype)
     codec = lossless(model)
     tokens = ids(32)
@@ -405,7 +397,7 @@ def test_a_lossless_blob_is_its_chunk(build: Build, name: str, dtype: torch.dtyp
     assert expected.record.segments[0].leading and blend(blobs).record.segments == expected.record.segments
 
 
-def test_a_lossy_blob_is_what_the_codec_restores_at_the_position(build: Build) -> None:
+def test_a_lossy_blob_is_what_the_codec_restores_at_the_position() -> None:
     model = build()
     codec = lossy(model)
     tokens = ids(40)
@@ -426,7 +418,7 @@ def test_a_lossy_blob_is_what_the_codec_restores_at_the_position(build: Build) -
 # The record -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_record_counts_what_the_layers_were_given(build: Build) -> None:
+def test_the_record_counts_what_the_layers_were_given() -> None:
     model = build()
     tokens = ids(40)
     segments = stale(model, tokens, (10, 14, 30, 32, 40), (0, 2), made_at=0)
@@ -452,7 +444,7 @@ def test_the_record_counts_what_the_layers_were_given(build: Build) -> None:
 
 
 @pytest.mark.parametrize(("made_at", "first", "leading"), [(0, 0, True), (6, 0, False), (0, 3, False)])
-def test_which_chunk_is_leading(build: Build, made_at: int, first: int, leading: bool) -> None:
+def test_which_chunk_is_leading(made_at: int, first: int, leading: bool) -> None:
     model = build()
     tokens = ids(20)
     segments = [Segment(tokens[:first])] if first else []
@@ -472,7 +464,7 @@ def test_which_chunk_is_leading(build: Build, made_at: int, first: int, leading:
 
 @every_family
 @pytest.mark.parametrize("queries", [1, 4, 100])
-def test_attend_is_the_attention_of_the_model(build: Build, name: str, queries: int) -> None:
+def test_attend_is_the_attention_of_the_model(name: str, queries: int) -> None:
     model = build(name)
     tokens = ids(26)
     ends, cached, layers = (3, 10, 12, 20, 26), (1, 3), (1, 2)
@@ -511,7 +503,7 @@ def test_attend_is_the_attention_of_the_model(build: Build, name: str, queries: 
 
 
 @pytest.fixture
-def llama(build: Build) -> Any:
+def llama() -> Any:
     return build()
 
 
@@ -525,7 +517,7 @@ def refused(
         Blender(model, codec, selector=Nothing()).blend(segments, **kw)
 
 
-def test_chunks_of_another_model(llama: Any, build: Build) -> None:
+def test_chunks_of_another_model(llama: Any) -> None:
     for other in (build("qwen3", head_dim=8), build("llama", num_hidden_layers=3), build("llama-llama3")):
         chunk = alone(other, PROMPT[:16])
         message = r"^segments\[1\]: must have a chunk of this model, got one of another model"
@@ -535,7 +527,7 @@ def test_chunks_of_another_model(llama: Any, build: Build) -> None:
             Blender(llama, lossless(llama)).blend([Segment(PROMPT[:16], blob), Segment([2])])
 
 
-def test_profiles_of_another_model(llama: Any, build: Build) -> None:
+def test_profiles_of_another_model(llama: Any) -> None:
     with pytest.raises(ProfileMismatchError, match=r"^layout: the profile is for .*RoPE or position limit differ"):
         Blender(llama, lossless(build("llama-llama3")))
     other = build()
@@ -629,7 +621,7 @@ def test_a_blob_without_a_codec(llama: Any) -> None:
     refused(llama, [Segment([1]), Segment(PROMPT, blob), Segment([2])], InputError, message)
 
 
-def test_more_tokens_than_positions(build: Build) -> None:
+def test_more_tokens_than_positions() -> None:
     model = build(max_position_embeddings=32)
     segments = [Segment(PROMPT[:16], alone(model, PROMPT[:16])), Segment(PROMPT[:16])]
     Blender(model).blend(segments)

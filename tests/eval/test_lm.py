@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -107,38 +106,26 @@ class Short(Uncompressed):
         return chunk.slice(0, chunk.tokens - 1)
 
 
-@pytest.fixture
-def lively() -> Callable[..., Any]:
-    """lively(family) -> tiny model whose predictions depend on its cache; a new one's are all but uniform."""
-
-    def make(family: str, **changes: Any) -> Any:
-        model = tiny_model(family, **changes)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.mul_(8)
-        return model
-
-    return make
+def lively(family: str, **changes: Any) -> Any:
+    """A tiny model whose predictions depend on its cache; a new one's are all but uniform."""
+    model = tiny_model(family, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return model
 
 
-@pytest.fixture
-def llama(lively: Callable[..., Any]) -> Callable[..., CuveeLM]:
-    """llama(**arguments) -> CuveeLM of a tiny Llama of 64 positions."""
-
-    def make(**arguments: Any) -> CuveeLM:
-        model = lively("llama", max_position_embeddings=64)
-        return CuveeLM(model, **{"tokenizer": word_tokenizer(), "batch_size": 4, **arguments})
-
-    return make
+def llama(**arguments: Any) -> CuveeLM:
+    """A tiny Llama of 64 positions."""
+    model = lively("llama", max_position_embeddings=64)
+    return CuveeLM(model, **{"tokenizer": word_tokenizer(), "batch_size": 4, **arguments})
 
 
 # The same as HFLM ----------------------------------------------------------------------------------------------
 
 
-def test_every_family_answers_like_hflm(
-    family: str, lively: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_family_answers_like_hflm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = lively(family), word_tokenizer()
     scored = [*choices([25, 3, 1, 14, 2, 40], [1, 6, 3]), ask("loglikelihood", "", words(4))]
     whole = [ask("loglikelihood_rolling", words(count, count)) for count in (1, 2, 31, 165)]
@@ -167,7 +154,7 @@ def test_every_family_answers_like_hflm(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_beginning_that_prompts_share_is_read_once(lively: Callable[..., Any], batch_size: int) -> None:
+def test_a_beginning_that_prompts_share_is_read_once(batch_size: int) -> None:
     """As worked examples are. The whole cache of each prompt still goes through the method, its beginning included."""
     model = lively("llama", max_position_embeddings=256)
     stop = {"until": ["w5 w5 w5"], "max_gen_toks": 7}
@@ -194,7 +181,7 @@ def test_a_beginning_that_prompts_share_is_read_once(lively: Callable[..., Any],
 
 
 @pytest.mark.parametrize("leading", [("<pad>",), ("<pad>", "<end>")], ids=["bos", "several"])
-def test_a_text_that_spells_out_its_bos_is_one_without(lively: Callable[..., Any], leading: tuple[str, ...]) -> None:
+def test_a_text_that_spells_out_its_bos_is_one_without(leading: tuple[str, ...]) -> None:
     """Chat templates write BOS, the tokenizer puts another before it; one of a batch may have it, the others not."""
     tokenizer = word_tokenizer(bos_token="<pad>")
     template, ids = " ".join((*leading, "$A")), [WORDS.index(word) for word in leading]
@@ -222,7 +209,7 @@ def test_a_text_that_spells_out_its_bos_is_one_without(lively: Callable[..., Any
         assert again == written and scored == pytest.approx(scores, abs=TOLERANCE)
 
 
-def test_a_rolling_window_does_not_score_bos(lively: Callable[..., Any]) -> None:
+def test_a_rolling_window_does_not_score_bos() -> None:
     """HFLM puts BOS before the tokenizer's own, and counts how likely the second is."""
     tokenizer = word_tokenizer(bos_token="<pad>")
     bos = ("<pad>", WORDS.index("<pad>"))
@@ -255,7 +242,7 @@ def test_a_hybrid_answers_like_hflm() -> None:
         CuveeLM(model, quality="lossless", batch_size=4, **arguments)
 
 
-def test_one_batch_holds_contexts_at_the_end_of_the_positions(lively: Callable[..., Any]) -> None:
+def test_one_batch_holds_contexts_at_the_end_of_the_positions() -> None:
     # Padding behind a short continuation must not ask GPT-2 for positions that it does not have.
     model, tokenizer = lively("gpt2", max_position_embeddings=24), word_tokenizer()
     requests = [*choices([22], [2]), *choices([3], [20])]
@@ -264,7 +251,7 @@ def test_one_batch_holds_contexts_at_the_end_of_the_positions(lively: Callable[.
     assert difference(quiet(lm, "loglikelihood", requests), expected) < TOLERANCE
 
 
-def test_beams_and_repeated_prompts(lively: Callable[..., Any]) -> None:
+def test_beams_and_repeated_prompts() -> None:
     model, tokenizer = lively("llama"), word_tokenizer()
     for arguments in ({"num_beams": 3}, {"num_beams": 1}):
         begun = [
@@ -293,7 +280,7 @@ BEAMS: dict[str, Any] = {"length_penalty": 2.0, "early_stopping": True}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of transformers: some arguments are for what is not asked for
-def test_generation_arguments_have_the_effect_that_they_have_without_a_cache(lively: Callable[..., Any]) -> None:
+def test_generation_arguments_have_the_effect_that_they_have_without_a_cache() -> None:
     model, tokenizer = lively("llama"), word_tokenizer()
     hf = HFLM(model, tokenizer=tokenizer, batch_size=4)
     ours = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Uncompressed())
@@ -324,16 +311,14 @@ def test_generation_arguments_have_the_effect_that_they_have_without_a_cache(liv
         {"use_cache": False},
     ],
 )
-def test_generation_that_needs_a_cache_of_its_own_is_refused(
-    llama: Callable[..., CuveeLM], arguments: dict[str, Any]
-) -> None:
+def test_generation_that_needs_a_cache_of_its_own_is_refused(arguments: dict[str, Any]) -> None:
     lm = llama(method=Uncompressed())
     with pytest.raises(InputError, match=rf"got {next(iter(arguments))} from recall: leave it out"):
         quiet(lm, "generate_until", [ask("generate_until", words(9), {"until": ["<end>"], **arguments})])
     assert lm.statistics.contexts == 0
 
 
-def test_what_only_makes_a_checkpoint_faster_is_left_out(lively: Callable[..., Any]) -> None:
+def test_what_only_makes_a_checkpoint_faster_is_left_out() -> None:
     model, tokenizer = lively("llama"), word_tokenizer()
     requests = [ask("generate_until", words(30), {"until": ["w5 w5 w5"], "max_gen_toks": 6})]
     expected = quiet(HFLM(model, tokenizer=tokenizer), "generate_until", requests)
@@ -342,7 +327,7 @@ def test_what_only_makes_a_checkpoint_faster_is_left_out(lively: Callable[..., A
     assert quiet(lm, "generate_until", requests) == expected and lm.statistics.contexts == 1
 
 
-def test_mixed_precision_and_softmax_dtype(lively: Callable[..., Any]) -> None:
+def test_mixed_precision_and_softmax_dtype() -> None:
     arguments: dict[str, Any] = {"mixed_precision_dtype": "bfloat16", "softmax_dtype": "float32"}
     arguments["tokenizer"] = word_tokenizer()
     model, requests = lively("llama"), choices([20, 6], [3, 2])
@@ -353,7 +338,7 @@ def test_mixed_precision_and_softmax_dtype(lively: Callable[..., Any]) -> None:
     assert {chunk.keys[0].dtype for chunk in recording.seen} == {torch.float32}
 
 
-def test_likelihoods_of_a_model_in_16_bits_are_those_of_its_logits(lively: Callable[..., Any]) -> None:
+def test_likelihoods_of_a_model_in_16_bits_are_those_of_its_logits() -> None:
     """In bfloat16 each logarithm would be rounded to 8 bits, and so would their sum."""
     model, requests = lively("llama", dtype=torch.bfloat16), choices([20, 6], [9, 2])
     lm = CuveeLM(model, tokenizer=word_tokenizer(), method=Uncompressed())
@@ -367,7 +352,7 @@ def test_likelihoods_of_a_model_in_16_bits_are_those_of_its_logits(lively: Calla
 # What goes through the method ------------------------------------------------------------------------------------
 
 
-def test_each_context_goes_through_the_method_once_in_chunks(llama: Callable[..., CuveeLM]) -> None:
+def test_each_context_goes_through_the_method_once_in_chunks() -> None:
     recording = Recording()
     lm = llama(method=recording, chunk_tokens=8, batch_size=2)
     quiet(lm, "loglikelihood", choices([21, 9, 2, 1], [1, 4, 2]))
@@ -385,7 +370,7 @@ def test_each_context_goes_through_the_method_once_in_chunks(llama: Callable[...
     assert long.token_ids is not None and long.token_ids.tolist() == tokens[0, 16:].tolist()
 
 
-def test_half_of_each_rolling_window_is_scored_exactly(llama: Callable[..., CuveeLM]) -> None:
+def test_half_of_each_rolling_window_is_scored_exactly() -> None:
     recording = Recording()
     lm = llama(method=recording, max_length=20)
     text = words(50, 3)
@@ -411,7 +396,7 @@ def test_half_of_each_rolling_window_is_scored_exactly(llama: Callable[..., Cuve
     assert abs(spoilt[0] - exact[0]) > 0.1
 
 
-def test_likeliest_are_all_targets_or_none(llama: Callable[..., CuveeLM]) -> None:
+def test_likeliest_are_all_targets_or_none() -> None:
     lm = llama(method=Uncompressed())
     tokens = tuple(lm.tok_encode(words(12)))
     likeliest = lm._forward(torch.tensor([tokens]))[0].argmax(-1).tolist()
@@ -446,7 +431,7 @@ def test_a_codec_changes_little_and_its_bits_are_those_of_its_blobs(bundled: tup
     assert difference(lm._loglikelihood_tokens(requests, disable_tqdm=True), exact) < TOLERANCE
 
 
-def test_chunks_are_coded_in_the_dtype_asked_for(llama: Callable[..., CuveeLM]) -> None:
+def test_chunks_are_coded_in_the_dtype_asked_for() -> None:
     recording, requests = Recording(), choices([20], [3, 2])
     exact = quiet(llama(method=Uncompressed()), "loglikelihood", requests)
     lm = llama(method=recording, cache_dtype="bfloat16")
@@ -454,7 +439,7 @@ def test_chunks_are_coded_in_the_dtype_asked_for(llama: Callable[..., CuveeLM]) 
     assert {chunk.keys[0].dtype for chunk in recording.seen} == {torch.bfloat16} and lm.bits_per_value == 16
 
 
-def test_baselines_have_names(llama: Callable[..., CuveeLM]) -> None:
+def test_baselines_have_names() -> None:
     lm = llama(method="kivi2")
     assert repr(lm.method) == repr(Kivi(2))
     lm.use("destroyed")
@@ -473,7 +458,7 @@ def test_the_bundled_model_goes_by_its_name(tmp_path: Path) -> None:
         CuveeLM(tmp_path / "nowhere", quality="lossless", device="cpu")
 
 
-def test_a_profile_is_loaded_and_used(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
+def test_a_profile_is_loaded_and_used(tmp_path: Path) -> None:
     layout = llama(method=Uncompressed()).layout
     profile = fit(layout, [synthetic_chunk(layout, 60, seed) for seed in range(4)])
     profile.save(tmp_path / "p.safetensors")
@@ -487,7 +472,7 @@ def test_a_profile_is_loaded_and_used(llama: Callable[..., CuveeLM], tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
-def test_a_task_without_context_is_refused(kind: str, llama: Callable[..., CuveeLM]) -> None:
+def test_a_task_without_context_is_refused(kind: str) -> None:
     lm = llama(method=Uncompressed())
     rest: dict[str, tuple[Any, ...]] = {
         "loglikelihood": (" w7 w8",),
@@ -502,7 +487,7 @@ def test_a_task_without_context_is_refused(kind: str, llama: Callable[..., Cuvee
     assert len(got) == 3 and lm.statistics.uncached_requests == 2 and lm.statistics.contexts == 1
 
 
-def test_two_tasks_may_ask_the_same(llama: Callable[..., CuveeLM]) -> None:
+def test_two_tasks_may_ask_the_same() -> None:
     # What one task has of context is in the requests that the other asks as well.
     shared = choices([9], [2], task="one")
     again = choices([9], [2], task="two")
@@ -510,12 +495,12 @@ def test_two_tasks_may_ask_the_same(llama: Callable[..., CuveeLM]) -> None:
     assert len(quiet(llama(method=Uncompressed()), "loglikelihood", [*shared, *bare, *again])) == 3
 
 
-def test_a_request_without_a_task_is_scored(llama: Callable[..., CuveeLM]) -> None:
+def test_a_request_without_a_task_is_scored() -> None:
     requests = [ask("loglikelihood", words(9), " w7", task=None)]
     assert len(quiet(llama(method=Uncompressed()), "loglikelihood", requests)) == 1
 
 
-def test_a_request_too_long_is_refused_or_cut(lively: Callable[..., Any]) -> None:
+def test_a_request_too_long_is_refused_or_cut() -> None:
     model, tokenizer = lively("llama", max_position_embeddings=64), word_tokenizer()
     requests = choices([70, 62, 61, 10], [4, 2])
     with pytest.raises(InputError, match=r"tasks: recall has a request of 73 tokens, .* 64: only with truncation=True"):
@@ -528,7 +513,7 @@ def test_a_request_too_long_is_refused_or_cut(lively: Callable[..., Any]) -> Non
         quiet(lm, "loglikelihood", choices([5], [65]))
 
 
-def test_a_prompt_too_long_is_refused_or_cut(lively: Callable[..., Any]) -> None:
+def test_a_prompt_too_long_is_refused_or_cut() -> None:
     model = lively("llama", max_position_embeddings=64)
     tokenizer = word_tokenizer(model_max_length=64)
     stop = {"until": ["w5 w5 w5"], "max_gen_toks": 10}
@@ -548,12 +533,12 @@ def test_a_prompt_too_long_is_refused_or_cut(lively: Callable[..., Any]) -> None
         quiet(lm, "generate_until", greedy)
 
 
-def test_an_empty_continuation_is_refused(llama: Callable[..., CuveeLM]) -> None:
+def test_an_empty_continuation_is_refused() -> None:
     with pytest.raises(InputError, match="tasks: recall has an empty continuation"):
         quiet(llama(method=Uncompressed()), "loglikelihood", [ask("loglikelihood", words(5), "")])
 
 
-def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) -> None:
+def test_a_method_that_loses_tokens_is_refused() -> None:
     with pytest.raises(InputError, match="method: Short must return a chunk of the same tokens"):
         quiet(llama(method=Short()), "loglikelihood", choices([9], [2]))
 
@@ -588,7 +573,7 @@ def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) ->
         ({"kl": 0.01}, "^kl: must be quality='lossless' with an unlearned profile"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str, llama: Callable[..., CuveeLM]) -> None:
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         llama(**arguments)
 
@@ -598,12 +583,12 @@ def test_misspelt_arguments_are_named() -> None:
         CuveeLM("books-3m", method="kivi4", qualty="balanced", device="cpu")
 
 
-def test_counts_may_come_from_a_command_line(llama: Callable[..., CuveeLM]) -> None:
+def test_counts_may_come_from_a_command_line() -> None:
     lm = llama(method=Uncompressed(), chunk_tokens="16", batch_size="2")
     assert (lm.chunk_tokens, lm.batch_size) == (16, 2)
 
 
-def test_several_processes_are_refused(llama: Callable[..., CuveeLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuveeLM, "world_size", 2)
     with pytest.raises(InputError, match="accelerate: several processes are not supported"):
         llama(method=Uncompressed())
@@ -621,13 +606,13 @@ def test_what_cannot_work_fails_before_weights_are_read(tmp_path: Path) -> None:
         CuveeLM(tmp_path / "llama", profile=tmp_path / "none.safetensors")
 
 
-def test_a_codec_of_another_model_is_refused(llama: Callable[..., CuveeLM]) -> None:
+def test_a_codec_of_another_model_is_refused() -> None:
     codec = Codec.without_profile(LAYOUTS["gqa"])
     with pytest.raises(ProfileMismatchError):
         llama(method=CodecMethod(codec))
 
 
-def test_virtual_tokens_are_refused(llama: Callable[..., CuveeLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = llama(method=Uncompressed())
     forward = lm.model.forward
 
@@ -676,7 +661,7 @@ def test_what_tells_methods_apart() -> None:
             method_identity(nameless)  # type: ignore[arg-type]
 
 
-def test_a_response_cache_is_refused(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
+def test_a_response_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^use_cache: must be left out, got .*a.db: "):
         CachingLM(llama(method=Uncompressed()), str(tmp_path / "a.db"))
 
@@ -703,7 +688,7 @@ def load(**_):
 
 
 def test_the_command_line_runs_a_local_task(
-    lively: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **arguments: asked.append(arguments))

@@ -37,16 +37,20 @@ def _dot(  # type: ignore[no-untyped-def]
     tl.store(c + row[:, None] * N + column[None, :], total)
 
 
+# Left and right factors transposed in memory or not, the left one in registers.
+ORDERS = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1)]
+# All orders of 16 bits and of 32; of other types and sizes some, which between them are all.
+SHAPES = [
+    (torch.bfloat16, 64, 64, 64, ORDERS), (torch.bfloat16, 16, 16, 16, ORDERS[1:3]),
+    (torch.float16, 64, 128, 32, ORDERS[2:5]), (torch.float32, 64, 32, 32, ORDERS),
+    (torch.float32, 128, 64, 16, [ORDERS[0], ORDERS[5]]),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("left", "right", "flipped"), [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1)]
+    ("dtype", "m", "n", "step", "left", "right", "flipped"),
+    [(*shape, *order) for *shape, orders in SHAPES for order in orders],
 )
-@pytest.mark.parametrize(
-    ("dtype", "m", "n", "step"),
-    [
-        (torch.bfloat16, 64, 64, 64), (torch.bfloat16, 16, 16, 16), (torch.float16, 64, 128, 32),
-        (torch.float32, 64, 32, 32), (torch.float32, 128, 64, 16),
-    ],
-)  # fmt: skip
 def test_products(
     target: str, dtype: torch.dtype, m: int, n: int, step: int, left: int, right: int, flipped: int
 ) -> None:

@@ -30,6 +30,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.baselines.pca import PcaTransform
@@ -43,7 +44,7 @@ from cuvee.eval.report.report_config import ReportConfig, quick_config
 from cuvee.eval.report.report_plan import ReportPlan
 from cuvee.eval.report.scoring import TaskScorer
 from cuvee.eval.stats import paired_difference
-from cuvee.learning.calibrate import calibrate
+from cuvee.learning.calibrate import calibrate, fit
 
 pytest.importorskip("lm_eval")
 TASK = "cuvee_kv_8"
@@ -529,14 +530,16 @@ def test_a_preset_below_the_curve_is_left_out_instead_of_shown_as_lossless(books
 def test_pca_is_fitted_to_the_mixture_with_the_group_of_the_profile(
     tmp_path: Path, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = calibrate(books.model, books.harbour[:, :144], "layers:2", progress=False)
+    with torch.no_grad():
+        samples = prefill(books.model, books.harbour[:, :144], books.layout)
+    pairs = fit(books.layout, samples, "layers:2").with_curve(books.profile.curve)
     pairs.save(tmp_path / "pairs.safetensors")
     learned: list[int] = []
-    fit = PcaTransform.fit
+    fit_pca = PcaTransform.fit
 
     def fitted(layout: KVLayout, chunks: list[KVChunk], group: str) -> PcaTransform:
         learned.extend(chunk.tokens for chunk in chunks)
-        return fit(layout, chunks, group)
+        return fit_pca(layout, chunks, group)
 
     monkeypatch.setattr(PcaTransform, "fit", fitted)
     config = replace(

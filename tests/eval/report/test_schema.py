@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.eval.report.world import filled
+from tests.eval.report.world import damaged, filled
 
 from cuvee.codec.errors import FormatError
 from cuvee.eval.report.schema import Report
@@ -35,27 +35,16 @@ def test_a_report_comes_back_from_its_json() -> None:
         (("quality", 0), 3, r"report\.quality\[0\]: must be an object, got 3"),
         (("profiles", "layer", "colour"), "red", r"report\.profiles\.layer: has an unknown field 'colour'"),
         (("text",), [], r"report\.text: must be an object"),
+        *(
+            (path, ..., f".* lacks the field '{path[-1]}'")
+            for path in (("digest",), ("model", "name"), ("quality", 0, "family"), ("exact", "per_sequence"))
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(path: tuple[Any, ...], value: Any, message: str, tmp_path: Path) -> None:
-    data: Any = filled(MADE).to_dict()
-    inside = data
-    for name in path[:-1]:
-        inside = inside[name]
-    inside[path[-1]] = value
+    data = damaged(filled(MADE).to_dict(), path, value)
     with pytest.raises(FormatError, match=f"^{message}"):
         Report.from_dict(data)
     (tmp_path / "report.json").write_text(json.dumps(data))
     with pytest.raises(FormatError, match="is damaged: report"):
         Report.load(tmp_path / "report.json")
-
-
-@pytest.mark.parametrize("path", [("digest",), ("model", "name"), ("quality", 0, "family"), ("exact", "per_sequence")])
-def test_what_is_missing_is_named(path: tuple[Any, ...]) -> None:
-    data: Any = filled(MADE).to_dict()
-    inside = data
-    for name in path[:-1]:
-        inside = inside[name]
-    del inside[path[-1]]
-    with pytest.raises(FormatError, match=f"lacks the field '{path[-1]}'"):
-        Report.from_dict(data)

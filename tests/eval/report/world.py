@@ -41,6 +41,19 @@ def filled(data: Mapping[str, Any]) -> Report:
     return Report.from_dict(whole(Report, base))
 
 
+def damaged(data: Any, path: tuple[str | int, ...], value: object) -> Any:
+    """Put a value into a report in place of another, or with `...` take that out; return the report."""
+    *above, last = path
+    inside = data
+    for name in above:
+        inside = inside[name]
+    if value is ...:
+        del inside[last]
+    else:
+        inside[last] = value
+    return data
+
+
 def quality(name: str, bits: float, kl: float, **changes: Any) -> Quality:
     """Make up what a method takes and loses; the standard error is a tenth of the KL."""
     fields: dict[str, Any] = {
