@@ -377,6 +377,7 @@ def test_the_lists_name_variables_that_there_are(vllm: Any) -> None:
         ("SGLANG_MAMBA_SSM_DTYPE", "bfloat16", True), ("AITER_FORCE_A8W4", "1", True),
         ("FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "1", True), ("FLASHINFER_NVFP4_4OVER6", "0", False),
         ("AITER_LOG_LEVEL", "1", False), ("SGLANG_RUN_ID", "sglang-run-1", False),
+        ("SGLANG_CPU_OMP_THREADS_BIND", "0-1", False),
     ],
 )  # fmt: skip
 def test_variables_of_sglang(
