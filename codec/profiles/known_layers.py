@@ -32,6 +32,7 @@ FAR = (97, 389, 1543, 6151)  # offsets at which nothing fits
 NOISE = 0.01  # of a pair's energy: what FP8 or four bits did to a cache
 LEAST_GAP = 8.0  # how many times as far keys must be expected at FAR, or they tell nothing
 BETTER = 0.5  # share of its distance from which on another position fits
+UNLIKE = 1.5  # times as far as keys of the learned text are, from which on all offsets are tried
 TRIED = 16  # tokens, at most, with which all offsets are tried
 LAYERS = 8  # at most, among which the one is chosen whose keys tell most
 
@@ -126,10 +127,10 @@ class Keys(_Unit):
         distance = self._distance(keys, positions, token_ids)
         limit = math.sqrt(max(self.gap, 1)) * self._mean.numel()
         offsets = {padding, *NEAR} - {0}
-        if distance > limit:
-            if self._table is not None and self.gap > LEAST_GAP:
-                far = [self._distance(keys, positions + offset, token_ids) for offset in FAR]
-                return float(np.median(far)) > math.sqrt(self.gap) * distance
+        if distance > limit and self._table is not None and self.gap > LEAST_GAP:
+            far = [self._distance(keys, positions + offset, token_ids) for offset in FAR]
+            return float(np.median(far)) > math.sqrt(self.gap) * distance
+        if distance > UNLIKE * self._mean.numel():
             offsets.add(self.offset(keys, positions, token_ids))
         near = min(self._distance(keys, positions + offset, token_ids) for offset in offsets)
         return not (near < BETTER * distance and near < limit)
