@@ -46,8 +46,8 @@ FAST_BFLOAT16 = _is_bfloat16_fast()
 def _numba_has_avx2() -> bool:
     """Return whether Numba compiles for a CPU with AVX2: `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` may name another."""
     name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
-    if "+avx2" in (features or ""):
-        return True
+    if switched := re.findall(r"([+-])avx2\b", features or ""):
+        return bool(switched[-1] == "+")
     if name not in (None, "host"):
         return re.match(r"haswell|broadwell|skylake|icelake|\w+lake|znver|core-avx2|x86-64-v[34]", name) is not None
     return not features and bool(llvm.get_host_cpu_features().get("avx2", False))

@@ -101,7 +101,7 @@ def test_padding_and_marks_are_no_text(tmp_path: Path, with_bos: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'{"text": "\\ud83d abc"}', "a.jsonl:1: must hold a list of token ids or an object"),
+        ("a.jsonl", b'{"text": "\\ud83d abc"}', "got a text with half of a surrogate pair"),
         ("a.jsonl", b'{"input_ids": [5, 6], "attention_mask": [1]}', "a.jsonl:1: must hold"),
         ("a.jsonl", b'{"input_ids": [5, 6], "attention_mask": [1, 2]}', "a.jsonl:1: must hold"),
         ("a.jsonl", b"[1]\n{", "a.jsonl:2: must hold JSON, but"),

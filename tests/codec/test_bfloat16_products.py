@@ -114,7 +114,8 @@ def test_rounding_costs_neither_bytes_nor_error(
     ("name", "features", "there"),
     [
         ("generic", None, False), ("generic", "+avx2,+fma", True), ("x86-64", "", False), ("x86-64-v3", None, True),
-        ("haswell", "", True), ("znver4", None, True), ("nehalem", None, False), (None, "+sse2", False),
+        ("haswell", "", True), ("haswell", "+fma,-avx2", False), ("znver4", None, True), ("nehalem", None, False),
+        (None, "+sse2", False),
     ],
 )  # fmt: skip
 def test_the_cpu_that_numba_compiles_for_decides_on_integers(

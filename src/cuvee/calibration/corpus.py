@@ -363,7 +363,11 @@ def _documents(name: str) -> Iterator[str | list[int]]:
         if isinstance(item, dict):
             item = _unpadded(item) if "input_ids" in item else item.get("text")
         if not _is_document(item):
-            raise InputError(f"{path}:{number}: must hold a list of token ids or an object with input_ids or text")
+            half = isinstance(item, str)
+            raise InputError(
+                f"{path}:{number}: must hold a list of token ids or an object with input_ids or text, got "
+                + ("a text with half of a surrogate pair (\\ud800 … \\udfff)" if half else "neither")
+            )
         yield item
 
 
