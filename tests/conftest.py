@@ -1,4 +1,4 @@
-"""What tests share: tiny random models of every supported family, layouts with synthetic caches, both models."""
+"""Shared fixtures: tiny random models of every supported family, layouts with synthetic caches, both models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 LONGEST = (
     "integrations/vllm/test_engine_kinds", "package/cli/test_warmup", "package/test_notebooks",
     "integrations/vllm/test_engine", "eval/report/test_report", "integrations/vllm/blending/test_engine_blend",
-    "kernels/test_transform", "integrations/vllm/test_engine_ranks", "codec/test_hostile",
+    "kernels/test_transform", "codec/test_hostile",
     "integrations/vllm/test_serve", "kernels/test_backend", "learning/test_calibrate",
     "integrations/vllm/test_cpu_page", "integrations/vllm/test_guard", "integrations/lmcache/test_engine",
     "package/cli/test_profile", "integrations/vllm_tier/test_engine_tier", "integrations/sglang/test_engine",

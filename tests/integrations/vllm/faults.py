@@ -64,7 +64,6 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "seed": 0,
 }
-RAISES = 7  # step of a prompt in which a rank does
 RANKS_OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 8 * BLOCKS, "disable_log_stats": False}
 Totals = dict[tuple[str, str], float]
 
@@ -679,8 +678,8 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
     except Exception:
         record.note("rank_garbage", traceback.format_exc())
 
-    # One rank raises when both have computed their layers: neither stores that step, and what the steps before have
-    # computed is stored as by an engine that nothing befalls. Here the engine ends.
+    # One rank raises when both have computed their layers: neither stores that step, and the step before is stored as
+    # by an engine that nothing befalls. Here the engine ends.
     raising, others = ids(CHUNKS * CHUNK + 58, "raising"), files()
 
     def all_stored() -> bool:  # without another request
@@ -693,8 +692,8 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
         for path in files() - others:
             path.unlink()
         llm.reset_prefix_cache()
-        before = 2 * ((RAISES - 1) * order.options["max_num_batched_tokens"] // CHUNK)  # of both ranks
-        llm.collective_rpc(_fail_on_one_rank, args=(store, len(others) + before))
+        first_two = 2 * OPTIONS["max_num_batched_tokens"] // CHUNK
+        llm.collective_rpc(_fail_on_one_rank, args=(store, len(others) + first_two))
         try:
             ask(raising)
         except Exception as error:
@@ -703,7 +702,7 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
             raise AssertionError("the engine lives")
         end_engine(llm)
         found = _blobs(store)
-        assert len(found) == len(others) + before, f"{len(found) - len(others)} entries"
+        assert len(found) == len(others) + first_two, f"{len(found) - len(others)} entries"
         wrong = [key for key, blob in found.items() if blob != right.get(key)]
         record.note("rank_raises", f"{len(wrong)} entries are wrong" if wrong else "")
     except Exception:
@@ -713,13 +712,13 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
 
 
 def _fail_on_one_rank(worker: Any, store: str, enough: int) -> None:
-    """Let the second rank raise behind all layers of a step, once the chunks of the steps before are stored."""
+    """Let the second rank raise in the second step, behind all layers, once the step before is stored."""
     model, calls = worker.model_runner.model.model, [0]
 
     def fail(*_: object) -> None:
         calls[0] += 1
-        if calls[0] == RAISES:
-            wait_until(lambda: len(_files(store)) >= enough, "the steps before are stored")
+        if calls[0] == 2:
+            wait_until(lambda: len(_files(store)) >= enough, "the step before is stored")
             raise RuntimeError("on one rank")
 
     if worker.rank == 1:

@@ -3,8 +3,9 @@
     reference   no connector             answers computed in full, from the engine's own cache, alone and in a batch
     stored      connector, empty store   the same answers; fills the store
     loaded      connector, full store    the same answers, from what the first process stored
+    ranks       two ranks                the same answers, computed and loaded; then one misses an entry, and one raises
 
-The first two share a process, the last has one of its own: what one process stored another must find. Within a process
+The first two share a process, the others have one each: what one process stored another must find. Within a process
 engines follow each other, since importing vLLM takes longer than an engine does.
 
 The reference sets the standard: an engine's logits may differ in their last bits by what else is in the batch, and
@@ -20,6 +21,7 @@ everything the codec does. What is stored in blocks of one size is loaded into b
 from __future__ import annotations
 
 import math
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from tests.integrations.vllm import faults, gpu_defaults
 from tests.integrations.vllm.engines import (
     Answer,
     Engine,
@@ -39,6 +42,7 @@ from tests.integrations.vllm.engines import (
     distance,
     distinct_chunks,
     ids,
+    read_results,
     run_engines,
     save_tiny_model,
     spread,
@@ -89,6 +93,7 @@ CASES = {
     "qwen2": Case("bfloat16", 32),
     "qwen3": Case("bfloat16", 128),
 }
+RANKS_NOISE = 1e-3
 
 
 COMMON = ids(2 * CHUNK, 0)
@@ -137,6 +142,12 @@ def loadable(prompt: list[int], block: int, unit: int = CHUNK) -> int:
     """
     found = min((len(prompt) - 1) // block * block, len(prompt) // unit * unit)
     return found if found >= 64 else 0
+
+
+def tails(*prompts: list[int], size: int, block: int) -> int:
+    """Distinct tails of some prompts."""
+    ends = [(prompt, len(prompt) // block * block) for prompt in prompts]
+    return len({tuple(prompt[:end]) for prompt, end in ends if end % size and end >= 64})
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +324,51 @@ def test_preempted_requests_end_the_same(reference: dict[str, Ran], loaded: Resu
     assert ran.metric("vllm:cuvee_load_seconds_count", 0) < ran.metric("vllm:cuvee_load_seconds_count", 1)
     assert [answer.cached for answer in found] == [loadable(prompt, 32, 32) for prompt in CROWD]
     ran.assert_sound()
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, models: dict[str, Path]) -> tuple[Results, faults.Outcome]:
+    """An engine of two workers that computes and stores, then loads; then a rank misses entries; then one raises."""
+    gpu_defaults.need_one_process()
+    place, root = folder / "ranks", folder / "ranks-store"
+    place.mkdir()
+    stored = 2 * distinct_chunks(faults.CHUNK, *PROMPTS.values())
+    filled = Step(TOGETHER.prompts, together=True, until=("vllm:cuvee_stored{kind=chunk}", stored))
+    ended = 2 * tails(*PROMPTS.values(), size=faults.CHUNK, block=32)
+    filled_up = Step(until=("vllm:cuvee_stored{kind=tail}", ended))
+    transfer = cuvee(f"file://{root}", chunk_tokens=faults.CHUNK)
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "kv_transfer_config": transfer}
+    order = [Engine("ranks", models["llama"], [filled, filled_up, ALONE], options)]
+    (place / "order").write_bytes(pickle.dumps(order))
+    # The engine's own process among them: a worker that raises must not take the scenarios with it.
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20",  # so long vLLM waits for the rank that waits for the other one
+    }  # fmt: skip
+    outcome = faults.run_group("ranks", place, models["llama"], str(root), **variables)
+    assert (place / "answers").exists(), outcome.log[-4000:]
+    return read_results(place / "answers", outcome.log), outcome
+
+
+@pytest.mark.serves(parallel="tensor parallelism", where="engine")
+def test_two_ranks_agree(ranks: tuple[Results, faults.Outcome], reference: dict[str, Ran]) -> None:
+    """What they compute, and what they load, is what one rank without us computes."""
+    expected, ran = reference["llama"].steps, ranks[0]["ranks"]
+    computed, _, found = ran.steps
+    assert [answer.cached for answer in found] == [loadable(prompt, 32, 32) for prompt in PROMPTS.values()]
+    for answers, exact in ((computed, expected[2]), (found, expected[0])):
+        # Two ranks add up in another order than one.
+        distances = [distance(answer, other) for answer, other in zip(answers, exact, strict=True)]
+        assert max(distances) < RANKS_NOISE, distances
+    ran.assert_sound()
+
+
+@pytest.mark.parametrize("scenario", faults.RANKS)
+def test_what_one_rank_misses_or_has_not_computed_neither_has(
+    scenario: str, ranks: tuple[Results, faults.Outcome]
+) -> None:
+    ranks[1].expect_sound(scenario)
 
 
 def divergence(answer: Answer, exact: Answer) -> float:

@@ -4,6 +4,7 @@
     first     computes every document once, behind some other text; then blends prompts of them, in new orders, at
               several costs, alone and together, and asks for the same prompts exactly in between
     later     another process on the same store: what it blends, the first one stored
+    ranks     two ranks
     compiled  the model compiled, several answers to a prompt
 
 Engines differ in family, block size and in how segments are found. What is compared with the reference is compared to
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm.engines import (
     Answer,
     Engine,
@@ -50,7 +52,7 @@ from cuvee.integrations.vllm.blending.executing import RUN_OVERHEAD
 pytestmark = pytest.mark.slow
 
 NOISE = 1e-4  # nats, in float32
-COMPILED_NOISE = 1e-3
+RANKS_NOISE = 1e-3
 COSTS = (0.0, 0.15, 0.3)
 STEP = 48  # tokens of a step, where blends are computed in several
 FAMILIES = {"llama": 32, "qwen2": 64, "qwen3": 128}  # block sizes
@@ -179,6 +181,10 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
             for family, block in FAMILIES.items()
         ),
         Engine(
+            "corrected in slices", models["llama"], [LEARN, blends(0.3, forget=True)],
+            {**SLICED, **connector(folder / "corrected-store")},
+        ),
+        Engine(
             "by content", models["llama"],
             [
                 Step([[*LONG, *QUESTION]], max_tokens=1, until=("vllm:cuvee_stored{kind=segment}", 5)),
@@ -215,6 +221,22 @@ def later(folder: Path, models: dict[str, Path], first: Results) -> Results:
     assert first["llama"].steps
     engine = Engine("later", models["llama"], LATER, connector(folder / "llama-store"))
     return run_engines(folder / "later", [engine])
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, models: dict[str, Path]) -> Ran:
+    gpu_defaults.need_one_process()
+    options = {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        **SLICED,
+        **connector(folder / "ranks-store"),
+    }
+    learn = Step(LEARN.prompts, params=LEARN.params, max_tokens=1, until=(STORED[0], 2 * STORED[1]))
+    steps = [learn, blends(1, forget=True), blends(0.3, forget=True)]
+    engine = Engine("ranks", models["llama"], steps, options)
+    ran = run_engines(folder / "ranks", [engine], VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
+    return ran["ranks"]
 
 
 @pytest.fixture(scope="module")
@@ -325,11 +347,20 @@ def test_another_process_blends_what_the_first_stored(first: Results, later: Res
     assert ran.metric("vllm:cuvee_stored{kind=segment}") == 0
 
 
+def test_two_ranks_blend_alike(first: Results, ranks: Ran) -> None:
+    _, whole, some = ranks.steps
+    assert apart(whole, first["plain"].steps[0]) < RANKS_NOISE
+    corrected = first["corrected in slices"].steps[1]  # slices of a size: what corrects a token depends on it
+    assert apart(some[:ALIKE], corrected[:ALIKE]) < RANKS_NOISE
+    assert apart(some[:ALIKE], first["llama"].steps[ZERO + COSTS.index(0.3)][:ALIKE]) > 10 * RANKS_NOISE
+    assert ranks.metric("vllm:cuvee_blend_seconds_count") == 2 * len(PROMPTS)
+
+
 def test_a_compiled_model_blends_alike(folder: Path, first: Results, compiled: Ran) -> None:
     assert list((folder / "compiled-model").rglob("torch_aot_compile/*/*/model")), "the model was compiled"
     _, whole, some, *_ = compiled.steps
-    assert apart(whole, first["plain"].steps[0]) < COMPILED_NOISE
-    assert apart(some[:ALIKE], first["llama"].steps[ZERO + COSTS.index(0.3)][:ALIKE]) < COMPILED_NOISE
+    assert apart(whole, first["plain"].steps[0]) < RANKS_NOISE
+    assert apart(some[:ALIKE], first["llama"].steps[ZERO + COSTS.index(0.3)][:ALIKE]) < RANKS_NOISE
     assert compiled.metric("vllm:cuvee_failures") == 0
 
 
@@ -346,8 +377,8 @@ def test_several_answers_to_a_prompt_follow_from_the_same_blend(compiled: Ran) -
             ]
             for blend in (some, again)
         )
-        assert min(own) < COMPILED_NOISE
-        assert max(map(min, own, found)) < COMPILED_NOISE
+        assert min(own) < RANKS_NOISE
+        assert max(map(min, own, found)) < RANKS_NOISE
         assert {answer.cached for answer in several[3 * at : 3 * at + 3]} <= {some[at].cached, again[at].cached}
     assert len({tuple(answer.tokens) for answer in several[:3]}) > 1, "they are drawn"
 
