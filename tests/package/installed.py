@@ -24,6 +24,7 @@ EXTRAS = {
     "lmcache",
     "matplotlib",
     "obstore",
+    "psutil",  # comes with SGLang
     "redis",
     "sglang",
     "transformers",
@@ -50,7 +51,7 @@ def import_everything() -> int:
 
 def main() -> None:
     """Import, code a cache losslessly, and run the program; raise if anything is wrong."""
-    if Path(cuvee.__file__).is_relative_to(Path(__file__).parents[2]):
+    if Path(cuvee.__file__).is_relative_to(Path(__file__).parents[2] / "src"):
         raise SystemExit("installed: must not be the checkout's own package: run it with the environment's python -I")
     layout = cuvee.KVLayout("tried", (cuvee.LayerLayout(2, 16, 16, None),) * 3, "bfloat16", max_positions=None)
     keys, values = torch.randn(2, 3, 64, 2, 16).to(torch.bfloat16)
