@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import tiny_model
 from tests.integrations.sglang.cpu_engine import PAGE, Engine, Engines
 from tests.integrations.sglang.real_sglang import need_sglang
 from tests.integrations.stores.redis_server import redis_server
@@ -180,7 +181,7 @@ def restored_as_held(engine: Engine) -> dict[str, float]:
 
 
 @pytest.mark.serves(model="latents (MLA)", where="engine")
-def test_latents(engines: Engines, tiny_model: Any, tmp_path: Path) -> None:
+def test_latents(engines: Engines, tmp_path: Path) -> None:
     # On a CPU, SGLang computes latents with YaRN only.
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
     changes = {

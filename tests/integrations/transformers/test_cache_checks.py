@@ -145,7 +145,7 @@ def test_lossless_coding_takes_any_ids_and_positions(books: Books) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-yarn", "gpt_neox", "cohere"])
-def test_the_offset_of_keys_is_found(family: str, tiny_model: Callable[..., Any]) -> None:
+def test_the_offset_of_keys_is_found(family: str) -> None:
     """Of keys that are turned whole, in part and in neighbouring pairs, and with a scaling of attention."""
     model = tiny_model(family)
     rows = torch.randint(1, 61, (60, 40), generator=torch.Generator().manual_seed(0))
