@@ -184,7 +184,7 @@ def restored_as_held(engine: Engine) -> dict[str, float]:
 def test_latents(engines: Engines, tmp_path: Path) -> None:
     # On a CPU, SGLang computes latents with YaRN only.
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
-    changes = {
+    changes: dict[str, Any] = {
         "vocab_size": 256, "max_position_embeddings": 1024, "initializer_range": 0.2, "first_k_dense_replace": 2,
         "moe_layer_freq": 1, "rope_parameters": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0},
     }  # fmt: skip
