@@ -159,15 +159,14 @@ class ChunkCache:
                 "codec: must have no refinements, which only loads with a deadline leave out, got one: make it without "
                 "refinements="
             )
-        mine = Identity(
-            model=f"{model_fingerprint(model)} {function_digest(model)}",
-            tokenizer="",
-            layout=self._layout.fingerprint,
-            profile=b"" if codec.lossless else codec.profile.id,
-            quality=codec.quality_name,
-        )
-        for field in ("layout", "profile", "quality", "shards"):
-            if identity is not None and getattr(identity, field) != getattr(mine, field):
+        written: dict[str, Any] = {
+            "layout": self._layout.fingerprint,
+            "profile": b"" if codec.lossless else codec.profile.id,
+            "quality": codec.quality_name,
+            "shards": 1,
+        }
+        for field, value in written.items():
+            if identity is not None and getattr(identity, field) != value:
                 raise InputError(
                     f"identity.{field}: must be that of the model and the codec, whose blobs are stored under it, got "
                     "another: take engine_identity(path, codec), and load the model in the engine's dtype"
@@ -179,7 +178,9 @@ class ChunkCache:
         self._store = store
         self._contexts = None if contexts is None else self._check_contexts(contexts)
         self._shared = identity is not None
-        self._identity = identity or mine
+        self._identity = identity or Identity(
+            model=f"{model_fingerprint(model)} {function_digest(model)}", tokenizer="", **written
+        )
         self._scope = Scope(tenant=tenant)
         self._context_name = b"" if self._contexts is None else _name(self._contexts)
         self._before: list[KVChunk] = []  # the caches of the contexts, computed when they are first needed
