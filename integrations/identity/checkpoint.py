@@ -3,7 +3,7 @@ a checkpoint.
 
     folder ─┬─ config.json …       canonical JSON without volatile entries ─┐
             ├─ *.safetensors       SHA-256 of the whole file               ├─> BLAKE2b
-            └─ *.bin, *.gguf …     likewise; only without safetensors      ┘
+            └─ *.bin, *.gguf …     likewise; not beside safetensors        ┘
 
 Paths and times are left out, so replicas with copies at other paths find each other's entries.
 
@@ -428,10 +428,17 @@ def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _weights(root: Path, load_format: str = "auto") -> list[Path]:
-    """Return the files that an engine may read weights from."""
+    """Return the files that an engine may read weights from. Other formats count beside safetensors that lie in
+    subfolders alone, or belong to an adapter, of which engines read `adapter_model.bin` if that is there.
+    """
     if root.is_file():
         return [root] if load_format != "dummy" else []
-    return next((found for patterns in _FORMATS[load_format] if (found := _files(root, patterns))), [])
+    kinds = [_files(root, patterns) for patterns in _FORMATS[load_format]]
+    alone = any(file.parent == root for file in kinds[0]) if kinds else False
+    if alone and not (root / "adapter_config.json").is_file():
+        return kinds[0]
+    return sorted(file for files in kinds for file in files)
+
 
 
 def _add_configs(digest: Any, root: Path) -> None:

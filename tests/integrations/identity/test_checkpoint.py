@@ -230,6 +230,28 @@ def test_weights_in_a_folder_of_their_own_count(folder: Path) -> None:
     assert len(names) == 3
 
 
+@pytest.mark.parametrize(
+    ("beside", "read"),
+    [
+        ("checkpoint-500/model.safetensors", "pytorch_model.bin"),
+        ("tower/model.safetensors", "model-rank-0-part-0.pt"),
+        ("checkpoint-500/adapter_model.safetensors", "adapter_model.bin"),
+        ("new_embeddings.safetensors", "adapter_model.bin"),
+        ("new_embeddings.safetensors", "adapter_model.pt"),
+    ],
+)
+def test_safetensors_hide_no_file_that_an_engine_reads(beside: str, read: str, tmp_path: Path) -> None:
+    """A model is read from the folder itself, an adapter from `adapter_model.bin` whatever other files there are."""
+    if read.startswith("adapter"):
+        (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / beside).parent.mkdir(exist_ok=True)
+    write_safetensors(tmp_path / beside, [("a", 3)])
+    (tmp_path / read).write_bytes(bytes(100))
+    name = checkpoint_identity(tmp_path)
+    overwrite(tmp_path / read, 50, b"\1")
+    assert checkpoint_identity(tmp_path) != name
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth", "model-rank-0-part-0.pt"])
 def test_every_byte_counts_in_every_format(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
