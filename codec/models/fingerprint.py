@@ -169,6 +169,15 @@ def are_others(recorded: str | None, model: PreTrainedModel | str) -> bool:
     return recorded != (model if isinstance(model, str) else model_fingerprint(model))
 
 
+def warn_of_others(recorded: str | None, model: PreTrainedModel | str) -> None:
+    """Log if a profile is used where its promise does not hold, as `are_others` tells."""
+    if are_others(recorded, model):
+        logger.warning(
+            "cuvee: the profile was learned from other weights than the model's, or from the same in another dtype: "
+            "the KL of its curve is not promised here"
+        )
+
+
 def _configuration(model: PreTrainedModel) -> str:
     """Return a model's configuration, apart from its dtype, which its layout has."""
     return canonical_config(model.config.to_dict(), _SAVED)
