@@ -90,6 +90,11 @@ class Checkpoint:
                 "checkpoint's files: set option 'model_id' to a name of your own that changes with the weights"
             )
         self._root = resolve(path, revision)
+        if place := _elsewhere(self._root):
+            raise InputError(
+                f"model: must hold all of its weights, got {path}, whose configuration names {place} for a part of "
+                "them: set option 'model_id' to a name of your own that changes with the weights"
+            )
         self._format = load_format
         self._files = _weights(self._root, load_format)
         if not self._files and load_format != "dummy":
@@ -439,6 +444,16 @@ def _weights(root: Path, load_format: str = "auto") -> list[Path]:
         return kinds[0]
     return sorted(file for files in kinds for file in files)
 
+
+
+def _elsewhere(root: Path) -> str | None:
+    """Return another checkpoint that vLLM reads a part of the weights from, as it does for Ultravox."""
+    try:
+        config = parse_json((root / "config.json").read_bytes(), constants=True)
+    except (OSError, ValueError):  # there is none, or it is named when it is read for the identity
+        return None
+    found = (config.get(f"{part}_model_id") for part in ("text", "audio")) if isinstance(config, dict) else ()
+    return next((str(place) for place in found if place), None)
 
 
 def _add_configs(digest: Any, root: Path) -> None:

@@ -269,6 +269,13 @@ def test_weights_from_elsewhere_are_refused_by_name(load_format: str, folder: Pa
         checkpoint_identity(folder, load_format=load_format)
 
 
+@pytest.mark.parametrize("part", ["text_model_id", "audio_model_id"])
+def test_a_part_of_the_weights_from_elsewhere_is_refused(part: str, folder: Path) -> None:
+    edit_json(folder / "config.json", **{part: "org/tower"})
+    with pytest.raises(InputError, match=r"^model: must hold all of its weights, .* names org/tower .* 'model_id'"):
+        checkpoint_identity(folder)
+
+
 def test_the_files_that_are_read_count(folder: Path) -> None:
     """`pt` reads no safetensors, and `dummy` reads nothing."""
     (folder / "model.pt").write_bytes(b"abc")
