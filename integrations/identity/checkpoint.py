@@ -445,7 +445,6 @@ def _weights(root: Path, load_format: str = "auto") -> list[Path]:
     return sorted(file for files in kinds for file in files)
 
 
-
 def _elsewhere(root: Path) -> str | None:
     """Return another checkpoint that vLLM reads a part of the weights from, as it does for Ultravox."""
     try:
