@@ -133,7 +133,7 @@ def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
         for number, each in enumerate(value):
             yield from _tensors(f"{name}.{number}", each)
     elif isinstance(value, str | bytes | int | float | torch.dtype):
-        yield f"{name}: {value!r}", torch.empty(0, device="cpu")
+        yield f"{name}: {value!r}", torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def canonical_config(config: Any, left_out: Collection[str] = VOLATILE) -> str:
