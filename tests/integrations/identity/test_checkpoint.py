@@ -591,7 +591,7 @@ class ScaledLinear(torch.nn.Linear):
     scales = torch.ones(1)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight.absmax"] = self.scales
 
 

@@ -293,7 +293,8 @@ def test_another_models_cache_is_refused(lossy: bool, model: Any, layout: KVLayo
     for layers in (1, 3):
         with pytest.raises(InputError, match=r"^keys: must have the"):
             encode_cache(codec, prefill(tiny_model("llama", num_hidden_layers=layers), prompt(1)))
-    for other in ({"num_key_value_heads": 4}, {"head_dim": 6}, {"head_dim": 24}):
+    others: list[dict[str, Any]] = [{"num_key_value_heads": 4}, {"head_dim": 6}, {"head_dim": 24}]
+    for other in others:
         with pytest.raises(InputError, match=r"^keys\[0\]: must have shape"):
             encode_cache(codec, prefill(tiny_model("llama", **other), prompt(1)))
     with pytest.raises(InputError, match=r"must be float32 as the layout says, got torch\.float64"):
