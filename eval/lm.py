@@ -32,7 +32,7 @@ from cuvee.calibration.corpus import leading_ids, model_path, without_repeats
 from cuvee.codec.codec import Codec
 from cuvee.codec.dtypes import TORCH_DTYPES, value_bits
 from cuvee.codec.errors import InputError
-from cuvee.codec.models.fingerprint import function_digest, model_fingerprint
+from cuvee.codec.models.fingerprint import function_digest, model_fingerprint, warn_of_others
 from cuvee.codec.models.forward import cache_argument, coded_layout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.devices import usable_device
@@ -259,6 +259,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         method_identity(method)  # better to find out now that it has none than after hours of work
         if isinstance(method, CodecMethod):
             method.codec.profile.check_layout(self.layout)
+            warn_of_others(method.codec.profile.model, self._fingerprint)
         self._method: Method = method
         self._statistics = Statistics()
         self._reader = CachedReader(self._forward, self.model, self.layout, method, self.chunk_tokens, self._statistics)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from cuvee.codec.errors import InputError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -65,15 +67,18 @@ class WeightHash:
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Return the fingerprint of the weights: of each parameter's and stored buffer's name, shape and values.
+    """Return the fingerprint of the weights: of the name, shape and values of all that is stored with a model.
 
     Reads all of them: 1.5 billion float32 values take about a second on one core. An adapter of PEFT that is not merged
     counts: its weights, its scaling, and whether it is active.
+
+    Raises:
+        InputError: weights are on the device meta, which holds none.
     """
     weights = WeightHash()
     for name, tensor in stored_tensors(model):
         weights.begin(name, tuple(tensor.shape))
-        weights.add(tensor.detach().reshape(-1))
+        weights.add(_held(model, name, tensor).reshape(-1))
     for state in _adapter_states(model):
         weights.begin(state, ())
     return weights.fingerprint
@@ -88,7 +93,7 @@ def function_digest(model: PreTrainedModel) -> str:
     buffers = WeightHash()
     for name, buffer in _unstored_buffers(model):
         buffers.begin(name, tuple(buffer.shape))
-        buffers.add(_rounded(buffer.detach().reshape(-1)))
+        buffers.add(_rounded(_held(model, name, buffer).reshape(-1)))
     told = f"{buffers.fingerprint} {_configuration(model)}"
     return hashlib.blake2b(told.encode(), digest_size=16, person=b"cuvee-function").hexdigest()
 
@@ -107,9 +112,28 @@ def weights_state(model: PreTrainedModel) -> list[object]:
 
 
 def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's parameters, then the buffers that are stored with it."""
+    """Yield a model's parameters, the buffers that are stored with it, and what else its modules store, such as the
+    packed weights and the scales of quantized layers.
+    """
     yield from model.named_parameters()
     yield from _buffers(model, stored=True)
+    for prefix, module in model.named_modules():
+        stored: dict[str, Any] = {}
+        module._save_to_state_dict(stored, f"{prefix}." if prefix else "", keep_vars=True)
+        for name, value in stored.items():
+            if name.rpartition(".")[2] not in {**module._parameters, **module._buffers}:
+                yield from _tensors(name, value)
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in a value; a quantized one by its values, and what is no tensor by its name."""
+    if isinstance(value, torch.Tensor):
+        yield name, value.dequantize() if value.is_quantized else value
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _tensors(f"{name}.{number}", each)
+    elif isinstance(value, str | bytes | int | float | torch.dtype):
+        yield f"{name}: {value!r}", torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def canonical_config(config: Any, left_out: Collection[str] = VOLATILE) -> str:
@@ -145,6 +169,15 @@ def are_others(recorded: str | None, model: PreTrainedModel | str) -> bool:
     return recorded != (model if isinstance(model, str) else model_fingerprint(model))
 
 
+def warn_of_others(recorded: str | None, model: PreTrainedModel | str) -> None:
+    """Log if a profile is used where its promise does not hold, as `are_others` tells."""
+    if are_others(recorded, model):
+        logger.warning(
+            "cuvee: the profile was learned from other weights than the model's, or from the same in another dtype: "
+            "the KL of its curve is not promised here"
+        )
+
+
 def _configuration(model: PreTrainedModel) -> str:
     """Return a model's configuration, apart from its dtype, which its layout has."""
     return canonical_config(model.config.to_dict(), _SAVED)
@@ -153,6 +186,17 @@ def _configuration(model: PreTrainedModel) -> str:
 def _unstored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the float buffers that are not stored with a model."""
     return ((name, buffer) for name, buffer in _buffers(model, stored=False) if buffer.is_floating_point())
+
+
+def _held(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values, which Accelerate has elsewhere if `device_map=` leaves no room for them."""
+    if tensor.is_meta:
+        place, _, own = name.rpartition(".")
+        offloaded = getattr(getattr(model.get_submodule(place), "_hf_hook", None), "weights_map", None)
+        if offloaded is None:
+            raise InputError(f"model: must hold its weights, got {name} on the device meta: load them onto another one")
+        tensor = offloaded[own]
+    return tensor.detach()
 
 
 def _rounded(values: torch.Tensor) -> torch.Tensor:

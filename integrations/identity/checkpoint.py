@@ -3,7 +3,7 @@ a checkpoint.
 
     folder ─┬─ config.json …       canonical JSON without volatile entries ─┐
             ├─ *.safetensors       SHA-256 of the whole file               ├─> BLAKE2b
-            └─ *.bin, *.gguf …     likewise; only without safetensors      ┘
+            └─ *.bin, *.gguf …     likewise; not beside safetensors        ┘
 
 Paths and times are left out, so replicas with copies at other paths find each other's entries.
 
@@ -90,6 +90,11 @@ class Checkpoint:
                 "checkpoint's files: set option 'model_id' to a name of your own that changes with the weights"
             )
         self._root = resolve(path, revision)
+        if place := _elsewhere(self._root):
+            raise InputError(
+                f"model: must hold all of its weights, got {path}, whose configuration names {place} for a part of "
+                "them: set option 'model_id' to a name of your own that changes with the weights"
+            )
         self._format = load_format
         self._files = _weights(self._root, load_format)
         if not self._files and load_format != "dummy":
@@ -428,10 +433,26 @@ def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _weights(root: Path, load_format: str = "auto") -> list[Path]:
-    """Return the files that an engine may read weights from."""
+    """Return the files that an engine may read weights from. Other formats count beside safetensors that lie in
+    subfolders alone, or belong to an adapter, of which engines read `adapter_model.bin` if that is there.
+    """
     if root.is_file():
         return [root] if load_format != "dummy" else []
-    return next((found for patterns in _FORMATS[load_format] if (found := _files(root, patterns))), [])
+    kinds = [_files(root, patterns) for patterns in _FORMATS[load_format]]
+    alone = any(file.parent == root for file in kinds[0]) if kinds else False
+    if alone and not (root / "adapter_config.json").is_file():
+        return kinds[0]
+    return sorted(file for files in kinds for file in files)
+
+
+def _elsewhere(root: Path) -> str | None:
+    """Return another checkpoint that vLLM reads a part of the weights from, as it does for Ultravox."""
+    try:
+        config = parse_json((root / "config.json").read_bytes(), constants=True)
+    except (OSError, ValueError):  # there is none, or it is named when it is read for the identity
+        return None
+    found = (config.get(f"{part}_model_id") for part in ("text", "audio")) if isinstance(config, dict) else ()
+    return next((str(place) for place in found if place), None)
 
 
 def _add_configs(digest: Any, root: Path) -> None:

@@ -5,10 +5,11 @@
 What else is made of all bytes of files is kept there, too (`remembered`).
 
 A digest that is kept holds as long as all of these are the same: whoever writes to a file changes its ctime, which
-nobody can set back. What the folder holds is only trusted if no other user can write to it.
+nobody can set back. Only a program that has a file of a tmpfs mapped into its memory may write to it unseen. What the
+folder holds is only trusted if no other user can write to it.
 
 In the cache of huggingface_hub a large file is a link to `blobs/<its SHA-256>`, so it need not be read; unless it was
-written to since it was first seen.
+written to after the link was made, or since it was first seen.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from cuvee.codec.errors import InputError
@@ -112,7 +114,7 @@ class _Work:
         kept = _read_kept(state[0])
         if kept is not None and kept[0] == [state] and _BLOB.fullmatch(digest := "".join(kept[1])):
             return bytes.fromhex(digest)
-        name = _name_of_blob(file, state[0])
+        name = _name_of_blob(file, state)
         if name and kept is None:
             digest = name
         else:
@@ -128,6 +130,8 @@ class _Work:
         with open(state[0], "rb", buffering=0) as stream:
             if file_state(Path(state[0])) != state or os.fstat(stream.fileno()).st_ino != state[2]:
                 raise _changed(Path(state[0]))
+            with suppress(OSError):  # a page that is not written back may be written again, and keep the ctime
+                os.fsync(stream.fileno())
             while count := stream.readinto(buffer):
                 sha.update(buffer[:count])
                 self._say(count)
@@ -165,9 +169,11 @@ def _changed(file: Path) -> InputError:
     return InputError(f"model: must not change while it is read, got {file}: start again once it is complete")
 
 
-def _name_of_blob(file: Path, real: str) -> str:
-    """Return the digest that the cache of huggingface_hub has made a file's name; "" if it is no such file."""
-    blob = Path(real)
+def _name_of_blob(file: Path, state: State) -> str:
+    """Return the digest that the cache of huggingface_hub has made a file's name; "" if it is no such file, or was
+    written to after the hub had made the link to it.
+    """
+    blob = Path(state[0])
     repo = blob.parent.parent
     if blob.parent.name != "blobs" or not _BLOB.fullmatch(blob.name) or not repo.name.startswith("models--"):
         return ""
@@ -176,7 +182,7 @@ def _name_of_blob(file: Path, real: str) -> str:
     except ValueError:
         return ""
     linked = file.is_symlink() and len(shown) >= 2 and shown[0] == "snapshots" and _REVISION.fullmatch(shown[1])
-    return blob.name if linked else ""
+    return blob.name if linked and state[-1] <= file.lstat().st_ctime_ns else ""
 
 
 # What is kept ---------------------------------------------------------------------------------------------------------

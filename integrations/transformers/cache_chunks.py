@@ -32,6 +32,16 @@ from cuvee.integrations.transformers.cache_tensors import chunk_spans
 _Units = tuple[torch.Tensor, torch.Tensor]
 
 
+def check_units(tensors: Sequence[_Units], width: int, layout: KVLayout, paddings: Sequence[int]) -> None:
+    """Refuse tensors that `encode_rows` cannot take.
+
+    Raises:
+        InputError: a shape or dtype differs from the layout's, or there are too many tokens.
+    """
+    last = [[unit[0, :, -1:].transpose(0, 1) for unit in units] for units in zip(*tensors, strict=True)]
+    KVChunk(last[0], last[1], layout, width - 1 - min(paddings))
+
+
 def encode_rows(
     codec: Codec,
     tensors: Sequence[_Units],
@@ -42,7 +52,7 @@ def encode_rows(
     bound: Sequence[bytes],
     ids: I64 | None,
 ) -> list[list[bytes]]:
-    """Encode rows whose layers hold all tokens, or the last ones; return the blobs of each row.
+    """Encode rows whose layers hold all tokens, or the last ones, once `check_units` has; return the blobs of each row.
 
     Args:
         codec: of the model.
@@ -56,10 +66,7 @@ def encode_rows(
 
     Raises:
         ProfileError: the profile's bases mix layers that hold a chunk with layers that do not.
-        InputError: a shape or dtype differs from the layout's.
     """
-    last = [[unit[0, :, -1:].transpose(0, 1) for unit in units] for units in zip(*tensors, strict=True)]
-    KVChunk(last[0], last[1], layout, width - 1 - paddings[0])  # refuses what does not fit
     spans = [chunk_spans(width - padding, chunk_tokens) for padding in paddings]
     begins = [width - keys.shape[2] for keys, _ in tensors]
     rows: list[list[bytes]] = [[] for _ in paddings]

@@ -33,7 +33,7 @@ from cuvee.codec.states import States
 from cuvee.codec.support.devices import usable_device
 from cuvee.codec.support.torch_modes import without_modes
 from cuvee.integrations.transformers.cache_checks import check_inputs
-from cuvee.integrations.transformers.cache_chunks import decode_rows, encode_rows
+from cuvee.integrations.transformers.cache_chunks import check_units, decode_rows, encode_rows
 from cuvee.integrations.transformers.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.integrations.transformers.cache_rows import (
     bound_blobs,
@@ -140,6 +140,8 @@ def encode_cache(
     devices = {tensor.device for pair in tensors for tensor in pair}
     if len(devices) > 1 or not all(codec.on_device(device) for device in devices):
         tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
+    if tensors:
+        check_units(tensors, width, layout, paddings)
     if tensors and not codec.lossless and (known := codec.profile.known_layers) is not None:
         check_inputs(known, tensors, width, chunk_tokens, paddings, ids)
     if not tensors:

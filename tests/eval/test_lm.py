@@ -468,6 +468,14 @@ def test_a_profile_is_loaded_and_used(tmp_path: Path) -> None:
     assert method_identity(lm.method)["profile"] == profile.id.hex()
 
 
+def test_the_profile_of_other_weights_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    lm = llama(method=Uncompressed())
+    chunks = [synthetic_chunk(lm.layout, 60, seed) for seed in range(4)]
+    for model, other in ((model_fingerprint(lm.model), False), (f"w2-{0:032x}", True)):
+        lm.use(CodecMethod(Codec(fit(lm.layout, chunks, model=model), step=1)))
+        assert ("learned from other weights" in caplog.text) is other
+
+
 # Requests that say nothing, or do not fit --------------------------------------------------------------------------
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import typer
 
 
@@ -10,6 +13,10 @@ def evaluate(ctx: typer.Context) -> None:
 
     Example: cuvee eval run --model_args pretrained=MODEL,profile=FILE,quality=balanced --tasks cuvee_local
     """
+    for path in re.findall(r"(?:^|[,=])profile=([^,\n]+)", "\n".join(ctx.args), re.MULTILINE):
+        if not Path(path).is_file():  # found before lm-eval and a model are loaded
+            raise FileNotFoundError(f"profile: there is none at {path}: name another file, or learn one")
+
     from cuvee.eval.lm_command import run_cli
 
     if code := run_cli(ctx.args):

@@ -47,6 +47,7 @@ def report() -> dict[str, Any]:
             quality.append(made | {"label": f"{name}, {setting}"})
     for made in quality:
         made["per_sequence"]["delta_nll"] = [made["delta_nll"] * share for share in (1.7, 0.2, 1.9, 0.2)]
+        made["per_sequence"]["kl"] = [made["kl"]] * 4
     exact = quality[0]["nll"] - quality[0]["delta_nll"]
     tasks = [
         {"name": "recall", "metric": "acc", "higher_is_better": True, "docs": 200, "chance": 0.125,
@@ -245,6 +246,21 @@ def test_a_curve_that_is_too_short_says_so(report: dict[str, Any]) -> None:
     for e in report["quality"]:
         e["bits_per_value"] += 4 if e["setting"] else 0
     assert "No curve reaches 8x." in markdown(report)
+
+
+@pytest.mark.parametrize(
+    ("copied", "new", "where"),
+    [(4e-3, 4e-3, None), (8e-3, 1e-3, " on copied text"), (1e-3, 8e-3, " on new text"), (17e-3, 1e-3, "")],
+)
+def test_a_promise_that_is_missed_on_one_kind_of_text_is_pointed_out(
+    report: dict[str, Any], copied: float, new: float, where: str | None
+) -> None:
+    """Presets promise their KL on the worst kind, and a mean over all sequences hides what that loses."""
+    preset = next(e for e in report["quality"] if e["key"] == "cuvee/layer@balanced")
+    per_sequence = {**preset["per_sequence"], "kl": [copied, new, copied, new]}
+    preset.update(kl=(copied + new) / 2, kl_stderr=0.0, per_sequence=per_sequence)
+    found = re.findall(r"cuvee, balanced misses its promise(.*): KL .* against 0.005", markdown(report))
+    assert found == ([] if where is None else [where])
 
 
 @pytest.mark.parametrize(("longest", "warns"), [(None, False), (256, False), (255, True)])

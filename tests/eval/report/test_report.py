@@ -281,6 +281,16 @@ def test_without_a_profile_the_command_that_learns_one_is_named(tmp_path: Path, 
         run_report(replace(CONFIG, model="some/model", methods=methods), tmp_path / "run")
 
 
+@pytest.mark.parametrize("methods", [("kivi4",), ("kivi4", "cuvee/lossless"), ("cuvee/mine@small",)])
+def test_a_profile_that_no_method_measures_is_named(
+    config: ReportConfig, tmp_path: Path, methods: tuple[str, ...]
+) -> None:
+    profiles = (*config.profiles, str(tmp_path / "mine.safetensors"))
+    idle = profiles[0]
+    with pytest.raises(InputError, match=f"^profiles: must be measured by a method, got {idle} with none of it: leave"):
+        run_report(replace(config, profiles=profiles, methods=methods), tmp_path / "run")
+
+
 def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any) -> None:
     config = replace(CONFIG, profiles=(str(tmp_path / "other"),))
     fitted_profile("gqa", "layer").save(tmp_path / "other")

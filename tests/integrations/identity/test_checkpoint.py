@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.conftest import tiny_model
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.fingerprint import PREFIX, are_others, model_fingerprint
+from cuvee.codec.models.fingerprint import PREFIX, are_others, function_digest, model_fingerprint
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.identity import file_digests
 from cuvee.integrations.identity import weight_fingerprints as weight_fingerprints_module
@@ -230,6 +231,28 @@ def test_weights_in_a_folder_of_their_own_count(folder: Path) -> None:
     assert len(names) == 3
 
 
+@pytest.mark.parametrize(
+    ("beside", "read"),
+    [
+        ("checkpoint-500/model.safetensors", "pytorch_model.bin"),
+        ("tower/model.safetensors", "model-rank-0-part-0.pt"),
+        ("checkpoint-500/adapter_model.safetensors", "adapter_model.bin"),
+        ("new_embeddings.safetensors", "adapter_model.bin"),
+        ("new_embeddings.safetensors", "adapter_model.pt"),
+    ],
+)
+def test_safetensors_hide_no_file_that_an_engine_reads(beside: str, read: str, tmp_path: Path) -> None:
+    """A model is read from the folder itself, an adapter from `adapter_model.bin` whatever other files there are."""
+    if read.startswith("adapter"):
+        (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / beside).parent.mkdir(exist_ok=True)
+    write_safetensors(tmp_path / beside, [("a", 3)])
+    (tmp_path / read).write_bytes(bytes(100))
+    name = checkpoint_identity(tmp_path)
+    overwrite(tmp_path / read, 50, b"\1")
+    assert checkpoint_identity(tmp_path) != name
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth", "model-rank-0-part-0.pt"])
 def test_every_byte_counts_in_every_format(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
@@ -244,6 +267,13 @@ def test_every_byte_counts_in_every_format(name: str, tmp_path: Path) -> None:
 def test_weights_from_elsewhere_are_refused_by_name(load_format: str, folder: Path) -> None:
     with pytest.raises(InputError, match=rf"^load_format: must be auto, .*got {load_format}, .*set option 'model_id'"):
         checkpoint_identity(folder, load_format=load_format)
+
+
+@pytest.mark.parametrize("part", ["text_model_id", "audio_model_id"])
+def test_a_part_of_the_weights_from_elsewhere_is_refused(part: str, folder: Path) -> None:
+    edit_json(folder / "config.json", **{part: "org/tower"})
+    with pytest.raises(InputError, match=r"^model: must hold all of its weights, .* names org/tower .* 'model_id'"):
+        checkpoint_identity(folder)
 
 
 def test_the_files_that_are_read_count(folder: Path) -> None:
@@ -540,6 +570,45 @@ def test_buffers_that_are_stored_count() -> None:
         found.add(model_fingerprint(model))
     model.model.layers[0].register_buffer("scale", torch.tensor([0]), persistent=False)
     assert len(found) == 4 and model_fingerprint(model) in found
+
+
+def test_weights_are_read_where_they_are(tmp_path: Path) -> None:
+    """`device_map=` leaves some of them in memory or in files, and the device meta in their place."""
+    accelerate = pytest.importorskip("accelerate")
+    expected = model_fingerprint(tiny_model("llama"))
+    for move in (accelerate.cpu_offload, lambda model, **more: accelerate.disk_offload(model, str(tmp_path), **more)):
+        model = tiny_model("llama")
+        move(model, execution_device="cpu", offload_buffers=True)
+        assert next(model.parameters()).is_meta and model_fingerprint(model) == expected
+        assert function_digest(model) == function_digest(tiny_model("llama"))
+    with pytest.raises(InputError, match=r"^model: must hold its weights, got .* on the device meta: load"):
+        model_fingerprint(tiny_model("llama").to("meta"))
+
+
+class ScaledLinear(torch.nn.Linear):
+    """A layer that keeps scales as bitsandbytes does: in attributes, which it stores beside its parameters."""
+
+    scales = torch.ones(1)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.scales
+
+
+def test_what_layers_store_beside_parameters_counts() -> None:
+    """Twice the weights have the same codes in eight bits, with another scale."""
+    found = set()
+    for factor in (1.0, 2.0):
+        model = tiny_model("llama")
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(factor)
+        with warnings.catch_warnings(action="ignore"):
+            found.add(model_fingerprint(torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})))
+        scaled = tiny_model("llama")
+        scaled.model.layers[0].mlp.up_proj.__class__ = ScaledLinear
+        scaled.model.layers[0].mlp.up_proj.scales = torch.full((2,), factor)
+        found.add(model_fingerprint(scaled))
+    assert len(found) == 4
 
 
 def test_a_fingerprint_of_samples_is_neither_right_nor_wrong(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -74,6 +75,22 @@ def test_a_file_that_hides_its_change_is_read_again(change: Callable[[Path], Non
     before = file_digests([file])
     change(file)
     assert file_digests([file]) == [hashlib.sha256(b"new content").digest()] != before
+
+
+def test_writes_through_a_mapping_are_seen(tmp_path: Path, cache: Path) -> None:
+    """The kernel notes the time of the first write to a page alone, until it has written the page to the disk."""
+    file = tmp_path / "a"
+    write(file, bytes(8192))
+    with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
+        until_later_than(file.stat().st_ctime_ns, tmp_path)
+        time_ns = file.stat().st_ctime_ns
+        mapped[5000] = 1
+        if file.stat().st_ctime_ns == time_ns:
+            pytest.skip("a tmpfs notes no times of such writes")
+        before = file_digests([file])
+        until_later_than(file.stat().st_ctime_ns, tmp_path)
+        mapped[5000] = 2
+        assert file_digests([file]) != before
 
 
 def another_path(kept: Path, tmp_path: Path) -> None:
@@ -157,6 +174,21 @@ def test_a_blob_that_was_written_to_is_read(tmp_path: Path, hashed: list[str]) -
     assert file_digests([link]) == [bytes.fromhex("ab" * 32)]
     digest = write(link, b"trained in place")
     assert file_digests([link]) == [digest] and len(hashed) == 1
+
+
+def test_a_blob_that_was_written_to_before_it_was_seen_is_read(tmp_path: Path, hashed: list[str]) -> None:
+    """As `save_pretrained` into a snapshot does."""
+    link = snapshot(tmp_path, "ab" * 32)
+    until_later_than(link.lstat().st_ctime_ns, tmp_path)
+    digest = write(link, b"trained in place")
+    assert file_digests([link]) == [digest] and len(hashed) == 1
+
+
+def until_later_than(time_ns: int, folder: Path) -> None:
+    """Wait until the file system gives files a later time: it counts in ticks of the kernel."""
+    probe = folder / "probe"
+    while not probe.exists() or probe.stat().st_ctime_ns <= time_ns:
+        probe.write_bytes(b"")
 
 
 @pytest.mark.parametrize(

@@ -287,12 +287,16 @@ def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
         encode_cache(codec, full)
 
 
-def test_another_models_cache_is_refused(model: Any, layout: KVLayout) -> None:
-    codec = lossless_codec(layout)
-    with pytest.raises(InputError, match=r"^keys: must have the"):
-        encode_cache(codec, prefill(tiny_model("llama", num_hidden_layers=3), prompt(1)))
-    with pytest.raises(InputError, match=r"^keys\[0\]: must have shape"):
-        encode_cache(codec, prefill(tiny_model("llama", num_key_value_heads=4), prompt(1)))
+@pytest.mark.parametrize("lossy", [False, True])
+def test_another_models_cache_is_refused(lossy: bool, model: Any, layout: KVLayout) -> None:
+    codec = Codec(fitted_to(layout), step=1.0) if lossy else lossless_codec(layout)
+    for layers in (1, 3):
+        with pytest.raises(InputError, match=r"^keys: must have the"):
+            encode_cache(codec, prefill(tiny_model("llama", num_hidden_layers=layers), prompt(1)))
+    others: list[dict[str, Any]] = [{"num_key_value_heads": 4}, {"head_dim": 6}, {"head_dim": 24}]
+    for other in others:
+        with pytest.raises(InputError, match=r"^keys\[0\]: must have shape"):
+            encode_cache(codec, prefill(tiny_model("llama", **other), prompt(1)))
     with pytest.raises(InputError, match=r"must be float32 as the layout says, got torch\.float64"):
         encode_cache(codec, prefill(tiny_model("llama", dtype=torch.float64), prompt(1)))
     uneven = prefill(model, prompt(1))
