@@ -129,7 +129,7 @@ check: setup  ## lint, types of the sources, and the quick tests of every folder
 types: setup
 	$(BIN)/mypy src/cuvee
 
-quick: setup
+quick: setup  ## the quick tests of every folder, or of CHECKED, such as CHECKED="tests/codec -k golden"
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(CHECK_MARKS)" \
 		$(CHECKED) $(PYTEST_ARGS)
 

@@ -7,7 +7,8 @@ bytes, for the same reason, except for lossless.
 
 A change that fails here misreads the blobs that users keep: it needs a new format version, and
 `pytest tests/codec/test_golden.py --regenerate-golden`, which writes all files of `tests/codec/golden` anew but the
-profile. Also a new version must decode its blobs of the same chunks to the same tensors (`KEPT_DIGEST`).
+profile. Also a new version must decode its blobs of the same chunks to the same tensors (`KEPT_DIGEST`). A new version
+of profiles is given to the same profile: load it as it was, and save it as it is to be. Learned anew, it is another.
 """
 
 from __future__ import annotations

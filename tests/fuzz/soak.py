@@ -228,7 +228,7 @@ def soak(kind: str, seconds: float, seed: int = 0) -> dict[str, int]:
                     raise Wrong(line)
             if lines:
                 totals += Counter(json.loads(lines[-1]))
-        totals += Counter(_audit(url, root if kind != "redis" else None))
+        totals += Counter(_audit(url, root if root.exists() else None))
         return dict(totals)
 
 

@@ -53,7 +53,7 @@ def test_a_short_run_finds_nothing(name: str) -> None:
 def test_past_findings_stay_fixed(path: Path) -> None:
     target = named(path.name.partition("-")[0])
     target.warm_up()
-    engine.judge(target, path.read_bytes())
+    assert engine.judge(target, path.read_bytes()) != "VersionError", "it tests nothing: write it in the new version"
 
 
 def test_the_corpus_names_its_targets() -> None:

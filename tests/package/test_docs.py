@@ -153,6 +153,12 @@ def test_the_store_of_the_recipe_refuses_damage(recipe: dict[str, Any], tmp_path
     store.close()
 
 
+@pytest.mark.parametrize("check", [["check"], ["format", "--check"]], ids=" ".join)
+def test_the_store_of_the_recipe_passes_lint(check: list[str]) -> None:
+    command = [sys.executable, "-m", "ruff", *check, "--stdin-filename", "integrations/stores/sqlite.py", "-"]
+    subprocess.run(command, input=blocks("recipes/store.md", "python")[0], text=True, cwd=ROOT, check=True)
+
+
 # --- commands
 
 
