@@ -34,6 +34,16 @@ def test_other_changes_than_those_of_the_table_are_refused(kind: type[Enum]) -> 
                 following(before, after)
 
 
+@pytest.mark.parametrize(("kind", "drawing"), list(enumerate(DOCS.split("```mermaid\nflowchart LR\n")[1:])))
+def test_the_phases_are_drawn(kind: int, drawing: str) -> None:
+    drawn = set[tuple[str, str]]()
+    for line in drawing.split("```")[0].splitlines():
+        groups = [group.split(" & ") for group in line.strip().split(" --> ")]
+        drawn |= {pair for before, after in itertools.pairwise(groups) for pair in itertools.product(before, after)}
+    allowed = {(before.value, after.value) for before in (RequestPhase, LoadPhase)[kind] for after in NEXT[before]}
+    assert drawn == allowed
+
+
 @pytest.mark.parametrize("name", ["Load", "Store"])
 def test_what_is_loaded_or_stored_goes_through_few_methods(name: str) -> None:
     steps = DOCS.split(f"**{name}**\n\n")[1].split("\n\n")[0]
