@@ -155,9 +155,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 self._setup.record, self._store, self._setup.options.key_ids(), self._recorder
             )
             self._scheduler = SchedulerSide(
-                self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",
-                breaks=line_breaks(self._setup.options.blend, model),
-                weights=weights, records=self._records,
+                self._setup, identity, self._store, self._recorder, adapters,
+                breaks=line_breaks(self._setup.options.blend, model), weights=weights, records=self._records,
             )  # fmt: skip
             from vllm.v1.engine.core import EngineCore
 

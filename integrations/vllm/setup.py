@@ -85,6 +85,7 @@ class Setup:
         alone: whether no other rank computes with this one: neither a tensor-parallel one, nor one of a data-parallel
             engine, which may have experts for this one.
         encodes: whether the engine encodes images itself. What it takes from another engine it knows by name alone.
+        remote_workers: whether the workers run in processes of their own, each with its own store object.
         layers: the model's that cache.
         codes: dtype of an fp8 cache; None: the pages hold values.
         pages: KV layout of the pages of an fp8 cache; None: that of what is coded.
@@ -108,6 +109,7 @@ class Setup:
     groups: tuple[LayerGroup, ...] = ()
     alone: bool = True
     encodes: bool = True
+    remote_workers: bool = False
     layers: CachedLayers | None = None
     codes: torch.dtype | None = None
     pages: KVLayout | None = None
@@ -215,7 +217,8 @@ class Setup:
             groups,
             alone=shards == parallel.data_parallel_size == 1,
             encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
-            layers=cached, codes=codes, pages=pages, replicated=all_latent(kv_cache_config),
+            remote_workers=parallel.distributed_executor_backend != "uni", layers=cached,
+            codes=codes, pages=pages, replicated=all_latent(kv_cache_config),
             left=1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization, unnamed=unnamed,
             about=_about(vllm_config.model_config),
         )  # fmt: skip

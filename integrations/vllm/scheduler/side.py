@@ -59,7 +59,6 @@ class SchedulerSide:
         store: looked into, never read from.
         recorder: takes the figures of all ranks.
         adapters: of the engine.
-        own_store: no worker has this store object, so its troubles are counted here.
         clock: seconds, monotonic.
         breaks: line breaks of the engine's vocabulary, by which blending finds paragraphs, if they are known.
         weights: makes the identity's name of the weights; until that is known, requests are computed, and not cached.
@@ -74,7 +73,6 @@ class SchedulerSide:
         store: Store,
         recorder: Recorder,
         adapters: Adapters,
-        own_store: bool = False,
         clock: Callable[[], float] = time.monotonic,
         breaks: LineBreaks | None = None,
         weights: WeightsName | None = None,
@@ -82,7 +80,7 @@ class SchedulerSide:
     ) -> None:
         options = setup.options
         self._recorder = recorder
-        self._own_store = store if own_store else None
+        self._counted_store = store if setup.remote_workers else None  # no worker counts its errors
         self._step = 0
         self._confirmed = 0  # all ranks have ended this step and all steps before it
         self._announced = 0  # of these, the last that ranks know of
@@ -352,8 +350,8 @@ class SchedulerSide:
         """Add the figures of the workers, and those of a store that no worker has."""
         if report.metrics is not None:
             self._recorder.absorb(report.metrics)
-        if self._own_store is not None:  # what it reads is that of the workers' stores, too
-            self._recorder.record_store(self._own_store.counters(), ("errors", "skipped"))
+        if self._counted_store is not None:  # what it reads is that of the workers' stores, too
+            self._recorder.record_store(self._counted_store.counters(), ("errors", "skipped"))
 
     # Across tasks ----------------------------------------------------------------------------------------------
 

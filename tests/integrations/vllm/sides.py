@@ -150,7 +150,6 @@ class Desk:
         shards: int = 1,
         loads: bool = True,
         stores: bool = True,
-        own_store: bool = False,
         prefix_caching: bool = True,
         profile: Profile | None = None,
         groups: tuple[LayerGroup, ...] = (),
@@ -176,7 +175,7 @@ class Desk:
         )
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
-            engine, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
+            engine, self.identity, self.store, self.recorder, NamedAdapters(), lambda: self.now,
             weights=weights,
         )  # fmt: skip
 
