@@ -144,7 +144,7 @@ class PageStores:
         """
         codec, named = self._codec(rank, ranks), self._weights.current
         identity, layout = self._identity(codec, ranks, named), self._layout.shard(rank, ranks)
-        return self._any.beside(
+        return self._any.sibling(
             codec, self._names(identity, tenant), layout, shard=rank, counts=counts,
             valid=partial(self._weights.holds, named), note=self._note(named, identity, rank),
         )  # fmt: skip
@@ -162,9 +162,9 @@ class PageStores:
             main: whether they are not beside others, which the record of the identity is of.
         """
         named = self._weights.current
-        told = hashlib.blake2b(description.encode(), digest_size=32, person=b"cuvee-opaque").digest()
-        identity = self._identity(self._opaque, 1, named, told)
-        return self._any.beside(
+        digest = hashlib.blake2b(description.encode(), digest_size=32, person=b"cuvee-opaque").digest()
+        identity = self._identity(self._opaque, 1, named, digest)
+        return self._any.sibling(
             self._opaque, self._names(identity, tenant), opaque.LAYOUT, shard=rank, counts=counts,
             valid=partial(self._weights.holds, named), note=self._note(named if main else None, identity, rank),
         )  # fmt: skip

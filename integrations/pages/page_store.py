@@ -131,7 +131,7 @@ class PageStore:
                 self._recognizers[codec] = None if codec.lossless else Recognizer(codec.profile)
             return self._recognizers[codec]
 
-    def beside(
+    def sibling(
         self,
         codec: Codec,
         names: PageNames,
@@ -295,8 +295,8 @@ class PageStore:
         """Delete pages; return whether each is known to be gone."""
         pages = [self._names.page(name) for name in names]
         with self._engine_calls as admitted:
-            known = admitted and self._valid()
-            return [known and self._entries.delete(page, self._load_timeout) for page in pages]
+            usable = admitted and self._valid()
+            return [usable and self._entries.delete(page, self._load_timeout) for page in pages]
 
     def delete_all(self) -> int:
         """Delete all entries of this store's tenant; return how many there were.

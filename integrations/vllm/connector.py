@@ -120,7 +120,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._setup = Setup.of_engine(vllm_config, kv_cache_config)
         outer = multi_connector()
         have_failed_loads_computed(vllm_config, outer)
-        self._setup = replace(self._setup, beside=outer is not None)
+        self._setup = replace(self._setup, other_connectors=outer is not None)
         self._store = borrow_store(self._setup.options.store, unnamed=self._setup.unnamed)
         backend = vllm_config.parallel_config.distributed_executor_backend
         if not self._store.shared and backend != "uni":

@@ -89,7 +89,7 @@ class Setup:
         layers: the model's that cache.
         codes: dtype of an fp8 cache; None: the pages hold values.
         pages: KV layout of the pages of an fp8 cache; None: that of what is coded.
-        beside: whether other connectors see the engine's requests (vLLM's MultiConnector).
+        other_connectors: whether other connectors see the engine's requests (vLLM's MultiConnector).
         replicated: whether all tensor-parallel ranks hold the same pages, as of latents (MLA).
         left: share of a device's memory that the engine leaves free.
         unnamed: whether the store is the default one, which nobody expects to outlive its engines.
@@ -113,7 +113,7 @@ class Setup:
     layers: CachedLayers | None = None
     codes: torch.dtype | None = None
     pages: KVLayout | None = None
-    beside: bool = False
+    other_connectors: bool = False
     replicated: bool = False
     left: float = 1.0
     unnamed: bool = False
@@ -376,8 +376,8 @@ def default_store(executor: str | None, engine: str) -> tuple[str, ...]:
     with suppress(FileNotFoundError):
         info = os.lstat(folder)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-            taken, folder = folder, folder.with_name(f"{folder.name}-{engine}")
-            logger.warning("cuvee: %s is no folder of this user alone, so the default store is %s", taken, folder)
+            refused, folder = folder, folder.with_name(f"{folder.name}-{engine}")
+            logger.warning("cuvee: %s is no folder of this user alone, so the default store is %s", refused, folder)
     return (f"file://{folder}?max_gb={size:.3g}",)
 
 

@@ -82,7 +82,7 @@ class Code:
         """Load 32 bits from each of the elements numbered by `index`."""
         if not self.wide:
             return self._gather_one_by_one(pointer, element, index, align)
-        places = self._places(pointer, element, index)
+        places = self._pointers(pointer, element, index)
         flags = ir.VectorType(ir.IntType(1), WIDTH)
         kind = ir.FunctionType(VECTOR, [places.type, INT32, flags, VECTOR])
         name = f"llvm.masked.gather.v{WIDTH}i32.v{WIDTH}p0"
@@ -118,7 +118,7 @@ class Code:
             self.builder._insert(number)
             yield number
 
-    def _places(self, pointer: Any, element: ir.IntType, index: Any) -> Any:
+    def _pointers(self, pointer: Any, element: ir.IntType, index: Any) -> Any:
         places = ir.instructions.GEPInstr(
             self.builder.block, pointer, [index], inbounds=False, name="", source_etype=element
         )

@@ -40,7 +40,7 @@ from cuvee.integrations.vllm.scheduler.loads import ASK_AGAIN, NOT_ASKED, Prefix
 from cuvee.integrations.vllm.scheduler.request_record import NOTHING, RequestRecord, RequestTable
 from cuvee.integrations.vllm.scheduler.requests import Requests
 from cuvee.integrations.vllm.scheduler.saves import SchedulerSaves
-from cuvee.integrations.vllm.scheduler.state import PATIENCE, KnownEntries, SchedulerState
+from cuvee.integrations.vllm.scheduler.state import PATIENCE, RecentEntries, SchedulerState
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.naming.identity import Identity
 
@@ -88,20 +88,20 @@ class SchedulerSide:
         self._alone = setup.alone
         self._weights = weights
         self._named = weights is None
-        self._beside = setup.beside
+        self._other_connectors = setup.other_connectors
         self._identities = records
         self._coding = setup.coding
         self._guard = Guard(recorder)
         self._state = state = SchedulerState(setup, store, recorder, clock)
         self._pays = Pays(state.chunk)
-        self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.beside)
-        self._known = known = KnownEntries(state)
+        self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.other_connectors)
+        self._recent = recent = RecentEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._records = RequestTable()
         in_engine = setup.prefix_caching, setup.loads_in_part
-        self._loads = SchedulerLoads(state, self._records, known, self._pays, *in_engine)
+        self._loads = SchedulerLoads(state, self._records, recent, self._pays, *in_engine)
         self._blends = SchedulerBlends(self._records, state.shards, setup.step_tokens)
-        self._saves = SchedulerSaves(state, known, self._planner)
+        self._saves = SchedulerSaves(state, recent, self._planner)
         if records is not None:
             self._take_name()  # if it is there already: entries are counted from the start
 
@@ -150,7 +150,7 @@ class SchedulerSide:
         if record.segmented is not None and not self._planner.promise(record, record.segmented, blend):
             tokens = None
         elif record.blend is not None:
-            tokens = record.blend_end - computed if self._loads.have_place else None
+            tokens = record.blend_end - computed if self._loads.have_room else None
         self._loads.promise(record, computed, prefix, tokens)
         return tokens
 
@@ -188,7 +188,7 @@ class SchedulerSide:
         """Return why a request that ends was not loaded as a whole (`explaining.explanation`), if its client asks and
         may be answered: vLLM refuses two connectors' answers to one request. Logs it at DEBUG.
         """
-        asks = not self._beside and wants_reason(request.kv_transfer_params)
+        asks = not self._other_connectors and wants_reason(request.kv_transfer_params)
         with self._guard("finished"):
             record = self._records.get(request.request_id)
             if record is None or not (asks or logger.isEnabledFor(logging.DEBUG)):
@@ -297,7 +297,7 @@ class SchedulerSide:
             with self._guard("take"):
                 self._loads.note_end(record)
         for digest in report.unsaved:
-            self._known.forget(digest)
+            self._recent.forget(digest)
         for learn in (self._loads.take, self._record, self._pays.take):
             with self._guard("take"):
                 learn(report)

@@ -83,7 +83,7 @@ def test_few_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     names = MediaNames()
     for number in range(9):
         names.name(item(f"{number}", pixels=torch.zeros(3)))
-    assert list(names._known) == ["6", "7", "8"]
+    assert list(names._by_name) == ["6", "7", "8"]
 
 
 # Requests ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from cuvee.codec.errors import UnsupportedModelError
 from cuvee.integrations.vllm.messages import Entry, Load, Save
 from cuvee.integrations.vllm.pages.layer_groups import NULL_BLOCK, CachedLayers, LayerGroup, RecurrentLayer
 from cuvee.integrations.vllm.pages.state_pages import StatePages
-from cuvee.naming.identity import PrefixChain, Scope, beside_digest, store_key
+from cuvee.naming.identity import PrefixChain, Scope, companion_digest, store_key
 
 # vLLM may put the group of recurrent layers first; the last one has a group of its own.
 GROUPS = (LayerGroup((), recurrent=True), LayerGroup((0, 1, 2)), LayerGroup((), recurrent=True))
@@ -176,9 +176,9 @@ def test_tensors_other_than_described_are_refused() -> None:
 def digest_after(d: Desk, request: SimpleNamespace, tokens: int) -> bytes:
     """Digest of the state after a request's first tokens, made by hand."""
     if tokens % CHUNK:
-        return beside_digest(d.tail(request, tokens), b"states")
+        return companion_digest(d.tail(request, tokens), b"states")
     chain = PrefixChain(d.identity, Scope(), CHUNK)
-    return beside_digest(chain.digests(request.all_token_ids, tokens // CHUNK)[-1], b"states")
+    return companion_digest(chain.digests(request.all_token_ids, tokens // CHUNK)[-1], b"states")
 
 
 def put_states(d: Desk, request: SimpleNamespace, *ends: int, ranks: int = 1) -> None:

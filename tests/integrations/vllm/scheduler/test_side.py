@@ -332,7 +332,7 @@ def test_a_request_that_waits_costs_a_step_nothing_that_grows_with_its_prompt(
     monkeypatch.setattr(PrefixChain, "digests", digests)
     checked: list[bytes] = []
     for name in ("check", "forget"):
-        monkeypatch.setattr(d.side._known, name, checked.append)
+        monkeypatch.setattr(d.side._recent, name, checked.append)
     for request in waiting:
         assert d.side.matched_tokens(request, 0)[0] is None
     assert checked == [] and sum(calls) <= len(waiting)
@@ -512,7 +512,7 @@ def test_what_a_lookup_found_is_known(desk: Callable[..., Desk]) -> None:
 
 def test_what_is_believed_no_more_is_not_kept(desk: Callable[..., Desk]) -> None:
     d = desk()
-    known = d.side._known
+    known = d.side._recent
     for second in range(200):
         d.now += 1
         assert not known.check(b"%d" % second)
