@@ -317,14 +317,19 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads are over."""
-        return None, self._working.loads.take_arrived(_IDLE_WAIT if self._plan.idle else 0.0) or None
+        return None, self._working.loads.take_arrived(self._patience) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads are over, and those of them that are to be computed as a whole."""
-        _, arrived = self.get_finished(finished_req_ids)
-        results = KVConnectorTransferResults(finished_recving=arrived or set())
-        results.failed_recving = self._working.loads.take_failed(results.finished_recving)
+        ended = self._working.loads.take_ended(self._patience)
+        results = KVConnectorTransferResults(finished_recving={job.load.request for job in ended})
+        results.failed_recving = {job.load.request for job in ended if job.failed}
         return results
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that this step waits for a load to end."""
+        return _IDLE_WAIT if self._plan.idle else 0.0
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks to recompute; none where loads fail as a whole (`WorkerState.fails_whole`)."""

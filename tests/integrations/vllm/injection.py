@@ -59,7 +59,7 @@ SCHEDULER_TABLES = (
     "_records", "_records.admitted", "_loads._orders", "_records.loading", "_blends._ready", "_blends._drops",
 )  # fmt: skip
 WORKER_TABLES = (
-    "loads._jobs", "loads._arrived", "loads._invalid", "loads._failed", "saves._sizes", "saves._pending",
+    "loads._jobs", "loads._ended", "loads._invalid", "saves._sizes", "saves._pending",
 )  # fmt: skip
 POINTS = (*(f"s.{name}" for name in SCHEDULER), *(f"w.{name}" for name in WORKER), *(f"c.{name}" for name in CHAIN))
 

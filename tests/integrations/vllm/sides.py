@@ -454,6 +454,10 @@ class Bench:
                     pass
                 own._give_up(job)
 
+    def ended(self) -> dict[str, bool]:
+        """The requests whose loads have ended since the last call, and whether each failed as a whole."""
+        return {job.load.request: job.failed for job in self.worker.loads.take_ended()}
+
     def wait(self, *requests: str) -> None:
         """Poll as the engine does until the loads have arrived."""
         missing = set(requests or ("r",))

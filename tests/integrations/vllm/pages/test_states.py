@@ -99,7 +99,7 @@ def test_a_state_is_stored_as_its_step_left_it(bench: Callable[..., Bench]) -> N
         waiting.set()
     b.drain()
     b.load_now([load()])
-    assert not b.worker.loads.take_failed(b.worker.loads.take_arrived())
+    assert b.ended() == {"r": False}
     for layer, (source, target) in zip(LAYERS, ((7, 11), (9, 12)), strict=True):
         for tensor, was in zip(held[layer.name], before[layer.name], strict=True):
             assert same(tensor[target], was[source])
@@ -110,13 +110,13 @@ def test_a_state_is_bound_to_its_key_by_the_secret(bench: Callable[..., Bench]) 
     held = caches()
     b = stored(bench, held, codec={"key": b"s" * 32})
     b.load_now([load()])
-    assert not b.worker.loads.take_failed(b.worker.loads.take_arrived()), "its own"
+    assert b.ended() == {"r": False}, "its own"
     other = place(Entry("state", OTHER, STATE.start, BLOCK), HELD)
     b.worker.saves.save([Save(TENANT, other)])
     b.drain()
     b.store.entries[state_key(b)] = b.store.entries[store_key(TENANT, OTHER, b.rank, *b.codec.key_ids[:1])]
     b.load_now([load()])
-    assert b.worker.loads.take_failed(b.worker.loads.take_arrived()) == {"r"}
+    assert b.ended() == {"r": True}
 
 
 def missing(b: Bench) -> None:
@@ -153,7 +153,7 @@ def test_without_its_state_or_a_chunk_a_load_fails_as_a_whole(
     b = stored(bench, caches())
     fault(b)
     b.load_now([load()])
-    assert b.worker.loads.take_failed(b.worker.loads.take_arrived()) == {"r"}
+    assert b.ended() == {"r": True}
     assert not b.worker.loads.take_invalid_blocks()
     assert (b.counts()["recomputed_tokens"], b.counts().get("loaded_tokens", 0)) == (END, 0)
     report = b.worker.report(1)
