@@ -214,12 +214,12 @@ def _owner_with_layers(owners: Sequence[Any]) -> Any:
 @contextmanager
 def _replaced(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Let a module run `forward` inside the context."""
-    forward = module.__dict__.get("forward")
+    before = module.__dict__.get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if forward is None:
+        if before is None:
             del module.__dict__["forward"]
         else:
-            module.forward = forward
+            module.forward = before
