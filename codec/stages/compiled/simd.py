@@ -53,12 +53,9 @@ class Code:
         offset = self.builder.mul(self.integer(entry, types.int64), INT64(size))
         return self.builder.gep(self.data(array), [offset])
 
-    def data(self, index: int, member: int | None = None) -> Any:
-        """Return the address of an array, or of a `member` of a tuple of arrays."""
-        kind, value = self._kinds[index], self._values[index]
-        if member is not None:
-            kind, value = kind[member], self.builder.extract_value(value, member)
-        array = self._context.make_array(kind)(self._context, self.builder, value)
+    def data(self, index: int) -> Any:
+        """Return the address of an array."""
+        array = self._context.make_array(self._kinds[index])(self._context, self.builder, self._values[index])
         return self.builder.bitcast(array.data, cgutils.voidptr_t)
 
     def integer(self, index: int, kind: Any) -> Any:
