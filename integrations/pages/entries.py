@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.format.container import read_header
-from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.chunk_io import (
     BATCH,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.open_blob import Expected
 from cuvee.integrations.core.chunk_io import Stored, fetch_ahead, fetched_together
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.pages.draft_layers import DraftPages

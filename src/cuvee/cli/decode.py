@@ -39,7 +39,7 @@ def decode(
 
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec
-    from cuvee.codec.decoding import check_tokens
+    from cuvee.codec.coding.decoding import check_tokens
     from cuvee.codec.format.container import inspect
     from cuvee.integrations.transformers.cache_file import write_cache_file
 
