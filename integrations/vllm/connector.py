@@ -141,7 +141,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard = Guard(self._recorder)
         if role is KVConnectorRole.SCHEDULER:
             if backend != "uni":
-                _give_workers_time(getattr(vllm_config, "shutdown_timeout", 0))
+                _give_workers_time(vllm_config.shutdown_timeout)
             model = vllm_config.model_config
             identity, make = self._setup.naming(vllm_config)
             if changed_while_loading(vllm_config, model.model):
@@ -162,7 +162,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
             watch_calls(EngineCore, self._scheduler.reset)
             alone = multiprocessing.parent_process() is None  # then this process stores what waits before it exits
-            if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1) and not alone:
+            if self._setup.stores and not vllm_config.shutdown_timeout and not alone:
                 logger.info(
                     "cuvee: vLLM ends this engine when it is stopped, and chunks that wait to be stored are lost; "
                     "--shutdown-timeout 60 gives it time, or llm.llm_engine.engine_core.shutdown(timeout=60) at the "

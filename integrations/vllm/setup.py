@@ -216,7 +216,7 @@ class Setup:
             bool(cache.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups,
             alone=shards == parallel.data_parallel_size == 1,
-            encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
+            encodes=vllm_config.ec_transfer_config is None or not vllm_config.ec_transfer_config.is_ec_consumer,
             remote_workers=parallel.distributed_executor_backend != "uni", layers=cached,
             codes=codes, pages=pages, replicated=all_latent(kv_cache_config),
             left=1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization, unnamed=unnamed,

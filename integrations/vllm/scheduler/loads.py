@@ -343,7 +343,7 @@ class SchedulerLoads:
         """
         shared = min(found.chunks * self._state.chunk, self._state.usable(request.num_tokens))
         shared = shared // self._state.chunk * self._state.chunk
-        if shared > max(found.stated, getattr(request, "shared_prefix_boundary", shared)):
+        if shared > max(found.stated, request.shared_prefix_boundary):
             request.shared_prefix_boundary = shared
 
     def _is_loaded_by_another(self, record: RequestRecord, computed: int) -> bool:

@@ -93,6 +93,7 @@ def make_request(
         "kv_transfer_params": None,
         "arrival_time": time.time(),
         "block_hashes": [],
+        "shared_prefix_boundary": 0,
     }
     request = SimpleNamespace(**{**fields, **changes})
     _hash_blocks(request)
