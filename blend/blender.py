@@ -22,9 +22,9 @@ from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Guided, Selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.open_blob import OpenBlob
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.models.fingerprint import are_others
-from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.rope import rotate, unrotate
 from cuvee.codec.support.torch_modes import without_modes

@@ -31,10 +31,10 @@ from cuvee.blend.recompute_model import TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.models.fingerprint import are_others, function_digest, model_fingerprint, weights_state
 from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, layer_units, prefill
-from cuvee.codec.open_blob import Expected
 from cuvee.codec.support.torch_modes import without_modes
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key
 

@@ -24,9 +24,9 @@ from cuvee.codec.paged_chunks import PagedChunk
 from cuvee.codec.support.arrays import I64
 
 if TYPE_CHECKING:
-    from cuvee.codec.open_blob import OpenBlob
+    from cuvee.codec.coding.open_blob import OpenBlob
     from cuvee.codec.profiles.profile import Profile
-    from cuvee.codec.setting import Setting
+    from cuvee.codec.profiles.setting import Setting
 
 
 @dataclass(frozen=True, slots=True)

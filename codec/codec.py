@@ -1,10 +1,10 @@
 """`Codec`: chunks to blobs and back.
 
     encode, encode_parts   chunk, pages --EncodeRequest--> Backend --sections--> blobs
-    open                   blob --header, tag, profile--> OpenBlob            (opening.py)
+    open                   blob --header, tag, profile--> OpenBlob            (coding/opening.py)
     decode, decode_paged   OpenBlob --DecodeRequest--> Backend --> tensors, pages
 
-What a quality means for a profile is decided once, in `setting.py`.
+What a quality means for a profile is decided once, in `profiles/setting.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 
 from cuvee.codec.backends import Backends, PendingDecode
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.decoding import Decoder, check_tokens, within
-from cuvee.codec.encoding import Encoder
+from cuvee.codec.coding.decoding import Decoder, check_tokens, within
+from cuvee.codec.coding.encoding import Encoder
+from cuvee.codec.coding.id_coding import IdCoding
+from cuvee.codec.coding.open_blob import Bytes, Expected, OpenBlob
+from cuvee.codec.coding.opening import Opener
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import Secrets, make_keys
-from cuvee.codec.id_coding import IdCoding
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.open_blob import Bytes, Expected, OpenBlob
-from cuvee.codec.opening import Opener
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Limits, Quality
-from cuvee.codec.setting import Settings, check_profile, check_refinements, warn_of_no_promise
+from cuvee.codec.profiles.setting import Settings, check_profile, check_refinements, warn_of_no_promise
 from cuvee.codec.states import States, decode_states, encode_states
 from cuvee.codec.support.devices import usable_device
 from cuvee.codec.support.torch_modes import without_modes

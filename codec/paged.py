@@ -235,11 +235,11 @@ class PagedCache:
         Their places are computed once for all layers. The slots must be the cache's: checking them would wait for the
         device.
         """
-        places = self._places(slots)
+        indices = self._indices(slots)
 
         def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
             keys, values = self.pages(index)
-            return _take(keys, places), _take(values, places)
+            return _take(keys, indices), _take(values, indices)
 
         return read
 
@@ -248,11 +248,11 @@ class PagedCache:
 
         Everything that `reader` says of slots holds here, too.
         """
-        places = self._places(slots)
+        indices = self._indices(slots)
 
         def write(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             for pages, part in zip(self.pages(index), (keys, values), strict=True):
-                _put(pages, places, part)
+                _put(pages, indices, part)
 
         return write
 
@@ -307,22 +307,22 @@ class PagedCache:
                 if not least <= lowest <= highest < size:
                     raise InputError(f"slots: must be {least} … {size - 1} in layer {layer}, got {lowest} … {highest}")
 
-    def _places(self, slots: torch.Tensor) -> _Places:
+    def _indices(self, slots: torch.Tensor) -> _Indices:
         """Return the places of the tokens at these slots, for every kind of pages."""
-        places: _Places = {}
+        indices: _Indices = {}
         for tensor in self._keys + self._values:
             kind = _kind(tensor)
-            if kind in places:
+            if kind in indices:
                 continue
             tokens = max(tensor.shape[1], 1)
             block = torch.div(slots, tokens, rounding_mode="floor")
             token = slots - block * tokens
-            places[kind] = (kind.index(block, token),) if isinstance(kind, PageOrder) else (block, token)
-        return places
+            indices[kind] = (kind.index(block, token),) if isinstance(kind, PageOrder) else (block, token)
+        return indices
 
 
 # By kind of pages: block and token of each slot, or the index of its values.
-_Places = dict[PageOrder | torch.Size, tuple[torch.Tensor, ...]]
+_Indices = dict[PageOrder | torch.Size, tuple[torch.Tensor, ...]]
 
 
 def _strided(pages: Sequence[Pages]) -> tuple[torch.Tensor, ...]:
@@ -340,17 +340,17 @@ def _kind(pages: Pages) -> PageOrder | torch.Size:
     return pages.order if isinstance(pages, PermutedPages) else pages.shape[:2]
 
 
-def _take(pages: Pages, places: _Places) -> torch.Tensor:
+def _take(pages: Pages, indices: _Indices) -> torch.Tensor:
     """Return a copy `[T, H, D]` of the tokens at their places."""
-    index = places[_kind(pages)]
+    index = indices[_kind(pages)]
     if isinstance(pages, PermutedPages):
         return pages.take(index[0])
     return _plain(pages)[index].view(pages.dtype)
 
 
-def _put(pages: Pages, places: _Places, part: torch.Tensor) -> None:
+def _put(pages: Pages, indices: _Indices, part: torch.Tensor) -> None:
     """Write tokens `[T, H, D]` to their places."""
-    index = places[_kind(pages)]
+    index = indices[_kind(pages)]
     if isinstance(pages, PermutedPages):
         pages.put(index[0], part)
     else:

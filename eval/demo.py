@@ -125,12 +125,11 @@ class Demo:
     continued: Continued
 
 
-def run_demo(console: Console, progress: Console | None = None, model: str = BUNDLED_MODEL) -> Demo:
+def run_demo(console: Console, model: str = BUNDLED_MODEL) -> Demo:
     """Run the demo.
 
     Args:
-        console: where the report goes.
-        progress: where to show the progress; default: standard error.
+        console: where the report goes; progress goes to standard error.
         model: a folder, a hub name, "books-3m" or "smollm2" (see `cuvee.calibration.corpus.load_model`).
 
     Returns:
@@ -149,7 +148,7 @@ def run_demo(console: Console, progress: Console | None = None, model: str = BUN
     began = time.perf_counter()
     # One thread for torch: with models this small more threads gain little, and on a busy machine they wait for each
     # other: calibrating smollm2 took over three times as long with two threads beside another job.
-    log = StepLog(progress or Console(stderr=True))
+    log = StepLog(Console(stderr=True))
     with torch_threads(1):
         log.expect(5 + len(BASELINES) + 1 + len(PRESET_KL))
         with log.step("loading the model"):

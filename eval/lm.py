@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from inspect import signature
 from pathlib import Path
@@ -139,15 +139,10 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         self.chunk_tokens = _at_least_one("chunk_tokens", chunk_tokens)
         if cache_dtype is not None and cache_dtype not in TORCH_DTYPES:
             raise InputError(f"cache_dtype: must be one of {', '.join(TORCH_DTYPES)}, got {cache_dtype!r}")
-        for name in ("dtype", "mixed_precision_dtype"):
-            given = kwargs.get(name)
-            if given not in (None, "auto") and str(given).removeprefix("torch.") not in TORCH_DTYPES:
-                raise InputError(f"{name}: must be one of {', '.join(TORCH_DTYPES)}, got {given!r}")
+        _check_dtypes(kwargs)
         softmax = str(softmax_dtype).removeprefix("torch.")
         if softmax not in ("float32", "float64"):  # a narrower one adds a loss of its own to that of the method
             raise InputError(f"softmax_dtype: must be float32 or float64, got {softmax}")
-        if str(batch_size).startswith("auto"):
-            raise InputError("batch_size: 'auto' is not supported, because caches take memory too: give a number")
         if kwargs.get("tp_plan") is not None:
             raise InputError("tp_plan: every process would hold a part of each cache: run the model in one process")
         # Loaded before the model, which takes longer, and checked against its config before any weights are read.
@@ -157,6 +152,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
             pretrained = model_path(os.fspath(pretrained))
         if kwargs.get("device") is not None:
             usable_device(kwargs["device"])
+        if str(batch_size).startswith("auto"):
+            raise InputError("batch_size: 'auto' is not supported, because caches take memory too: give a number")
         rows = _at_least_one("batch_size", batch_size)
         try:
             super().__init__(pretrained, batch_size=rows, softmax_dtype=softmax, **kwargs)
@@ -493,10 +490,10 @@ class CuveeLM(HFLM):  # type: ignore[misc]
 
 def _check_choice(method: Any, profile: Any, asked: dict[str, Any]) -> None:
     """Make sure that there is exactly one answer to what happens to the cache."""
-    beside = {"profile": profile, **asked}
-    if method is not None and any(value is not None for value in beside.values()):
-        others = ", ".join(f"{name}=" for name, value in beside.items() if value is not None)
-        raise InputError(f"method: already says what happens to the cache; leave {others} out, or method=")
+    others = {"profile": profile, **asked}
+    if method is not None and any(value is not None for value in others.values()):
+        given = ", ".join(f"{name}=" for name, value in others.items() if value is not None)
+        raise InputError(f"method: already says what happens to the cache; leave {given} out, or method=")
     if method is None and profile is None and not asked:
         raise InputError("method: nothing says what happens to the cache: give profile=, quality= or method=")
     if len(asked) > 1:
@@ -504,6 +501,14 @@ def _check_choice(method: Any, profile: Any, asked: dict[str, Any]) -> None:
     for name, value in asked.items():
         if not isinstance(value, str if name == "quality" else int | float):
             raise InputError(f"{name}: must be {'a name' if name == 'quality' else 'a number'}, got {value!r}")
+
+
+def _check_dtypes(options: Mapping[str, Any]) -> None:
+    """Refuse dtypes of the model that no cache is coded from."""
+    for name in ("dtype", "mixed_precision_dtype"):
+        given = options.get(name)
+        if given not in (None, "auto") and str(given).removeprefix("torch.") not in TORCH_DTYPES:
+            raise InputError(f"{name}: must be one of {', '.join(TORCH_DTYPES)}, got {given!r}")
 
 
 def _at_least_one(name: str, value: Any) -> int:

@@ -20,7 +20,7 @@ from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import Centers
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, job_table
 from cuvee.kernels.ops.analyze import analyze
-from cuvee.kernels.ops.arguments import ChunkBatch
+from cuvee.kernels.ops.arguments import ChunkBatch, JobCoefficients
 from cuvee.kernels.tiles import TileLayout
 
 ARRAYS = 5  # arrays as large as the components that computing offsets takes
@@ -120,7 +120,8 @@ class DevicePredictor:
         bfloat16.
         """
         y = torch.zeros(len(self.sections), self.components, len(x), dtype=torch.float32, device=self._device)
-        analyze(x, jobs, self._device_blocks, self._basis, batch, y.flatten(), max_rank=self.components)
+        coefficients = JobCoefficients(y.flatten(), jobs)
+        analyze(x, self._device_blocks, self._basis, batch, coefficients, max_rank=self.components)
         if centers is not None:
             token_table = centers.embeddings
             predicted = self._of_embedding @ (token_table.embedding * token_table.row_scale[:, None]).T

@@ -34,7 +34,7 @@ from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField, PlanField, TileField, job_table
 from cuvee.kernels.ops.analyze import analyze, gather
-from cuvee.kernels.ops.arguments import CenterTable, ChunkBatch, PlaneJobs, TileTable, TokenOrder
+from cuvee.kernels.ops.arguments import CenterTable, ChunkBatch, JobCoefficients, PlaneJobs, TileTable, TokenOrder
 from cuvee.kernels.ops.dequantize import MIN_DEPTH, dequantize
 from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
@@ -116,8 +116,8 @@ class TransformKernels:
         centers = None if centers_of is None else centers_of.centers(sent, sections)
         device_tiles = TileTable(sent["tiles"] if partial else plan.maps.device_tiles, geometry.tiles.pairs)
         synthesize(
-            y, sent["jobs"], device_tiles, plan.maps.bases.inverse(plan.product), self._center_table(centers), batch,
-            rotations, view, order, config,
+            JobCoefficients(y, sent["jobs"]), device_tiles, plan.maps.bases.inverse(plan.product),
+            self._center_table(centers), batch, rotations, view, order, config,
         )  # fmt: skip
         return status
 
@@ -189,7 +189,7 @@ class TransformKernels:
         y = torch.empty(plan.parts * coefficients, dtype=torch.float32, device=plan.device)
         of_part = len(chunks.status)
         analyze(
-            x, sent["jobs"][:of_part], plan.maps.device_blocks, plan.maps.bases.forward, chunks, y,
+            x, plan.maps.device_blocks, plan.maps.bases.forward, chunks, JobCoefficients(y, sent["jobs"][:of_part]),
             max_rank=int(plan.maps.blocks[:, BlockField.RANK].max()), order=order,
         )  # fmt: skip
         planes = torch.empty(planes_size, dtype=torch.uint8, device=plan.device)

@@ -21,8 +21,8 @@ from tests.learned import learned_once, shared_folder
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.open_blob import OpenBlob
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.rope import rotate

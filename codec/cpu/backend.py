@@ -19,9 +19,9 @@ from cuvee.codec.format.container import read_section
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.sections import tile_tokens
+from cuvee.codec.profiles.setting import Setting
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.codec.schemes.transform import TransformScheme
-from cuvee.codec.setting import Setting
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import cache_rows, has_rows
 from cuvee.codec.stages.stages import Stages, compiled_stages

@@ -94,8 +94,8 @@ def function_digest(model: PreTrainedModel) -> str:
     for name, buffer in _unstored_buffers(model):
         buffers.begin(name, tuple(buffer.shape))
         buffers.add(_rounded(_held(model, name, buffer).reshape(-1)))
-    told = f"{buffers.fingerprint} {_configuration(model)}"
-    return hashlib.blake2b(told.encode(), digest_size=16, person=b"cuvee-function").hexdigest()
+    text = f"{buffers.fingerprint} {_configuration(model)}"
+    return hashlib.blake2b(text.encode(), digest_size=16, person=b"cuvee-function").hexdigest()
 
 
 def weights_state(model: PreTrainedModel) -> list[object]:

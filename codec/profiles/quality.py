@@ -390,13 +390,13 @@ class Curve:
                 return (1 - share) * low.bits_per_value + share * high.bits_per_value
         return None
 
-    def kl_at(self, step_index: int, worst: bool = False) -> float | None:
-        """Return the KL to expect at a step, in nats per token, of the mean or of the worst kind of text.
+    def kl_at(self, step_index: int) -> float | None:
+        """Return the mean KL over kinds of text to expect at a step, in nats per token.
 
         Its logarithm is linear between measured points, and goes on outside them as between the last two. None if KL
         was not measured at two points.
         """
-        measured = _positive(self.expected_kl(worst))
+        measured = _positive(self.expected_kl())
         if len(measured) < 2:
             return None
         pairs = list(pairwise(measured))

@@ -18,11 +18,11 @@ from cuvee.codec.entropy.residuals import FINER
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
+from cuvee.codec.profiles.setting import Setting
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.schemes import batches, overlap
 from cuvee.codec.schemes.coefficients import PackedSection, encode_sections
-from cuvee.codec.setting import Setting
 from cuvee.codec.stages.columns import Coefficients, class_runs, padded
 from cuvee.codec.stages.products import Products, products_for
 from cuvee.codec.stages.rotation import Rotation

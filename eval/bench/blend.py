@@ -75,8 +75,8 @@ def run_blend_bench(scope: BlendScope, model: Path) -> dict[str, Any]:
     if bad := [length for length in scope.lengths if length < scope.document or length % scope.document]:
         raise InputError(f"length: must be a multiple of {scope.document} tokens, got {bad[0]}")
     texts = _Texts.of(scope, model)
-    timed = [_timed(turns) for turns in _answers(scope, model, texts, DTYPE)]
-    losses = [_losses(turns) for turns in _answers(scope, model, texts, "float32")]
+    timed = [_timed(rounds) for rounds in _answers(scope, model, texts, DTYPE)]
+    losses = [_losses(rounds) for rounds in _answers(scope, model, texts, "float32")]
     return {
         **conditions(model, LOSSLESS, None),
         "document_tokens": scope.document,
@@ -93,10 +93,10 @@ def run_blend_bench(scope: BlendScope, model: Path) -> dict[str, Any]:
     }
 
 
-_Turn = tuple[EngineAnswer, dict[float, EngineAnswer]]  # computed, and blended by cost
+_Answered = tuple[EngineAnswer, dict[float, EngineAnswer]]  # computed, and blended by cost
 
 
-def _answers(scope: BlendScope, model: Path, texts: _Texts, dtype: str) -> Iterator[list[_Turn]]:
+def _answers(scope: BlendScope, model: Path, texts: _Texts, dtype: str) -> Iterator[list[_Answered]]:
     """Yield the turns of each length: those to time, or in float32 those with the logprobs of the whole vocabulary."""
     longest = _HEAD + max(*scope.lengths, BLOCK + scope.document) + _QUESTION
     options: dict[str, Any] = {
@@ -121,14 +121,14 @@ def _answers(scope: BlendScope, model: Path, texts: _Texts, dtype: str) -> Itera
         for length in scope.lengths:
             rng = random.Random(f"{length} {dtype}")
             if dtype == DTYPE:  # what runs for the first time is compiled, or touches memory for the first time
-                yield [_turn(scope, engine, length, texts, rng, None) for _ in range(scope.rounds + 1)][1:]
+                yield [_ask(scope, engine, length, texts, rng, None) for _ in range(scope.rounds + 1)][1:]
             else:
-                yield [_turn(scope, engine, length, texts, rng, -1) for _ in range(scope.prompts)]
+                yield [_ask(scope, engine, length, texts, rng, -1) for _ in range(scope.prompts)]
 
 
-def _turn(
+def _ask(
     scope: BlendScope, engine: Engine, length: int, texts: _Texts, rng: random.Random, logprobs: int | None
-) -> _Turn:
+) -> _Answered:
     """Ask one new prompt with this many tokens of documents, blended at every cost and computed."""
     head = texts.head
     spans = [[len(head) + at, len(head) + at + scope.document] for at in range(0, length, scope.document)]
@@ -151,16 +151,16 @@ def _turn(
     return exact, answers
 
 
-def _timed(turns: Sequence[_Turn]) -> tuple[dict[str, Any], dict[float, dict[str, Any]]]:
+def _timed(rounds: Sequence[_Answered]) -> tuple[dict[str, Any], dict[float, dict[str, Any]]]:
     """The seconds of computing, and the ratios of blends to it by cost."""
-    full = [exact.seconds for exact, _ in turns]
-    costs = turns[0][1]
-    return spread(full), {cost: paired([[answers[cost].seconds] for _, answers in turns], full) for cost in costs}
+    full = [exact.seconds for exact, _ in rounds]
+    costs = rounds[0][1]
+    return spread(full), {cost: paired([[answers[cost].seconds] for _, answers in rounds], full) for cost in costs}
 
 
-def _losses(turns: Sequence[_Turn]) -> dict[float, float]:
+def _losses(rounds: Sequence[_Answered]) -> dict[float, float]:
     """The mean KL by cost."""
-    return {cost: fmean(answers[cost].first_token_kl(exact) for exact, answers in turns) for cost in turns[0][1]}
+    return {cost: fmean(answers[cost].first_token_kl(exact) for exact, answers in rounds) for cost in rounds[0][1]}
 
 
 @dataclass(frozen=True, slots=True)

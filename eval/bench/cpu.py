@@ -171,10 +171,10 @@ def methods_of(source: FlatCache, target: FlatCache, profile: Profile) -> dict[s
         MEMCPY: _memcpy(source, target),
         "FP8 e4m3": _float8(source, target),
         ZSTD: _byte_planes(source, target),
-        LOSSLESS: _own(profile, "lossless", source, target),
+        LOSSLESS: _ours(profile, "lossless", source, target),
     }
     if profile.learned:
-        found[f"cuvee balanced, {profile.group}"] = _own(profile, "balanced", source, target)
+        found[f"cuvee balanced, {profile.group}"] = _ours(profile, "balanced", source, target)
     return found
 
 
@@ -230,7 +230,7 @@ def _byte_planes(source: FlatCache, target: FlatCache) -> Method:
     return Method(True, encode, decode, lambda: len(stored[0]))
 
 
-def _own(profile: Profile, quality: str, source: FlatCache, target: FlatCache) -> Method:
+def _ours(profile: Profile, quality: str, source: FlatCache, target: FlatCache) -> Method:
     codec = Codec(profile, quality, backend="numba", threads=1)
     stored = [b""]
     # Into memory that is there, as the alternatives do: new memory costs time of its own.
@@ -268,7 +268,7 @@ def compare(cache: BenchCache, tokens: int, rounds: int) -> dict[str, Any]:
             entry[f"{way}_gb_per_s"] = rates(times[name, way], source.values.nbytes / 1e9)
         for other in (MEMCPY, ZSTD):
             pairs = zip(times[other, "decode"], times[name, "decode"], strict=True)
-            entry["decode_over"][other] = spread([theirs / own for theirs, own in pairs])
+            entry["decode_over"][other] = spread([theirs / ours for theirs, ours in pairs])
         entries.append(entry)
     return {"cache": cache.name, "tokens": tokens, "methods": entries}
 
@@ -280,8 +280,8 @@ def _proved(name: str, method: Method, source: FlatCache, target: FlatCache) -> 
     method.decode()
     if torch.equal(source.values.view(torch.int16), target.values.view(torch.int16)):
         return 0.0
-    own = source.values.float()
-    relative = float((own - target.values.float()).norm() / own.norm())
+    exact = source.values.float()
+    relative = float((exact - target.values.float()).norm() / exact.norm())
     if method.exact or not relative < MOST_ERROR:
         raise CuveeError(f"{name} did not return its input: a relative error of {relative:.3g}")
     return relative

@@ -234,9 +234,9 @@ def _first_tokens(
 # Traffic --------------------------------------------------------------------------------------------------------------
 
 
-def arrivals(scope: ServingScope, words: Words, seed: int = 0) -> Iterator[Arrival]:
+def arrivals(scope: ServingScope, words: Words) -> Iterator[Arrival]:
     """Yield the turns that arrive within an arm, in order."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     shared = words.take(scope.shared)
     live = [[0, 0] for _ in range(scope.live)]  # conversation, and the turns it still has
     begun, at = 0, 0.0

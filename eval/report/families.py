@@ -19,11 +19,11 @@ def is_learned(family: str) -> bool:
 def family_rank(report: Report, family: str) -> tuple[int, int]:
     """For sorting families: the uncompressed cache, cuvee, transform coders, all others, the destroyed cache."""
     order = list(dict.fromkeys(str(entry.family) for entry in report.quality))
-    place = order.index(family) if family in order else len(order)
+    rank = order.index(family) if family in order else len(order)
     if is_learned(family):
-        return 1, place
+        return 1, rank
     groups = {UNCOMPRESSED: 0, "cuvee": 2, "pca": 3, "destroyed": 5}
-    return groups.get(family.partition("/")[0], 4), place
+    return groups.get(family.partition("/")[0], 4), rank
 
 
 def name_of(report: Report, key: str) -> str:

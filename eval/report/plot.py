@@ -167,10 +167,10 @@ def _draw_curves(axes: Axes, curves: Mapping[str, Sequence[MethodEntry]]) -> Non
             zorder=4 if ours else 3, label=family_label(family),
         )  # fmt: skip
         for entry in filter(is_preset, shown):
-            place = entry.bits_per_value, entry.kl
-            axes.plot(*place, "o", markersize=8, mfc="white", mec=color, markeredgewidth=2, zorder=5)
+            point = entry.bits_per_value, entry.kl
+            axes.plot(*point, "o", markersize=8, mfc="white", mec=color, markeredgewidth=2, zorder=5)
             axes.annotate(
-                entry.setting, place, xytext=(-6, -6), textcoords="offset points", ha="right", va="top", fontsize=8.5,
+                entry.setting, point, xytext=(-6, -6), textcoords="offset points", ha="right", va="top", fontsize=8.5,
                 color=color, zorder=6,
             )  # fmt: skip
 

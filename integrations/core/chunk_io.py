@@ -20,8 +20,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.open_blob import Bytes, Expected, OpenBlob
 from cuvee.codec.errors import CorruptError, CuveeError
-from cuvee.codec.open_blob import Bytes, Expected, OpenBlob
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.integrations.stores.threads import ThreadPool

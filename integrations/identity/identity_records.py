@@ -127,27 +127,29 @@ class IdentityRecords:
         if stored is not None:
             record.sample.merge(stored.sample)
         record.sample.keys = self._records.present(record.sample.keys)
-        own = record.sample.count(len(record.sample.keys))
+        entries = record.sample.count(len(record.sample.keys))
         counts = {each.id: self._records.count(each) for each in others}
-        self._recorder.gauge("identity_entries", own, "same")
+        self._recorder.gauge("identity_entries", entries, "same")
         self._recorder.gauge("identity_entries", sum(counts.values()), "other")
         if first:
-            self._tell(record, own, others, counts)
+            self._tell(record, entries, others, counts)
         for tenant, digest in noted:
             record.sample.add(self._keys.written(tenant, digest))
         self._bound = record.sample.bound
         if stored is None or (stored.sample.keys, stored.sample.bound) != (record.sample.keys, record.sample.bound):
             self._records.write(record, others)
 
-    def _tell(self, record: IdentityRecord, own: int, others: Sequence[IdentityRecord], counts: dict[str, int]) -> None:
+    def _tell(
+        self, record: IdentityRecord, entries: int, others: Sequence[IdentityRecord], counts: dict[str, int]
+    ) -> None:
         names = Counter(name for other in others for name in differences(record, other))
         named = ", ".join(f"{name} ({count})" for name, count in names.most_common(_MOST_NAMED))
         if not others:
             logger.info(
-                "cuvee: the store has %d entries of this identity (%s), and no others are known", own, record.id[:8]
+                "cuvee: the store has %d entries of this identity (%s), and no others are known", entries, record.id[:8]
             )
             return
         logger.info(
             "cuvee: the store has %d entries of this identity (%s), and %d of others (%d), which differ in: %s; "
-            "`cuvee store explain` shows the values", own, record.id[:8], sum(counts.values()), len(others), named,
+            "`cuvee store explain` shows the values", entries, record.id[:8], sum(counts.values()), len(others), named,
         )  # fmt: skip

@@ -86,7 +86,7 @@ class Adapters:
     def __init__(self) -> None:
         self.changes = 0
         self._folders = AdapterFolders()
-        self._known: dict[int, tuple[str, Signature] | None] = {}  # where its weights are from; None: unknown
+        self._read_from: dict[int, tuple[str, Signature] | None] = {}  # where its weights are from; None: unknown
         self._found: dict[int, tuple[float, int, str, AdapterFiles | None]] = {}  # since when, `changes`, path
         self._once = Once(logger)
 
@@ -113,20 +113,20 @@ class Adapters:
     def _find(self, number: int, name: str, path: str) -> AdapterFiles | None:
         try:
             # Noted before the files are read, which takes long: the engine may read them meanwhile.
-            noted = self._known.setdefault(number, (path, _signature(path)))
+            noted = self._read_from.setdefault(number, (path, _signature(path)))
             signature, files = self._folders.read(path)
         except (InputError, OSError) as error:  # tried again at the next request
             self._warn(name, path, str(error))
             return None
         if noted == (path, signature):
             return files
-        self._known[number] = None
+        self._read_from[number] = None
         self._warn(name, path, "its files have changed since the engine may have read them; load it anew or restart")
         return None
 
     def overdue(self, number: int) -> None:
         """Note that the engine begins with an adapter's request, and may read its weights, before `find` has ended."""
-        self._known.setdefault(number, None)
+        self._read_from.setdefault(number, None)
 
     @contextmanager
     def loading(self, number: int, path: str, again: bool) -> Iterator[None]:
@@ -137,16 +137,16 @@ class Adapters:
             path: its folder, or a hub id in the local cache.
             again: the engine reads them even if it has an adapter by this number.
         """
-        before, reads = self._signature(path), again or number not in self._known
+        before, reads = self._signature(path), again or number not in self._read_from
         yield
         if reads:
             self.changes += 1
-            self._known[number] = None if before is None or before != self._signature(path) else (path, before)
+            self._read_from[number] = None if before is None or before != self._signature(path) else (path, before)
 
     def unloaded(self, number: int) -> None:
         """Forget an adapter whose weights the engine has dropped."""
         self.changes += 1
-        self._known.pop(number, None)
+        self._read_from.pop(number, None)
 
     def _signature(self, path: str) -> Signature | None:
         try:
@@ -175,7 +175,7 @@ def watch_loads(adapters: Adapters, executor: Any) -> None:
 
     @wraps(add)
     def add_lora(self: Any, lora_request: Any) -> Any:
-        return _told(list(_watching), lora_request, lambda: add(self, lora_request))
+        return _while_loading(list(_watching), lora_request, lambda: add(self, lora_request))
 
     @wraps(remove)
     def remove_lora(self: Any, lora_id: int) -> Any:
@@ -186,11 +186,11 @@ def watch_loads(adapters: Adapters, executor: Any) -> None:
     executor.add_lora, executor.remove_lora = add_lora, remove_lora
 
 
-def _told(watching: list[Adapters], request: Any, load: Callable[[], Any]) -> Any:
+def _while_loading(watching: list[Adapters], request: Any, load: Callable[[], Any]) -> Any:
     if not watching:
         return load()
     with watching[0].loading(request.lora_int_id, request.lora_path, bool(request.load_inplace)):
-        return _told(watching[1:], request, load)
+        return _while_loading(watching[1:], request, load)
 
 
 def _signature(path: str) -> Signature:
@@ -203,8 +203,8 @@ def _signature(path: str) -> Signature:
     link = given.lstat() if given.is_symlink() else None
     root, files = checkpoint_files(path)
     stats = [(str(file.name), os.stat(file)) for file in files]
-    place = root.stat()
+    folder = root.stat()
     return (
-        (place.st_dev, place.st_ino, *(() if link is None else (link.st_ino, link.st_ctime_ns))),
+        (folder.st_dev, folder.st_ino, *(() if link is None else (link.st_ino, link.st_ctime_ns))),
         *((name, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats),
     )

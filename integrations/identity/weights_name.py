@@ -81,7 +81,7 @@ class WeightsName:
         self.make(make)
 
     @classmethod
-    def known(cls, text: str) -> Self:
+    def given(cls, text: str) -> Self:
         """Return one whose first name is known without reading anything, such as the user's."""
         weights = cls.__new__(cls)
         weights._open()

@@ -38,9 +38,9 @@ class Accounts:
             self._sizes.update(new)
             oldest = list(islice(self._sizes, max(len(self._sizes) - self._most, 0)))
             surplus = [(key, self._sizes.pop(key)) for key in oldest]
-            for tell, told in ((self._deleted, former), (self._stored, new), (self._deleted, surplus)):
-                if told:
-                    tell([key for key, _ in told], [size for _, size in told])
+            for tell, changed in ((self._deleted, former), (self._stored, new), (self._deleted, surplus)):
+                if changed:
+                    tell([key for key, _ in changed], [size for _, size in changed])
 
     def remove(self, keys: list[ObjectKey]) -> None:
         """Tell LMCache that entries were deleted."""

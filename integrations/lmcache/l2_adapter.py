@@ -108,7 +108,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         path, revision = str(options.model), options.revision  # required
         self._layout: KVLayout | None = None
         try:
-            self._layout = _known_layout(path, revision, options.dtype)
+            self._layout = _layout_of_values(path, revision, options.dtype)
         except UnsupportedModelError as error:
             logger.warning("cuvee: objects are stored as bytes, without loss and without a profile: %s", error)
         self._model_name = options.model_name or path
@@ -175,13 +175,13 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
     def _store(self, key: ObjectKey, memory: Any, following: int) -> int | None:
         """Store an object; return the bytes of its entry, 0 if it was there already, None if it is not stored."""
-        told = Counts(self._counts)
-        pages, cache = self._pages_of(key, memory, told)
+        counts = Counts(self._counts)
+        pages, cache = self._pages_of(key, memory, counts)
         if cache is None:
             (done,) = pages.save_opaque([object_page(memory, _kind(key, memory))], [page_name(key)])
         else:
             (done,) = pages.save(cache, self._slots, [page_name(key)], None, following=following)
-        return int(told.snapshot().get("blob_bytes", 0)) if done else None
+        return int(counts.snapshot().get("blob_bytes", 0)) if done else None
 
     def _finish_store(self, task: int, keys: Sequence[ObjectKey], sizes: Sequence[int | None]) -> None:
         with self._guard("stored"):
@@ -233,7 +233,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
     def _found_pages(self, key: ObjectKey, desc: Any) -> PageStore:
         """Return the page store in which an object is, by what LMCache tells of it at a lookup."""
         try:
-            pages = self._known_pages(key, self._counts)
+            pages = self._pages_of_values(key, self._counts)
             if desc is not None:
                 check_shapes(desc.shapes, desc.dtypes, pages.layout, self._options.chunk_tokens)
         except UnsupportedModelError:
@@ -280,13 +280,13 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
 
     def _load(self, key: ObjectKey, memory: Any) -> int | None:
         """Restore an object; return the bytes of its entry, None if it was not restored."""
-        told = Counts(self._counts)
-        pages, cache = self._pages_of(key, memory, told)
+        counts = Counts(self._counts)
+        pages, cache = self._pages_of(key, memory, counts)
         if cache is None:
             (done,) = pages.load_opaque([object_page(memory, _kind(key, memory))], [page_name(key)])
         else:
             (done,) = pages.load(cache, self._slots, [page_name(key)], None)
-        return int(told.snapshot()["loaded_blob_bytes"]) if done else None
+        return int(counts.snapshot()["loaded_blob_bytes"]) if done else None
 
     def _finish_load(self, task: int, keys: Sequence[ObjectKey], sizes: Sequence[int | None]) -> None:
         bitmap = Bitmap(len(keys))
@@ -315,7 +315,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         with self._guard("delete"):
             ways = [self._opaque_pages(key, self._counts)]
             with suppress(UnsupportedModelError):
-                ways.append(self._known_pages(key, self._counts))
+                ways.append(self._pages_of_values(key, self._counts))
             return [pages.delete([page_name(key)]) for pages in ways] == [[True]] * len(ways)
         return False
 
@@ -403,7 +403,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         if self._layout is not None and not holds_latents(self._layout):
             check_heads(memory.get_shapes(), self._layout, self._rank(key)[1])
         try:
-            pages = self._known_pages(key, counts)
+            pages = self._pages_of_values(key, counts)
             return pages, object_cache(memory, pages.layout, self._options.chunk_tokens)
         except UnsupportedModelError as error:
             self._once(str(error), "cuvee: objects are stored as bytes, without loss and without a profile: %s", error)
@@ -415,7 +415,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         of_server = "" if servers == 1 else f" of server {self._options.server_index} of {servers}"
         return self._pages.opaque(f"objects{of_server}", tenant, counts, main=not key.object_group_id)
 
-    def _known_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
+    def _pages_of_values(self, key: ObjectKey, counts: Recorder) -> PageStore:
         """Return the page store of a key's rank and salt.
 
         Raises:
@@ -445,7 +445,7 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._once(str(error), "cuvee: objects are not stored or loaded: %s", error)
 
 
-def _known_layout(path: str, revision: str | None, dtype: str | None) -> KVLayout:
+def _layout_of_values(path: str, revision: str | None, dtype: str | None) -> KVLayout:
     """Return the layout of a model whose objects may hold keys and values in a known order.
 
     Raises:

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.format.container import read_header
-from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.chunk_io import (
     BATCH,
@@ -111,10 +111,10 @@ class Entries:
 
     def stored(self, pages: Sequence[bytes]) -> list[bool]:
         """Return whether each page, by its digest, is there. Those that are not are misses."""
-        known = self._held(pages)
-        if known is not None:
-            self.store.missed(known.count(False))
-        return known or [False] * len(pages)
+        held = self._held(pages)
+        if held is not None:
+            self.store.missed(held.count(False))
+        return held or [False] * len(pages)
 
     def _held(self, pages: Sequence[bytes]) -> list[bool] | None:
         """Return whether each page is there, uncounted; None if the store fails."""
@@ -122,10 +122,10 @@ class Entries:
         every = list(dict.fromkeys(key for each in keys for key in each))
         if not every:
             return []
-        known = self._ask("contains", "lookup", partial(self.store.holds, every), self.lookup_timeout)
-        if known is None:
+        held = self._ask("contains", "lookup", partial(self.store.holds, every), self.lookup_timeout)
+        if held is None:
             return None
-        there = {key for key, is_there in zip(every, known, strict=True) if is_there}
+        there = {key for key, is_there in zip(every, held, strict=True) if is_there}
         return [not there.isdisjoint(each) for each in keys]
 
     # Reading --------------------------------------------------------------------------------------------------------

@@ -47,8 +47,8 @@ class OpaquePage:
 
         The name tells the dtypes and shapes of the regions, so that bytes of others are never taken for them.
         """
-        told = repr([(str(each.dtype), tuple(each.shape)) for each in self.regions]).encode()
-        digest = hashlib.blake2b(told, digest_size=8).hexdigest()
+        shapes = repr([(str(each.dtype), tuple(each.shape)) for each in self.regions]).encode()
+        digest = hashlib.blake2b(shapes, digest_size=8).hexdigest()
         sizes: dict[int, list[torch.Tensor]] = {}
         for each in self.regions:
             sizes.setdefault(each.element_size(), []).append(each.view(-1).view(torch.uint8))

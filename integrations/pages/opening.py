@@ -56,8 +56,7 @@ class PageStores:
         page_tokens: tokens per page of the engine.
         counts: as in `PageStore`; takes the gauge `identity_entries`, too.
         positions: whether the engine tells the positions of pages.
-        rank: one of the ranks, whose codec shows at once whether the options can be met.
-        ranks: its tensor-parallel size.
+        shard: tensor-parallel rank and size, of any rank: its codec shows at once whether the options can be met.
 
     Attributes:
         withdrawn: whether the weights have no name since `withdraw`.
@@ -82,8 +81,7 @@ class PageStores:
         page_tokens: int,
         counts: Gauges,
         positions: bool = True,
-        rank: int = 0,
-        ranks: int = 1,
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         self._options, self._engine, self._page_tokens, self._checkpoint = options, engine, page_tokens, checkpoint
         self._secrets = options.secrets() or None
@@ -98,7 +96,7 @@ class PageStores:
         if options.check_model and given is not None:
             (path, revision), shown = checkpoint, shown_profile(given)
             weights = naming_with_profile(weights, self._profile, shown, path, revision=revision)
-        codec = self._opaque if layout is None else self._codec(rank, ranks)
+        codec = self._opaque if layout is None else self._codec(*shard)
         if not positions and not codec.lossless and not tells_positions(codec.profile):
             raise InputError(
                 f"quality: must be 'lossless', got {codec.quality_name}: lossy coding needs the positions of tokens, "
@@ -115,10 +113,9 @@ class PageStores:
         self._records = IdentityRecords(self._record, store, codec.key_ids, counts)
         self._recorded: tuple[Named, Identity] | None = None
         self._any = PageStore(  # of no name: `of` makes others beside it
-            codec, store, self._names(self._identity(codec, ranks, None), options.tenant), counts=counts,
-            layout=codec.profile.layout if layout is None else layout.shard(rank, ranks), shard=rank,
+            codec, store, self._names(self._identity(codec, shard[1], None), options.tenant), counts=counts,
+            layout=codec.profile.layout if layout is None else layout.shard(*shard), shard=shard[0],
             threads=options.threads, lookup_timeout=options.lookup_timeout, load_timeout=options.load_timeout,
-            valid=lambda: False,
         )  # fmt: skip
         self.withdrawn = False
         self._once = Once(logger)
@@ -147,7 +144,7 @@ class PageStores:
         """
         codec, named = self._codec(rank, ranks), self._weights.current
         identity, layout = self._identity(codec, ranks, named), self._layout.shard(rank, ranks)
-        return self._any.beside(
+        return self._any.sibling(
             codec, self._names(identity, tenant), layout, shard=rank, counts=counts,
             valid=partial(self._weights.holds, named), note=self._note(named, identity, rank),
         )  # fmt: skip
@@ -165,9 +162,9 @@ class PageStores:
             main: whether they are not beside others, which the record of the identity is of.
         """
         named = self._weights.current
-        told = hashlib.blake2b(description.encode(), digest_size=32, person=b"cuvee-opaque").digest()
-        identity = self._identity(self._opaque, 1, named, told)
-        return self._any.beside(
+        digest = hashlib.blake2b(description.encode(), digest_size=32, person=b"cuvee-opaque").digest()
+        identity = self._identity(self._opaque, 1, named, digest)
+        return self._any.sibling(
             self._opaque, self._names(identity, tenant), opaque.LAYOUT, shard=rank, counts=counts,
             valid=partial(self._weights.holds, named), note=self._note(named if main else None, identity, rank),
         )  # fmt: skip

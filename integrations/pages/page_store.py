@@ -53,7 +53,6 @@ class PageStore:
         lookup_timeout: seconds that a lookup may take.
         load_timeout: seconds that the store may take for anything else; `save` waits no longer for all of its entries.
         counts: told what happens, by the names in `Counts`.
-        valid: whether the names are still those of the engine's weights; if not, no page is found, loaded or stored.
 
     Attributes:
         layout: as given.
@@ -95,7 +94,6 @@ class PageStore:
         threads: int = 2,
         lookup_timeout: float = 2.0,
         load_timeout: float = 30.0,
-        valid: Callable[[], bool] = lambda: True,
     ) -> None:
         # Otherwise each call would fail as if the store were down, and be counted as that.
         if not isinstance(store, Store):
@@ -111,7 +109,7 @@ class PageStore:
         self._once = Once(logger)
         self._lock = Lock()
         self._recognizers: dict[Codec, Recognizer | None] = {}  # each takes a while to make
-        self._serve(codec, names, layout or codec.profile.layout, shard, counts, valid, no_note)
+        self._serve(codec, names, layout or codec.profile.layout, shard, counts, lambda: True, no_note)
 
     def _serve(
         self, codec: Codec, names: PageNames, layout: KVLayout, shard: int, counts: Recorder, valid: Callable[[], bool],
@@ -133,7 +131,7 @@ class PageStore:
                 self._recognizers[codec] = None if codec.lossless else Recognizer(codec.profile)
             return self._recognizers[codec]
 
-    def beside(
+    def sibling(
         self,
         codec: Codec,
         names: PageNames,
@@ -155,7 +153,8 @@ class PageStore:
             layout: of its part of the engine's caches.
             shard: its tensor-parallel rank.
             counts: told what happens there; default: as here.
-            valid: of its names; default: as here.
+            valid: whether the names are still those of the engine's weights; if not, no page is found, loaded or
+                stored. Default: as here.
             note: told tenant and digest of each page that is stored there; default: nobody is.
         """
         other = copy.copy(self)
@@ -296,8 +295,8 @@ class PageStore:
         """Delete pages; return whether each is known to be gone."""
         pages = [self._names.page(name) for name in names]
         with self._engine_calls as admitted:
-            known = admitted and self._valid()
-            return [known and self._entries.delete(page, self._load_timeout) for page in pages]
+            usable = admitted and self._valid()
+            return [usable and self._entries.delete(page, self._load_timeout) for page in pages]
 
     def delete_all(self) -> int:
         """Delete all entries of this store's tenant; return how many there were.

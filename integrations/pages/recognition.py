@@ -73,7 +73,7 @@ class Recognizer:
         self._layout = profile.layout
         self._mean, self._sinks = basis.mean, len(basis.sinks)
         self._keys = {layer: own for (layer, is_value), own in columns.items() if not is_value}  # columns [H, D]
-        self._values = _first_values(profile)
+        self._values = columns[0, True].flatten()
         token_map = profile.learned[0].token_map
         self._ids: _IdSearch | None = None
         if profile.token_table is not None and token_map is not None:
@@ -189,11 +189,6 @@ def _columns(profile: Profile) -> dict[tuple[int, bool], torch.Tensor]:
     section = profile.sections[0]
     everything = torch.arange(section.values)[None]
     return {(unit.layer, unit.is_value): unit.of(everything)[0] for unit in section.units(profile.layout)}
-
-
-def _first_values(profile: Profile) -> torch.Tensor:
-    """Return where the values of layer 0 stand in the first section, `[H * D]`."""
-    return _columns(profile)[0, True].flatten()
 
 
 def _values_of(cache: PagedCache, slots: torch.Tensor) -> torch.Tensor:

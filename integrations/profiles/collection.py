@@ -83,7 +83,7 @@ class ProfileCollection:
 
     def __init__(self, where: str | ProfileLocation) -> None:
         self._where = ProfileLocation.parse(where) if isinstance(where, str) else where
-        self._files = _PLACES[self._where.kind](self._where)
+        self._files = _BACKENDS[self._where.kind](self._where)
 
     def push(self, profile: Profile) -> int:
         """Put a profile into the collection; return the bytes of its file.
@@ -210,7 +210,7 @@ def _file_name(layout: str, identity: str) -> str:
     return f"{_FOLDER}/{layout}/{identity}.safetensors"
 
 
-class _Place(ABC):
+class _Backend(ABC):
     """Where files are kept by name.
 
     Attributes:
@@ -232,11 +232,11 @@ class _Place(ABC):
         """Return the name of each profile, its bytes, and when it was written; other files may be among them."""
 
 
-class _Folder(_Place):
+class _Folder(_Backend):
     """Files in a folder, which the first `write` creates."""
 
     def __init__(self, location: ProfileLocation) -> None:
-        self._path = Path(location.place).expanduser().absolute()
+        self._path = Path(location.root).expanduser().absolute()
 
     def fetched(self, name: str) -> AbstractContextManager[Path | None]:
         file = self._path / name
@@ -253,13 +253,13 @@ class _Folder(_Place):
         return [(str(file.relative_to(self._path)), info.st_size, info.st_mtime) for file, info in files]
 
 
-class _Bucket(_Place):
+class _Bucket(_Backend):
     """Files as objects of the same names below a prefix, the URL of an `ObjectStore`."""
 
     def __init__(self, location: ProfileLocation) -> None:
         from cuvee.integrations.stores.objects import ObjectStore
 
-        self._store = ObjectStore(location.place)
+        self._store = ObjectStore(location.root)
 
     @contextmanager
     def fetched(self, name: str) -> Iterator[Path | None]:
@@ -282,7 +282,7 @@ class _Bucket(_Place):
         return self._store.attempt(self._store.list_objects, _FOLDER)
 
 
-class _Hub(_Place):
+class _Hub(_Backend):
     """Files in a model repository of the Hugging Face hub.
 
     All of it is huggingface_hub's: its cache, which serves a file again when the hub cannot be reached, its retries,
@@ -294,8 +294,8 @@ class _Hub(_Place):
             import huggingface_hub  # noqa: F401 - its absence is reported before any work
         except ImportError as missing:
             raise ImportError("hf:// needs huggingface_hub: pip install 'cuvee[transformers]'") from missing
-        self._repository, self._revision = location.place, location.revision
-        self.remedy += f", or, if only this machine's copy is damaged, remove that (hf cache rm model/{location.place})"
+        self._repository, self._revision = location.root, location.revision
+        self.remedy += f", or, if only this machine's copy is damaged, remove that (hf cache rm model/{location.root})"
 
     def fetched(self, name: str) -> AbstractContextManager[Path | None]:
         from huggingface_hub import hf_hub_download
@@ -332,4 +332,4 @@ class _Hub(_Place):
         return [(each.path, each.size, each.last_commit.date.timestamp() if each.last_commit else 0) for each in files]
 
 
-_PLACES: dict[str, Any] = {"folder": _Folder, "objects": _Bucket, "hub": _Hub}
+_BACKENDS: dict[str, Any] = {"folder": _Folder, "objects": _Bucket, "hub": _Hub}

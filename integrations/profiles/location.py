@@ -32,19 +32,19 @@ class ProfileLocation:
     """A parsed location.
 
         >>> where = ProfileLocation.parse("hf://mine/profiles@v2")
-        >>> where.kind, where.place, where.revision
+        >>> where.kind, where.root, where.revision
         ('hub', 'mine/profiles', 'v2')
 
     Attributes:
         kind: what holds the collection.
-        place: path of the folder, URL of the prefix, or `owner/name` of the repository.
+        root: path of the folder, URL of the prefix, or `owner/name` of the repository.
         shown: the location for messages, without secrets.
         id: of one profile, 32 hex digits; None: of none.
         revision: branch, tag or commit of the repository; None: its main branch.
     """
 
     kind: Literal["folder", "objects", "hub"]
-    place: str
+    root: str
     shown: str
     id: str | None = None
     revision: str | None = None
@@ -61,9 +61,9 @@ class ProfileLocation:
             ended = _ENDED.fullmatch(where)
             return cls("folder", ended[1], where, ended[2]) if ended else cls("folder", where, where)
         kind = scheme[1].lower() if scheme else ""
-        place, _, fragment = where.partition("#")
-        rest, named = place.partition("://")[2], check_id(fragment) if fragment else None
-        if "?" in place:
+        root, _, fragment = where.partition("#")
+        rest, named = root.partition("://")[2], check_id(fragment) if fragment else None
+        if "?" in root:
             raise InputError(f"profile: must have no options, and may end in #ID, the id of a profile, got {shown}")
         if kind == "file":
             path = unquote(rest)
@@ -71,7 +71,7 @@ class ProfileLocation:
                 raise InputError(f"profile: must be file:///absolute/path, with %23 for # and %3F for ?, got {shown}")
             return cls("folder", path, shown, named)
         if kind in OBJECT_SCHEMES:
-            return cls("objects", place, shown, named)
+            return cls("objects", root, shown, named)
         repository = _REPOSITORY.fullmatch(rest.rstrip("/"))
         if kind != "hf" or repository is None or ".." in rest:
             raise InputError(

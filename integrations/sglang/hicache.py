@@ -96,7 +96,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
             self._pool("kv")
         stores = PageStores(
             options, layout, model.naming(options.model_id, pool.dtype), checkpoint=(model.path, model.revision),
-            engine=_ENGINE, page_tokens=pool.page_size, counts=self._counts, rank=rank, ranks=ranks,
+            engine=_ENGINE, page_tokens=pool.page_size, counts=self._counts, shard=(rank, ranks),
         )  # fmt: skip
         self._attached = stores, cache
         self._stores, self._rank = stores, (rank, ranks)

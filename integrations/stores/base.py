@@ -232,14 +232,14 @@ class Store(ABC):
         self.flush()
 
 
-def check_bytes(name: str, value: int | None) -> None:
+def check_max_bytes(value: int | None) -> None:
     """Check a limit in bytes; None means no limit.
 
     Raises:
         InputError: `value` is below 1.
     """
     if value is not None and value < 1:
-        raise InputError(f"{name}: must be a positive number of bytes, got {value!r}")
+        raise InputError(f"max_bytes: must be a positive number of bytes, got {value!r}")
 
 
 def check_key(key: object) -> tuple[str, str]:

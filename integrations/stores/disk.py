@@ -38,7 +38,7 @@ from itertools import islice
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import folder, safe_files
-from cuvee.integrations.stores.base import check_bytes, is_record
+from cuvee.integrations.stores.base import check_max_bytes, is_record
 from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, make_header
 from cuvee.integrations.stores.safe_files import open_store_folder, temporary_file
@@ -94,7 +94,7 @@ class DiskStore(CountedStore):
             raise InputError("path: must name a folder, got an empty string")
         self.root = os.path.abspath(path)
         super().__init__(f"disk store {self.root}", ttl)
-        check_bytes("max_bytes", max_bytes)
+        check_max_bytes(max_bytes)
         self.max_bytes = max_bytes
         # An unsafe folder is refused here if it exists. Every operation checks again.
         with suppress(OSError):

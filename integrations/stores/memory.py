@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from cuvee.integrations.stores.base import check_bytes
+from cuvee.integrations.stores.base import check_max_bytes
 from cuvee.integrations.stores.counted import CountedStore
 
 
@@ -35,7 +35,7 @@ class MemoryStore(CountedStore):
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__("memory store")
-        check_bytes("max_bytes", max_bytes)
+        check_max_bytes(max_bytes)
         self.max_bytes = max_bytes
         self._entries: OrderedDict[str, bytes] = OrderedDict()  # in the order of their last use
         self._used = 0

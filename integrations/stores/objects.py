@@ -83,7 +83,7 @@ class ObjectStore(CountedStore):
 
     def __init__(self, url: str, ttl: float | None = None) -> None:
         super().__init__(f"object store {redacted(url)}", ttl, secrets_of(url))
-        self._place = connect(url)
+        self._bucket = connect(url)
         self._lock = threading.Lock()
         self._threads: dict[str, ThreadPool] = {}  # lookups and reads, so that neither waits for the other
 
@@ -105,17 +105,17 @@ class ObjectStore(CountedStore):
         """Return an object below the prefix; None if there is none, or if the bytes that the server announces, and
         cannot exceed, do not fit.
         """
-        found = _call(lambda: obstore.get(self._place, path))
+        found = _call(lambda: obstore.get(self._bucket, path))
         return bytes(found.bytes()) if found is not None and fits(found.meta["size"]) else None
 
     def write_object(self, path: str, data: bytes) -> None:
         """Write an object below the prefix, all or nothing."""
-        if _call(lambda: obstore.put(self._place, path, data, use_multipart=False)) is None:
+        if _call(lambda: obstore.put(self._bucket, path, data, use_multipart=False)) is None:
             raise FileNotFoundError("there is no such bucket")
 
     def list_objects(self, folder: str) -> list[tuple[str, int, float]]:
         """Return the objects below the prefix and a folder: path, bytes, and the time of the last write."""
-        pages: Any = _call(lambda: obstore.list(self._place, folder, chunk_size=1000))
+        pages: Any = _call(lambda: obstore.list(self._bucket, folder, chunk_size=1000))
         found = []
         while page := _call(lambda: next(pages, None)):
             found += [(each["path"], each["size"], each["last_modified"].timestamp()) for each in page]
@@ -138,16 +138,16 @@ class ObjectStore(CountedStore):
         return True
 
     def _there(self, keys: Sequence[str]) -> list[bool]:
-        infos = self._map("lookup", lambda key: _call(lambda: obstore.head(self._place, _path(key))), keys)
+        infos = self._map("lookup", lambda key: _call(lambda: obstore.head(self._bucket, _path(key))), keys)
         return [info is not None and info["size"] <= HEADER_BYTES + self.max_entry for info in infos]
 
     def _remove(self, keys: Sequence[str]) -> int:
         paths = list(map(_path, keys))
-        _call(lambda: obstore.delete(self._place, paths if len(paths) > 1 else paths[0]))
+        _call(lambda: obstore.delete(self._bucket, paths if len(paths) > 1 else paths[0]))
         return len(keys)
 
     def _pages(self, tenant: str) -> Iterator[list[str]]:
-        pages: Any = _call(lambda: obstore.list(self._place, tenant, chunk_size=1000))
+        pages: Any = _call(lambda: obstore.list(self._bucket, tenant, chunk_size=1000))
         while page := _call(lambda: next(pages, None)):
             # A server may list anything, so what has not the name of an entry of this tenant is passed over.
             names = [_PATH.fullmatch(each["path"]) for each in page]

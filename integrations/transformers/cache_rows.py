@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from cuvee.codec.decoding import check_tokens
+from cuvee.codec.coding.decoding import check_tokens
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.support.arrays import I64

@@ -80,7 +80,7 @@ def take_states(cache: Cache, layout: KVLayout, rows: int) -> list[dict[str, tor
     """
     attention = attention_layers(cache, layout)
     each: list[dict[str, torch.Tensor]] = [{ATTENTION: torch.tensor(attention, dtype=torch.int64)} for _ in range(rows)]
-    for name, tensor in _beside(cache, attention):
+    for name, tensor in _other_tensors(cache, attention):
         whole = rows == 1 or _of_all_rows(name, tensor)
         if not whole and tensor.shape[0] != rows:
             raise UnsupportedModelError(
@@ -97,7 +97,7 @@ def _of_all_rows(name: str, tensor: torch.Tensor) -> bool:
     return name == ATTENTION or ":" in name or not tensor.ndim
 
 
-def _beside(cache: Cache, attention: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_tensors(cache: Cache, attention: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
     for index, layer in enumerate(decoder_cache(cache).layers):
         held = dict(vars(layer))
         if index in attention:
@@ -242,42 +242,42 @@ def _attention(states: Mapping[str, torch.Tensor], layout: KVLayout, layers: int
 
 def _put(layers: Any, steps: Sequence[str], tensor: torch.Tensor, what: str, device: torch.device, name: str) -> None:
     """Set what a path names, if a fresh cache has a place of its kind there."""
-    place: Any = layers
+    node: Any = layers
     for step in steps[:-1]:
-        key = _key(place, step)
-        place = None if key is None else _inside(place)[key]
-    key = _key(place, steps[-1]) if steps else None
-    if key is None and steps and what in ("dtype", "device") and _is_new(place, steps[-1]):
+        key = _key(node, step)
+        node = None if key is None else _inside(node)[key]
+    key = _key(node, steps[-1]) if steps else None
+    if key is None and steps and what in ("dtype", "device") and _is_new(node, steps[-1]):
         key = steps[-1]
     new: Any = tensor.to(device)
     if what:
         new = {"number": lambda: _number(tensor), "dtype": lambda: tensor.dtype, "device": lambda: device}
         new = new.get(what, lambda: None)()
-    old = None if key is None or _key(place, steps[-1]) is None else _inside(place)[key]
+    old = None if key is None or _key(node, steps[-1]) is None else _inside(node)[key]
     if key is None or new is None or not (old is None or type(old) is type(new)):
         raise ProfileMismatchError(f"blobs: hold {name}, which has no place in a cache of this model")
-    _inside(place)[key] = new
+    _inside(node)[key] = new
 
 
-def _is_new(place: Any, step: str) -> bool:
+def _is_new(node: Any, step: str) -> bool:
     """Return whether a layer may get an attribute: some set their dtype and device with their first tokens only."""
-    return isinstance(place, CacheLayerMixin) and step.isidentifier() and not hasattr(place, step)
+    return isinstance(node, CacheLayerMixin) and step.isidentifier() and not hasattr(node, step)
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float | None:
     return tensor.item() if tensor.ndim == 0 else None
 
 
-def _inside(place: Any) -> Any:
+def _inside(node: Any) -> Any:
     """Return what holds the parts of a layer, a dict or a list, by key; nothing of anything else."""
-    if isinstance(place, (CacheLayerMixin, _LINEAR)):
-        return vars(place)
-    return place if isinstance(place, dict | list) else {}
+    if isinstance(node, (CacheLayerMixin, _LINEAR)):
+        return vars(node)
+    return node if isinstance(node, dict | list) else {}
 
 
-def _key(place: Any, step: str) -> Any:
+def _key(node: Any, step: str) -> Any:
     """Return the key or index that a step names; None if there is none."""
-    inside = _inside(place)
+    inside = _inside(node)
     if isinstance(inside, list):
         return int(step) if step.isdecimal() and int(step) < len(inside) else None
     return next((key for key in inside if str(key) == step), None)

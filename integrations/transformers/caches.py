@@ -149,8 +149,8 @@ def encode_cache(
     else:
         encoded = encode_rows(codec, tensors, width, layout, chunk_tokens, paddings, bound, ids)
     if layout.states:
-        for row, beside in enumerate(take_states(cache, layout, rows)):
-            states = States(width - paddings[row], beside, layout.dtype)
+        for row, tensors_of_row in enumerate(take_states(cache, layout, rows)):
+            states = States(width - paddings[row], tensors_of_row, layout.dtype)
             encoded[row].append(codec.encode_states(states, associated_data=bound[row]))
     return [blob for row in encoded for blob in row]
 

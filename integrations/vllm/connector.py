@@ -120,7 +120,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._setup = Setup.of_engine(vllm_config, kv_cache_config)
         outer = multi_connector()
         have_failed_loads_computed(vllm_config, outer)
-        self._setup = replace(self._setup, beside=outer is not None)
+        self._setup = replace(self._setup, other_connectors=outer is not None)
         self._store = borrow_store(self._setup.options.store, unnamed=self._setup.unnamed)
         backend = vllm_config.parallel_config.distributed_executor_backend
         if not self._store.shared and backend != "uni":
@@ -141,7 +141,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard = Guard(self._recorder)
         if role is KVConnectorRole.SCHEDULER:
             if backend != "uni":
-                _give_workers_time(getattr(vllm_config, "shutdown_timeout", 0))
+                _give_workers_time(vllm_config.shutdown_timeout)
             model = vllm_config.model_config
             identity, make = self._setup.naming(vllm_config)
             if changed_while_loading(vllm_config, model.model):
@@ -155,15 +155,14 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 self._setup.record, self._store, self._setup.options.key_ids(), self._recorder
             )
             self._scheduler = SchedulerSide(
-                self._setup, identity, self._store, self._recorder, adapters, own_store=backend != "uni",
-                breaks=line_breaks(self._setup.options.blend, model),
-                weights=weights, records=self._records,
+                self._setup, identity, self._store, self._recorder, adapters,
+                breaks=line_breaks(self._setup.options.blend, model), weights=weights, records=self._records,
             )  # fmt: skip
             from vllm.v1.engine.core import EngineCore
 
             watch_calls(EngineCore, self._scheduler.reset)
             alone = multiprocessing.parent_process() is None  # then this process stores what waits before it exits
-            if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1) and not alone:
+            if self._setup.stores and not vllm_config.shutdown_timeout and not alone:
                 logger.info(
                     "cuvee: vLLM ends this engine when it is stopped, and chunks that wait to be stored are lost; "
                     "--shutdown-timeout 60 gives it time, or llm.llm_engine.engine_core.shutdown(timeout=60) at the "
@@ -318,14 +317,19 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads are over."""
-        return None, self._working.loads.take_arrived(_IDLE_WAIT if self._plan.idle else 0.0) or None
+        return None, self._working.loads.take_arrived(self._patience) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads are over, and those of them that are to be computed as a whole."""
-        _, arrived = self.get_finished(finished_req_ids)
-        results = KVConnectorTransferResults(finished_recving=arrived or set())
-        results.failed_recving = self._working.loads.take_failed(results.finished_recving)
+        ended = self._working.loads.take_ended(self._patience)
+        results = KVConnectorTransferResults(finished_recving={job.load.request for job in ended})
+        results.failed_recving = {job.load.request for job in ended if job.failed}
         return results
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that this step waits for a load to end."""
+        return _IDLE_WAIT if self._plan.idle else 0.0
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks to recompute; none where loads fail as a whole (`WorkerState.fails_whole`)."""

@@ -21,20 +21,20 @@ def free_cores() -> frozenset[int]:
     system cannot tell.
     """
     try:
-        whole, own = os.sched_getaffinity(os.getppid()), os.sched_getaffinity(0)
-        if not own < whole:
+        whole, bound = os.sched_getaffinity(os.getppid()), os.sched_getaffinity(0)
+        if not bound < whole:
             return frozenset()
-        taken = set(own)
+        used = set(bound)
         for task in Path("/proc/self/task").iterdir():
             try:
                 cores = os.sched_getaffinity(int(task.name))
             except OSError:  # it has ended
                 continue
             if cores < whole:
-                taken |= cores
+                used |= cores
     except (OSError, AttributeError):
         return frozenset()
-    return frozenset(whole - taken or whole)
+    return frozenset(whole - used or whole)
 
 
 def move_to(cores: frozenset[int]) -> None:

@@ -26,7 +26,7 @@ def refuse_features(vllm_config: Any) -> None:
     parallel, model, speculative = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     dtype = str(vllm_config.cache_config.cache_dtype)
     method = str(getattr(speculative, "method", ""))
-    contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
+    contexts = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     refused = {
         "an encoder-decoder model: serve it without CuveeConnector": model.is_encoder_decoder,
         f"a {model.runner_type!r} model: only generation is supported (--runner generate)": (
@@ -133,10 +133,8 @@ def check_recurrent(vllm_config: Any) -> None:
         "speculative decoding with recurrent layers: leave --speculative-config out": (
             vllm_config.speculative_config is not None
         ),
-        "prefix_match_unit with recurrent layers: leave --prefix-match-unit out": (
-            getattr(cache, "prefix_match_unit", None) is not None
-        ),
-        "use_replayssm: leave --use-replayssm out": bool(getattr(cache, "use_replayssm", False)),
+        "prefix_match_unit with recurrent layers: leave --prefix-match-unit out": (cache.prefix_match_unit is not None),
+        "use_replayssm: leave --use-replayssm out": cache.use_replayssm,
     }
     refuse(refused, _MESSAGE)
 

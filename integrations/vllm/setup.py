@@ -85,10 +85,11 @@ class Setup:
         alone: whether no other rank computes with this one: neither a tensor-parallel one, nor one of a data-parallel
             engine, which may have experts for this one.
         encodes: whether the engine encodes images itself. What it takes from another engine it knows by name alone.
+        remote_workers: whether the workers run in processes of their own, each with its own store object.
         layers: the model's that cache.
         codes: dtype of an fp8 cache; None: the pages hold values.
         pages: KV layout of the pages of an fp8 cache; None: that of what is coded.
-        beside: whether other connectors see the engine's requests (vLLM's MultiConnector).
+        other_connectors: whether other connectors see the engine's requests (vLLM's MultiConnector).
         replicated: whether all tensor-parallel ranks hold the same pages, as of latents (MLA).
         left: share of a device's memory that the engine leaves free.
         unnamed: whether the store is the default one, which nobody expects to outlive its engines.
@@ -108,10 +109,11 @@ class Setup:
     groups: tuple[LayerGroup, ...] = ()
     alone: bool = True
     encodes: bool = True
+    remote_workers: bool = False
     layers: CachedLayers | None = None
     codes: torch.dtype | None = None
     pages: KVLayout | None = None
-    beside: bool = False
+    other_connectors: bool = False
     replicated: bool = False
     left: float = 1.0
     unnamed: bool = False
@@ -214,8 +216,9 @@ class Setup:
             bool(cache.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
             groups,
             alone=shards == parallel.data_parallel_size == 1,
-            encodes=not getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False),
-            layers=cached, codes=codes, pages=pages, replicated=all_latent(kv_cache_config),
+            encodes=vllm_config.ec_transfer_config is None or not vllm_config.ec_transfer_config.is_ec_consumer,
+            remote_workers=parallel.distributed_executor_backend != "uni", layers=cached,
+            codes=codes, pages=pages, replicated=all_latent(kv_cache_config),
             left=1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization, unnamed=unnamed,
             about=_about(vllm_config.model_config),
         )  # fmt: skip
@@ -373,8 +376,8 @@ def default_store(executor: str | None, engine: str) -> tuple[str, ...]:
     with suppress(FileNotFoundError):
         info = os.lstat(folder)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-            taken, folder = folder, folder.with_name(f"{folder.name}-{engine}")
-            logger.warning("cuvee: %s is no folder of this user alone, so the default store is %s", taken, folder)
+            refused, folder = folder, folder.with_name(f"{folder.name}-{engine}")
+            logger.warning("cuvee: %s is no folder of this user alone, so the default store is %s", refused, folder)
     return (f"file://{folder}?max_gb={size:.3g}",)
 
 

@@ -34,12 +34,12 @@ def borrow_store(urls: tuple[str, ...], *, unnamed: bool = False) -> Store:
         InputError: a URL or an option of one is invalid.
     """
     with _stores_lock:
-        known = _stores.get(urls)
-        if known is None:
+        shared = _stores.get(urls)
+        if shared is None:
             scheme, _, rest = urls[0].partition("://")
             folder = SharedFolder(rest.partition("?")[0]) if unnamed and scheme == "file" else None
-            known = open_store(urls if len(urls) > 1 else urls[0]), folder, 0
-        store, folder, users = known
+            shared = open_store(urls if len(urls) > 1 else urls[0]), folder, 0
+        store, folder, users = shared
         _stores[urls] = store, folder, users + 1
         return store
 

@@ -15,15 +15,15 @@ _HARMLESS = ("compute_weight_checksums", "update_max_model_len")
 _watching: list[weakref.WeakMethod[Callable[[], object]]] = []
 
 
-def watch_calls(engine_core: Any, told: Callable[[], object]) -> None:
-    """Call `told` after every call of a user that may have changed weights, also if it failed.
+def watch_calls(engine_core: Any, callback: Callable[[], object]) -> None:
+    """Call `callback` after every call of a user that may have changed weights, also if it failed.
 
     Args:
         engine_core: vLLM's class `EngineCore`, by which users call workers, and say which version the weights have.
-        told: a bound method; forgotten with its object.
+        callback: a bound method; forgotten with its object.
     """
     _watching[:] = [each for each in _watching if each() is not None]
-    _watching.append(weakref.WeakMethod(told))
+    _watching.append(weakref.WeakMethod(callback))
     for name in ("collective_rpc", "set_weight_version"):
         call = getattr(engine_core, name)
         if not hasattr(call, "__wrapped__"):
@@ -48,5 +48,5 @@ def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _may_change_weights(method: Any) -> bool:
     """Return whether a method of the workers may change weights, by its name; a function's says nothing."""
-    known = isinstance(method, str) and (method in _HARMLESS or not any(part in method for part in _SUSPECT))
-    return not known
+    harmless = isinstance(method, str) and (method in _HARMLESS or not any(part in method for part in _SUSPECT))
+    return not harmless

@@ -165,15 +165,15 @@ class Weights:
 
     def _take(self) -> list[_Piece]:
         """Return the pieces whose turn it is, on one device."""
-        taken: list[_Piece] = []
-        while len(taken) < len(self._pieces):
+        batch: list[_Piece] = []
+        while len(batch) < len(self._pieces):
             piece = self._pieces[self._next]
             most = _HOST_PIECES if piece.device.type == "cpu" else _PIECES
-            if len(taken) >= most or (taken and piece.device != taken[0].device):
+            if len(batch) >= most or (batch and piece.device != batch[0].device):
                 break
-            taken.append(piece)
+            batch.append(piece)
             self._next = (self._next + 1) % len(self._pieces)
-        return taken
+        return batch
 
     def _read(self, model: torch.nn.Module, digest: Any) -> None:
         """Add a model's weights to a digest, and note their pieces.

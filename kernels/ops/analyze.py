@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from cuvee.kernels.jobs import BLOCK, CHUNK, ELEMENTS, JOB, STATUS, TILE
-from cuvee.kernels.ops.arguments import CacheView, CenterTable, ChunkBatch, RotationTables, TileTable, TokenOrder
+from cuvee.kernels.ops.arguments import (
+    CacheView,
+    CenterTable,
+    ChunkBatch,
+    JobCoefficients,
+    RotationTables,
+    TileTable,
+    TokenOrder,
+)
 from cuvee.kernels.ops.pages import load_pairs, rotate_pairs, token_offsets
 from cuvee.kernels.ops.transform import _sorted_columns
 
@@ -138,11 +146,10 @@ def _analyze(  # type: ignore[no-untyped-def]
 
 def analyze(
     x: torch.Tensor,
-    jobs: torch.Tensor,
     blocks: torch.Tensor,
     basis: torch.Tensor,
     batch: ChunkBatch,
-    y: torch.Tensor,
+    y: JobCoefficients,
     max_rank: int,
     order: TokenOrder | None = None,
 ) -> None:
@@ -153,11 +160,9 @@ def analyze(
 
     Args:
         x: float32 `[tokens, width]` from `gather`.
-        jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
         blocks: int64 `[blocks, len(BlockField)]`: those of the batch's sections.
         basis: float32; `[BlockField.RANK, BlockField.COLUMNS]` at BlockField.BASIS, padded columns zero.
-        y: float32; rows BlockField.ROW … of a job's `[R, JobField.STRIDE]` at JobField.COEFFICIENTS are written,
-            tokens 0 … T - 1.
+        y: float32; of a job, rows BlockField.ROW … are written, and tokens 0 … T - 1.
         order: column i of the coefficients is the token that it names, and rows of a block that none of 64 columns has
             are not written; row i of `block_ranks` is row i of `blocks`. None: columns are the tokens, with all rows.
     """
@@ -169,7 +174,7 @@ def analyze(
         return
     arrays = (None, None, None) if order is None else (order.classes, order.order, order.block_ranks)
     _analyze[grid](
-        x, jobs, blocks, basis, batch.chunks, y, *arrays, batch.sections, batch.first_section,
+        x, y.jobs, blocks, basis, batch.chunks, y.values, *arrays, batch.sections, batch.first_section,
         x.stride(0), rank_blocks, token_blocks, len(batch.chunks), BLOCK_T=block_t, BLOCK_R=block_r,
         BLOCK_K=ANALYSIS_COLUMNS, PRECISION="ieee" if torch.version.hip else "tf32x3",
         SORTED=order is not None, num_warps=8, num_stages=3, enable_fp_fusion=True,

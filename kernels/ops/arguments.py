@@ -102,6 +102,19 @@ class CenterTable:
 
 
 @dataclass(frozen=True, slots=True)
+class JobCoefficients:
+    """The coefficients of a launch's jobs.
+
+    Attributes:
+        values: of each job `[R, JobField.STRIDE]` at JobField.COEFFICIENTS.
+        jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
+    """
+
+    values: torch.Tensor
+    jobs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOrder:
     """The order in which the coefficients of a job lie, and how many a column has.
 

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from cuvee.kernels.jobs import CHUNK, ELEMENTS, JOB, TILE
-from cuvee.kernels.ops.arguments import CacheView, CenterTable, ChunkBatch, RotationTables, TileTable, TokenOrder
+from cuvee.kernels.ops.arguments import (
+    CacheView,
+    CenterTable,
+    ChunkBatch,
+    JobCoefficients,
+    RotationTables,
+    TileTable,
+    TokenOrder,
+)
 from cuvee.kernels.ops.pages import rotate_pairs, saturated, store_pairs, token_offsets
 from cuvee.kernels.ops.transform import _WINDOW, _sorted_columns
 
@@ -175,8 +183,7 @@ def _synthesize(  # type: ignore[no-untyped-def]
 
 
 def synthesize(
-    y: torch.Tensor,
-    jobs: torch.Tensor,
+    y: JobCoefficients,
     tiles: TileTable,
     basis: torch.Tensor,
     centers: CenterTable,
@@ -192,9 +199,8 @@ def synthesize(
     is flagged (Status.SLOT) and not written, like one of -1.
 
     Args:
-        y: coefficients, bfloat16, float16 or float32, at a multiple of 16 bytes: a job's `[R, JobField.STRIDE]` at
-            JobField.COEFFICIENTS, both of them multiples of 16; what lies beyond a job's tokens is ignored.
-        jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
+        y: bfloat16, float16 or float32, at a multiple of 16 bytes; JobField.STRIDE and JobField.COEFFICIENTS are
+            multiples of 16, too; what lies beyond a job's tokens is ignored.
         basis: dtype of y, at a multiple of 16 bytes: a tile's `[RANK, 2 * PAIRS]` at TileField.BASIS with rows
             TileField.BASIS_STRIDE apart, both multiples of 2 * PAIRS.
         rotations: from `rotation_tables`, by target positions.
@@ -206,12 +212,12 @@ def synthesize(
     count, chunks = len(tiles.tiles), len(batch.chunks)
     group = max(min(count // batch.sections, MAX_GROUP), 1)
     _synthesize[(count * chunks * token_blocks,)](
-        y, jobs, tiles.tiles, basis, means, centers.rows, batch.chunks, cache.slots, rotations.cos, rotations.sin,
-        cache.units, cache.scales, batch.status, order.classes, order.order, order.block_ranks, batch.sections,
-        batch.first_section, count, group, chunks, token_blocks, len(means) - 1, means.stride(0),
+        y.values, y.jobs, tiles.tiles, basis, means, centers.rows, batch.chunks, cache.slots, rotations.cos,
+        rotations.sin, cache.units, cache.scales, batch.status, order.classes, order.order, order.block_ranks,
+        batch.sections, batch.first_section, count, group, chunks, token_blocks, len(means) - 1, means.stride(0),
         rotations.cos.shape[1], BLOCK_T=config.block_t, BLOCK_R=config.block_r, ELEMENT=ELEMENTS[cache.element],
         UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs,
-        PRECISION=product_precision(y.dtype, cache.element), PREDICTED=centers.rows is not None,
+        PRECISION=product_precision(y.values.dtype, cache.element), PREDICTED=centers.rows is not None,
         num_warps=config.num_warps, enable_fp_fusion=True, num_stages=_stages(config),
     )  # fmt: skip
 

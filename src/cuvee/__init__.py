@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec
+    from cuvee.codec.coding.open_blob import OpenBlob
     from cuvee.codec.errors import (
         CorruptError,
         CuveeError,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     )
     from cuvee.codec.format.container import BlobInfo, inspect
     from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-    from cuvee.codec.open_blob import OpenBlob
     from cuvee.codec.paged import PagedCache
     from cuvee.codec.paged_chunks import PagedChunks
     from cuvee.codec.profiles.profile import Profile
@@ -93,7 +93,7 @@ _NAMES = {
     "codec.layout": "KVLayout LayerLayout Rope",
     "learning.calibrate": "calibrate fit",
     "learning.curve": "measure",
-    "codec.open_blob": "OpenBlob",
+    "codec.coding.open_blob": "OpenBlob",
     "codec.paged": "PagedCache",
     "codec.paged_chunks": "PagedChunks",
     "codec.profiles.profile": "Profile",

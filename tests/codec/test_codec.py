@@ -27,8 +27,8 @@ from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, CurvePoint
+from cuvee.codec.profiles.setting import warn_of_no_promise
 from cuvee.codec.rope import rotate, unrotate
-from cuvee.codec.setting import warn_of_no_promise
 from cuvee.codec.stages.products import Products
 
 GROUPS = ["head", "heads:1", "unit", "layer", "layers:2", "all"]

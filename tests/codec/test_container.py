@@ -17,6 +17,7 @@ from tests.conftest import fitted_to
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatchError, VersionError
 from cuvee.codec.format.container import (
     MAX_TOKENS,
@@ -30,7 +31,6 @@ from cuvee.codec.format.container import (
 )
 from cuvee.codec.format.keys import MIN_KEY_BYTES, Key, make_keys, verify_tag
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile

@@ -12,12 +12,12 @@ import torch
 from tests.conftest import LAYOUTS, fitted_to, synthetic_chunk
 from tests.predicting import VOCABULARY, predicting
 
-from cuvee.codec import encoding
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding import encoding
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.format.container import Header, read_header
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
@@ -71,7 +71,7 @@ def test_a_chunk_that_fits_no_profile_is_coded_without_loss(
     encoding._warn_of_size.cache_clear()
     codec, exact = Codec(misled(), step=0.5, refinements=refinements), Codec(misled(), "lossless")
     strange = [chunk(seed, scale=1000, ids=ids) for seed in range(2)]
-    with caplog.at_level(logging.WARNING, logger="cuvee.codec.encoding"):
+    with caplog.at_level(logging.WARNING, logger="cuvee.codec.coding.encoding"):
         coded = [codec.encode_parts(each) for each in strange]
     assert coded == [(exact.encode(each),) for each in strange]
     assert len([record for record in caplog.records if "coded without loss" in record.message]) == 1

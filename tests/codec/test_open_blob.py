@@ -11,13 +11,13 @@ import torch
 from tests.chunks import same
 from tests.conftest import LAYOUTS, decoded_layers, make_codec, synthetic_chunk
 
-from cuvee.codec import opening as module
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding import opening as module
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
 from cuvee.codec.format.container import inspect, read_header
-from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import NOWHERE, PagedCache
 
 KEY = b"sixteen bytes of it"

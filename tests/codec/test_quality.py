@@ -15,7 +15,7 @@ from tests.conftest import fitted_profile, synthetic_chunk
 from cuvee import Codec, Profile, Quality
 from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
-from cuvee.codec.setting import warn_of_length
+from cuvee.codec.profiles.setting import warn_of_length
 
 CURVE = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 3)]
 REFUSED: list[tuple[dict[str, Any], str]] = [

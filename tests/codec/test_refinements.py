@@ -18,9 +18,9 @@ from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
 from cuvee.codec.format.container import header_digest, inspect, read_header
-from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile

@@ -19,11 +19,11 @@ from transformers import LlamaForCausalLM
 import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.id_coding import _warn_of_no_ids, read_token_ids, write_token_ids
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.container import inspect, read_header, write_blob
-from cuvee.codec.id_coding import _warn_of_no_ids, read_token_ids, write_token_ids
 from cuvee.codec.models.forward import prefill
-from cuvee.codec.open_blob import Expected
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile

@@ -28,6 +28,7 @@ from tests.kernels.emulation import KERNELS_RUN_ON
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.open_blob import OpenBlob
 from cuvee.codec.entropy.coding_plan import ESCAPE
 from cuvee.codec.entropy.tables import SYMBOLS, TOTAL, EntropyTables, normalize_counts
 from cuvee.codec.entropy.token_classes import CLASSES, SectionPlanes, one_class
@@ -37,7 +38,6 @@ from cuvee.codec.format.container import inspect, read_header, write_blob
 from cuvee.codec.format.keys import Key
 from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, Escapes, Streams
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding

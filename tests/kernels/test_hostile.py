@@ -29,8 +29,8 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.setting import Setting
 from cuvee.codec.schemes import coefficients, lossless
-from cuvee.codec.setting import Setting
 
 ROPE = Rope((1.0, 0.1))
 LAYOUT = KVLayout("tiny", (LayerLayout(1, 4, 3, ROPE), LayerLayout(2, 4, 3, ROPE)), "float32", 4096)

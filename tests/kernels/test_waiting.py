@@ -21,9 +21,9 @@ from tests.kernels.late_device import CUDA, DeviceTensor, LateDevice, late_devic
 from tests.predicting import VOCABULARY
 from tests.predicting import predicting as with_token_table
 
-from cuvee.codec import encoding
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding import encoding
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache

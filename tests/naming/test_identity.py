@@ -15,7 +15,6 @@ from cuvee.codec.errors import InputError
 from cuvee.naming.identity import Identity, Media, PageNames, PrefixChain, Scope, content_digest, store_key, tenant_id
 
 LOSSY = Identity("llama-7b", "spm", b"layout-16-bytes!", b"profile-16-bytes", "step:-64", 2)
-EXACT = Identity("llama-7b", "spm", b"layout-16-bytes!", b"", "lossless")
 SCOPE = Scope("acme", "sql-lora", (Media(3, 6, "image-1"),))
 
 

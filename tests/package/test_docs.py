@@ -49,7 +49,11 @@ DOCUMENTS = sorted(
 PYTHON_RUNS = ("README.md", "integrations/stores/README.md")  # in test_readme.py and integrations/vllm/test_docs.py
 DRAWING = "a drawing"
 NOT_RUN_HERE = {  # document -> how a block begins -> where else, or why not
-    "docs/concepts/data-flow.md": {" LEARN ": DRAWING},
+    "docs/concepts/data-flow.md": {
+        " LEARN ": DRAWING,
+        "flowchart LR\n  early": "integrations/vllm/scheduler/test_phases.py",
+        "flowchart LR\n  restoring": "there",
+    },
     "docs/guides/operating.md": {
         "ENV NUMBA_CACHE_DIR": "a part of a Dockerfile, which needs Docker",
         "cuvee store explain file:///var/cache/kv\n": "cli/test_store.py, with what it prints",

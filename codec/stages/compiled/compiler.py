@@ -94,7 +94,7 @@ class _ReadOnly(caching.UserProvidedCacheLocator):  # type: ignore[misc, unused-
             raise FileNotFoundError(self.get_cache_path())
 
 
-class _Places(caching.CompileResultCacheImpl):  # type: ignore[misc, unused-ignore]
+class _CompileCache(caching.CompileResultCacheImpl):  # type: ignore[misc, unused-ignore]
     _locator_classes: ClassVar[list[Any]] = [  # type: ignore[misc, unused-ignore]
         each
         for locator in caching.CompileResultCacheImpl._locator_classes
@@ -103,7 +103,7 @@ class _Places(caching.CompileResultCacheImpl):  # type: ignore[misc, unused-igno
 
 
 class _FunctionCache(caching.FunctionCache):  # type: ignore[misc, unused-ignore]
-    _impl_class = _Places
+    _impl_class = _CompileCache
 
 
 def cache_folder(function: Any) -> Path:

@@ -53,12 +53,9 @@ class Code:
         offset = self.builder.mul(self.integer(entry, types.int64), INT64(size))
         return self.builder.gep(self.data(array), [offset])
 
-    def data(self, index: int, member: int | None = None) -> Any:
-        """Return the address of an array, or of a `member` of a tuple of arrays."""
-        kind, value = self._kinds[index], self._values[index]
-        if member is not None:
-            kind, value = kind[member], self.builder.extract_value(value, member)
-        array = self._context.make_array(kind)(self._context, self.builder, value)
+    def data(self, index: int) -> Any:
+        """Return the address of an array."""
+        array = self._context.make_array(self._kinds[index])(self._context, self.builder, self._values[index])
         return self.builder.bitcast(array.data, cgutils.voidptr_t)
 
     def integer(self, index: int, kind: Any) -> Any:
@@ -82,7 +79,7 @@ class Code:
         """Load 32 bits from each of the elements numbered by `index`."""
         if not self.wide:
             return self._gather_one_by_one(pointer, element, index, align)
-        places = self._places(pointer, element, index)
+        places = self._pointers(pointer, element, index)
         flags = ir.VectorType(ir.IntType(1), WIDTH)
         kind = ir.FunctionType(VECTOR, [places.type, INT32, flags, VECTOR])
         name = f"llvm.masked.gather.v{WIDTH}i32.v{WIDTH}p0"
@@ -118,7 +115,7 @@ class Code:
             self.builder._insert(number)
             yield number
 
-    def _places(self, pointer: Any, element: ir.IntType, index: Any) -> Any:
+    def _pointers(self, pointer: Any, element: ir.IntType, index: Any) -> Any:
         places = ir.instructions.GEPInstr(
             self.builder.block, pointer, [index], inbounds=False, name="", source_etype=element
         )

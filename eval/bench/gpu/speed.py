@@ -66,15 +66,15 @@ class Clock:
         """Seconds of each call, from an idle device with a cold cache until it is idle, the host's work included."""
         call()
         effort = self._effort
-        taken: list[float] = []
-        while len(taken) < effort.least or (sum(taken) < effort.seconds and len(taken) < effort.most):
+        seconds: list[float] = []
+        while len(seconds) < effort.least or (sum(seconds) < effort.seconds and len(seconds) < effort.most):
             self._other.zero_()
             self._synchronize()
             began = time.perf_counter()
             call()
             self._synchronize()
-            taken.append(time.perf_counter() - began)
-        return taken
+            seconds.append(time.perf_counter() - began)
+        return seconds
 
     def inside(self, call: Callable[[], object]) -> list[float]:
         """Seconds of each call on the device, by its events: for calls whose launches run ahead of the device."""
@@ -82,8 +82,8 @@ class Clock:
             return self.whole(call)
         from triton.testing import do_bench
 
-        taken: list[float] = do_bench(call, rep=int(1e3 * self._effort.seconds), return_mode="all")
-        return [1e-3 * milliseconds for milliseconds in taken]
+        seconds: list[float] = do_bench(call, rep=int(1e3 * self._effort.seconds), return_mode="all")
+        return [1e-3 * milliseconds for milliseconds in seconds]
 
     def kernels(self, call: Callable[[], object]) -> list[tuple[str, int, float]]:
         """Return the name, launches and microseconds of each kernel of a call, the longest first; on the CPU none."""

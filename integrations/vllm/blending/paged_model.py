@@ -147,11 +147,11 @@ class EngineModel:
     def _writing(self, index: int, rows: _Rows, exchange: Exchange) -> Callable[..., torch.Tensor]:
         """Return the engine's attention, which shows new KV to the exchange before the engine writes it."""
         module = self._loaded.attention[index]
-        own = module.forward
+        forward = module.forward
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
             exchange(*(part.view(len(part), -1, module.head_size).transpose(0, 1) for part in (k, v)))
-            return cast(torch.Tensor, own(q, k, v, *more, **named))
+            return cast(torch.Tensor, forward(q, k, v, *more, **named))
 
         return attend
 
@@ -214,12 +214,12 @@ def _owner_with_layers(owners: Sequence[Any]) -> Any:
 @contextmanager
 def _replaced(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Let a module run `forward` inside the context."""
-    own = module.__dict__.get("forward")
+    before = module.__dict__.get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if before is None:
             del module.__dict__["forward"]
         else:
-            module.forward = own
+            module.forward = before

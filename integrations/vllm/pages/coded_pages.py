@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.open_blob import OpenBlob
 from cuvee.codec.dtypes import saturated
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.open_blob import OpenBlob
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.core.chunk_io import ChunkIO, Stored
 from cuvee.integrations.stores.threads import ThreadPool

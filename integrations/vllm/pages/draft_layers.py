@@ -34,7 +34,7 @@ from cuvee.integrations.vllm.pages.engine_pages import find_pages
 from cuvee.integrations.vllm.pages.layer_groups import CachedLayers, is_latent, read_layers
 from cuvee.integrations.vllm.refusals import codes_of_cache, dtype_of_cache
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.naming.identity import beside_digest, canonical
+from cuvee.naming.identity import canonical, companion_digest
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class DraftPages(CodedPages):
         """
         if (named := self._name.current) is None:
             raise RuntimeError("the drafter's weights have no name")
-        return beside_digest(entry, bytes.fromhex(named.text))
+        return companion_digest(entry, bytes.fromhex(named.text))
 
     @property
     def named(self) -> bool:

@@ -57,10 +57,10 @@ def find_pages(
             raise UnsupportedModelError(
                 f"{name}: the engine caches {tensor.dtype}, its configuration says {codes or layout.dtype}"
             )
-        own = (1.0, 1.0) if codes is None else (_scale(name, attention, "k"), _scale(name, attention, "v"))
-        for unit, scale in zip(scales, own, strict=True):
+        kv_scales = (1.0, 1.0) if codes is None else (_scale(name, attention, "k"), _scale(name, attention, "v"))
+        for unit, scale in zip(scales, kv_scales, strict=True):
             unit.append(scale)
-        write = _writer(attention, kv_caches[name], own, layout.torch_dtype, shape.latent)
+        write = _writer(attention, kv_caches[name], kv_scales, layout.torch_dtype, shape.latent)
         alike = (tensor.shape, tensor.stride(), shape.kv_heads, shape.head_dim, shape.value_dim, type(attention.impl))
         found = layouts.get(alike)
         if found is not None:

@@ -27,7 +27,7 @@ from cuvee.integrations.vllm.scheduler.block_names import set_apart
 from cuvee.integrations.vllm.scheduler.lookups import Lookup
 from cuvee.integrations.vllm.scheduler.prefix_lookup import PrefixSearch
 from cuvee.integrations.vllm.scheduler.request_record import NOTHING, Found, RequestRecord, RequestTable
-from cuvee.integrations.vllm.scheduler.state import KnownEntries, SchedulerState
+from cuvee.integrations.vllm.scheduler.state import RecentEntries, SchedulerState
 from cuvee.naming.identity import canonical
 
 logger = logging.getLogger(__name__)
@@ -56,19 +56,25 @@ class SchedulerLoads:
     Args:
         state: of the scheduler's side.
         records: of all requests.
-        known: learns what is there and what is not.
+        recent: learns what is there and what is not.
         pays: decides whether a load does.
         share: whether one request finds in the engine what another one loaded.
         in_part: whether loads may end early in this engine.
     """
 
     def __init__(
-        self, state: SchedulerState, records: RequestTable, known: KnownEntries, pays: Pays, share: bool, in_part: bool
+        self,
+        state: SchedulerState,
+        records: RequestTable,
+        recent: RecentEntries,
+        pays: Pays,
+        share: bool,
+        in_part: bool,
     ) -> None:
         self._state = state
         self._records = records
         self._search = PrefixSearch(state)
-        self._known = known
+        self._recent = recent
         self._pays = pays
         self._share, self._in_part = share, in_part
         self._distrusted = -1.0  # lookups from before this time are not believed
@@ -196,7 +202,7 @@ class SchedulerLoads:
             verdict = self._pays.judge("load", computed, record.end, sizes)
         if verdict is not None and not verdict.restores:
             return PrefixMatch(0, "declined", verdict)
-        if self.have_place:
+        if self.have_room:
             return PrefixMatch(tokens, result, verdict)
         if self._has_waited_enough(record, computed):
             return PrefixMatch(0, "declined", Verdict.WAITED)
@@ -224,11 +230,11 @@ class SchedulerLoads:
             self._records.enter(record, RequestPhase.ASKING)
 
     @property
-    def have_place(self) -> bool:
+    def have_room(self) -> bool:
         """Whether ranks have few enough loads to be given another. What they cannot begin soon would hold blocks of the
         engine all the while.
         """
-        return self._records.places < _MOST_LOADS
+        return self._records.admitted < _MOST_LOADS
 
     def _has_waited_enough(self, record: RequestRecord, computed: int) -> bool:
         """Return whether a request has waited for a load's place as long as computing it takes: then it is computed. By
@@ -325,11 +331,11 @@ class SchedulerLoads:
         """Note which entries are there and which are not."""
         tokens = record.request.num_tokens
         whole = record.chain.digests(record.request.all_token_ids, self._state.whole(tokens))
-        record.awaited = found.chunks < len(whole) and self._known.has(whole[found.chunks])
+        record.awaited = found.chunks < len(whole) and self._recent.has(whole[found.chunks])
         for digest in (*whole[found.chunks :], *found.absent):
-            self._known.forget(digest)  # it is absent, or not known to be there
+            self._recent.forget(digest)  # it is absent, or not known to be there
         for digest in whole[: found.chunks] + [found.digest] * bool(found.tail) + [found.state] * bool(found.stated):
-            self._known.check(digest)
+            self._recent.check(digest)
 
     def _have_state_kept(self, request: Any, found: Found) -> None:
         """Have a step of the engine end with the chunks that were found, if the store has no state after them: others
@@ -337,7 +343,7 @@ class SchedulerLoads:
         """
         shared = min(found.chunks * self._state.chunk, self._state.usable(request.num_tokens))
         shared = shared // self._state.chunk * self._state.chunk
-        if shared > max(found.stated, getattr(request, "shared_prefix_boundary", shared)):
+        if shared > max(found.stated, request.shared_prefix_boundary):
             request.shared_prefix_boundary = shared
 
     def _is_loaded_by_another(self, record: RequestRecord, computed: int) -> bool:

@@ -28,14 +28,14 @@ except ImportError:
 else:
     _new_digest = blake3.blake3
 
-_KNOWN = 1 << 16  # names of vLLM's that are remembered, more than its encoder cache and its pages hold images
+_MOST_NAMES = 1 << 16  # names of vLLM's that are remembered, more than its encoder cache and its pages hold images
 
 
 class MediaNames:
     """Names the media of an engine's requests."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, str] = OrderedDict()  # what each name of vLLM's stands for; "": for several
+        self._by_name: OrderedDict[str, str] = OrderedDict()  # what each name of vLLM's stands for; "": for several
         self._digests: dict[int, tuple[weakref.ref[Any], str]] = {}  # by the id of the data, while it lives
 
     def name(self, item: Any) -> str:
@@ -45,12 +45,12 @@ class MediaNames:
         use what it computed from the other.
         """
         digest = self._digest(item)
-        known = self._known.setdefault(item.identifier, digest)
-        self._known.move_to_end(item.identifier)
-        if len(self._known) > _KNOWN:
-            self._known.popitem(last=False)
-        if known != digest:
-            self._known[item.identifier] = ""
+        first = self._by_name.setdefault(item.identifier, digest)
+        self._by_name.move_to_end(item.identifier)
+        if len(self._by_name) > _MOST_NAMES:
+            self._by_name.popitem(last=False)
+        if first != digest:
+            self._by_name[item.identifier] = ""
             return ""
         return digest
 
@@ -58,9 +58,9 @@ class MediaNames:
         data, key = item.data, id(item.data)
         if not isinstance(data, Mapping) or "address" in data:  # in the shared memory of vLLM's processes
             return ""
-        known = self._digests.get(key)
-        if known is not None and known[0]() is data:  # an image that a conversation repeats
-            content = known[1]
+        kept = self._digests.get(key)
+        if kept is not None and kept[0]() is data:  # an image that a conversation repeats
+            content = kept[1]
         else:
             content = _hexdigest([item.modality, {name: data[name].data for name in data}])
             with suppress(TypeError):  # a kind of mapping that has no weak references

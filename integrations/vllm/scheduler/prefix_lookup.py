@@ -83,10 +83,10 @@ class PrefixSearch:
         state = self._state
         end = min(found.chunks * state.chunk + found.tail, state.usable(tokens))
         chunks = end // state.chunk
-        places = [*range(end, chunks * state.chunk, -state.block), *(at * state.chunk for at in range(chunks, 0, -1))]
+        ends = [*range(end, chunks * state.chunk, -state.block), *(at * state.chunk for at in range(chunks, 0, -1))]
         size = lookup.batch
-        for first in range(0, len(places), size):
-            batch = places[first : first + size]
+        for first in range(0, len(ends), size):
+            batch = ends[first : first + size]
             names = [state.state_after(chain, ids, at) for at in batch]
             there = lookup.contains(names, found, len(names))
             at = there.index(True) if any(there) else len(there)

@@ -15,7 +15,7 @@ from cuvee.integrations.vllm.phases import UNDER_WAY, RequestPhase, following
 from cuvee.integrations.vllm.scheduler.lookups import Lookup
 from cuvee.naming.identity import Media, PrefixChain, Scope
 
-_WITH_PLACE = (*UNDER_WAY, RequestPhase.PROMISED)
+_ADMITTED = (*UNDER_WAY, RequestPhase.PROMISED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +116,13 @@ class RequestTable:
     """The records of all requests that the engine has, by id. Used in the engine's loop.
 
     Attributes:
-        places: number of requests that ranks have a load of, or will have if the engine takes what it was told of.
+        admitted: number of requests that ranks have a load of, or will have if the engine takes what it was told of.
         loading: the request in whose load each digest is.
     """
 
     def __init__(self) -> None:
         self._records: dict[str, RequestRecord] = {}
-        self.places = 0
+        self.admitted = 0
         self.loading: dict[bytes, RequestRecord] = {}
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class RequestTable:
             RuntimeError: that phase does not follow the request's.
         """
         after = following(record.phase, phase)
-        self.places += (after in _WITH_PLACE) - (record.phase in _WITH_PLACE)
+        self.admitted += (after in _ADMITTED) - (record.phase in _ADMITTED)
         record.phase = after
 
     def release(self, record: RequestRecord) -> None:

@@ -24,7 +24,7 @@ from cuvee.integrations.vllm.blending.planning import BlendPlanner
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.pages.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.scheduler.request_record import RequestRecord
-from cuvee.integrations.vllm.scheduler.state import KnownEntries, SchedulerState
+from cuvee.integrations.vllm.scheduler.state import RecentEntries, SchedulerState
 
 
 class SchedulerSaves:
@@ -32,13 +32,13 @@ class SchedulerSaves:
 
     Args:
         state: of the scheduler's side.
-        known: entries that need not be stored again.
+        recent: entries that need not be stored again.
         planner: knows the segments to store.
     """
 
-    def __init__(self, state: SchedulerState, known: KnownEntries, planner: BlendPlanner) -> None:
+    def __init__(self, state: SchedulerState, recent: RecentEntries, planner: BlendPlanner) -> None:
         self._state = state
-        self._known = known
+        self._recent = recent
         self._planner = planner
         self._last: list[Save] = []  # of requests that ended since the last step was planned
 
@@ -62,7 +62,7 @@ class SchedulerSaves:
             return others
         digests = record.chain.digests(request.all_token_ids, max(done, first))
         record.saved = max(done, first)
-        wanted = [at for at in range(first, done) if not self._known.check(digests[at])]
+        wanted = [at for at in range(first, done) if not self._recent.check(digests[at])]
         if not wanted and not prompt_ends:
             return others
         tables = block_state.get_block_ids(request.request_id)
@@ -94,11 +94,11 @@ class SchedulerSaves:
     def forget(self, saves: Sequence[Save]) -> None:
         """Take entries that were to be stored for not stored."""
         for save in saves:
-            self._known.forget(save.entry.digest)
+            self._recent.forget(save.entry.digest)
 
     def reset(self) -> None:
         """Forget what is stored and what was to be."""
-        self._known.clear()
+        self._recent.clear()
         self._last.clear()
 
     def _leave_out(self, record: RequestRecord, before: int, after: int) -> None:
@@ -115,7 +115,7 @@ class SchedulerSaves:
         if segmented is None:
             return []
         harvest = self._planner.harvest(segmented, self._state.addressed(after))
-        new = [at for at in harvest if not self._known.check(segmented.digests[at])]
+        new = [at for at in harvest if not self._recent.check(segmented.digests[at])]
         if not new:
             return []
         tables = block_state.get_block_ids(record.request.request_id)
@@ -142,7 +142,7 @@ class SchedulerSaves:
                 continue
             record.chain.digests(request.all_token_ids, end // state.chunk)
             digest = state.state_after(record.chain, request.all_token_ids, end)
-            if not self._known.check(digest):
+            if not self._recent.check(digest):
                 entry = Entry("state", digest, end - state.block, state.block)
                 saves.append(Save(record.tenant, entry.within(tables, state.blocks), None, 0, record.adapter))
         return saves
@@ -180,7 +180,7 @@ class SchedulerSaves:
         ids = record.request.all_token_ids
         record.chain.digests(ids, chunk)
         (digest,) = record.chain.tails(ids, chunk, [tokens])
-        if self._known.check(digest):
+        if self._recent.check(digest):
             return []
         return [self._save(record, Entry("tail", digest, start, tokens), tables)]
 

@@ -40,7 +40,7 @@ from cuvee.integrations.vllm.scheduler.loads import ASK_AGAIN, NOT_ASKED, Prefix
 from cuvee.integrations.vllm.scheduler.request_record import NOTHING, RequestRecord, RequestTable
 from cuvee.integrations.vllm.scheduler.requests import Requests
 from cuvee.integrations.vllm.scheduler.saves import SchedulerSaves
-from cuvee.integrations.vllm.scheduler.state import PATIENCE, KnownEntries, SchedulerState
+from cuvee.integrations.vllm.scheduler.state import PATIENCE, RecentEntries, SchedulerState
 from cuvee.integrations.vllm.setup import Setup
 from cuvee.naming.identity import Identity
 
@@ -59,7 +59,6 @@ class SchedulerSide:
         store: looked into, never read from.
         recorder: takes the figures of all ranks.
         adapters: of the engine.
-        own_store: no worker has this store object, so its troubles are counted here.
         clock: seconds, monotonic.
         breaks: line breaks of the engine's vocabulary, by which blending finds paragraphs, if they are known.
         weights: makes the identity's name of the weights; until that is known, requests are computed, and not cached.
@@ -74,7 +73,6 @@ class SchedulerSide:
         store: Store,
         recorder: Recorder,
         adapters: Adapters,
-        own_store: bool = False,
         clock: Callable[[], float] = time.monotonic,
         breaks: LineBreaks | None = None,
         weights: WeightsName | None = None,
@@ -82,7 +80,7 @@ class SchedulerSide:
     ) -> None:
         options = setup.options
         self._recorder = recorder
-        self._own_store = store if own_store else None
+        self._counted_store = store if setup.remote_workers else None  # no worker counts its errors
         self._step = 0
         self._confirmed = 0  # all ranks have ended this step and all steps before it
         self._announced = 0  # of these, the last that ranks know of
@@ -90,20 +88,20 @@ class SchedulerSide:
         self._alone = setup.alone
         self._weights = weights
         self._named = weights is None
-        self._beside = setup.beside
+        self._other_connectors = setup.other_connectors
         self._identities = records
         self._coding = setup.coding
         self._guard = Guard(recorder)
         self._state = state = SchedulerState(setup, store, recorder, clock)
         self._pays = Pays(state.chunk)
-        self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.beside)
-        self._known = known = KnownEntries(state)
+        self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.other_connectors)
+        self._recent = recent = RecentEntries(state)
         self._requests = Requests(state, identity, adapters)
         self._records = RequestTable()
         in_engine = setup.prefix_caching, setup.loads_in_part
-        self._loads = SchedulerLoads(state, self._records, known, self._pays, *in_engine)
+        self._loads = SchedulerLoads(state, self._records, recent, self._pays, *in_engine)
         self._blends = SchedulerBlends(self._records, state.shards, setup.step_tokens)
-        self._saves = SchedulerSaves(state, known, self._planner)
+        self._saves = SchedulerSaves(state, recent, self._planner)
         if records is not None:
             self._take_name()  # if it is there already: entries are counted from the start
 
@@ -152,7 +150,7 @@ class SchedulerSide:
         if record.segmented is not None and not self._planner.promise(record, record.segmented, blend):
             tokens = None
         elif record.blend is not None:
-            tokens = record.blend_end - computed if self._loads.have_place else None
+            tokens = record.blend_end - computed if self._loads.have_room else None
         self._loads.promise(record, computed, prefix, tokens)
         return tokens
 
@@ -190,7 +188,7 @@ class SchedulerSide:
         """Return why a request that ends was not loaded as a whole (`explaining.explanation`), if its client asks and
         may be answered: vLLM refuses two connectors' answers to one request. Logs it at DEBUG.
         """
-        asks = not self._beside and wants_reason(request.kv_transfer_params)
+        asks = not self._other_connectors and wants_reason(request.kv_transfer_params)
         with self._guard("finished"):
             record = self._records.get(request.request_id)
             if record is None or not (asks or logger.isEnabledFor(logging.DEBUG)):
@@ -299,7 +297,7 @@ class SchedulerSide:
             with self._guard("take"):
                 self._loads.note_end(record)
         for digest in report.unsaved:
-            self._known.forget(digest)
+            self._recent.forget(digest)
         for learn in (self._loads.take, self._record, self._pays.take):
             with self._guard("take"):
                 learn(report)
@@ -352,8 +350,8 @@ class SchedulerSide:
         """Add the figures of the workers, and those of a store that no worker has."""
         if report.metrics is not None:
             self._recorder.absorb(report.metrics)
-        if self._own_store is not None:  # what it reads is that of the workers' stores, too
-            self._recorder.record_store(self._own_store.counters(), ("errors", "skipped"))
+        if self._counted_store is not None:  # what it reads is that of the workers' stores, too
+            self._recorder.record_store(self._counted_store.counters(), ("errors", "skipped"))
 
     # Across tasks ----------------------------------------------------------------------------------------------
 

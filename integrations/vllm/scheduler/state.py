@@ -16,7 +16,7 @@ from cuvee.integrations.vllm.messages import Entry
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.pages.layer_groups import NULL_BLOCK
 from cuvee.integrations.vllm.setup import Setup
-from cuvee.naming.identity import PrefixChain, beside_digest
+from cuvee.naming.identity import PrefixChain, companion_digest
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ PATIENCE = 1e-3  # seconds that a step of the engine waits for lookups in total,
 # Share of `lookup_timeout` after which a call hangs. Each call asks for few keys, however many a lookup needs.
 _HANGS = 0.5
 _THREADS = 6
-_KNOWN = 1 << 20  # digests remembered as stored
-_KNOWN_AGE = 60.0  # seconds they are believed; then the worker asks the store again
+_MOST_RECENT = 1 << 20  # digests remembered as stored
+_RECENT_AGE = 60.0  # seconds they are believed; then the worker asks the store again
 
 
 class SchedulerState:
@@ -137,14 +137,14 @@ class SchedulerState:
         """Return the digest of the state after the first `tokens` of `ids`, whole blocks whose chunks are hashed."""
         chunks, rest = divmod(tokens, self.chunk)
         prefix = chain.tails(ids, chunks, [rest])[0] if rest else chain.digests(ids, chunks)[-1]
-        return beside_digest(prefix, b"states")
+        return companion_digest(prefix, b"states")
 
     def overdue(self) -> None:
         """Tell the store that a lookup took too long, so that a call that hangs delays no other request as well."""
         self.store.report_overdue("contains", _HANGS * self.options.lookup_timeout)
 
 
-class KnownEntries:
+class RecentEntries:
     """Digests of entries that were found or stored a moment ago, so that they are not stored again."""
 
     def __init__(self, state: SchedulerState) -> None:
@@ -153,7 +153,7 @@ class KnownEntries:
 
     def has(self, digest: bytes) -> bool:
         """Return whether an entry is taken for stored."""
-        return self._state.clock() - self._seen.get(digest, -_KNOWN_AGE) < _KNOWN_AGE
+        return self._state.clock() - self._seen.get(digest, -_RECENT_AGE) < _RECENT_AGE
 
     def check(self, digest: bytes) -> bool:
         """Return whether an entry is known to be stored, and remember that it is from now on."""
@@ -162,7 +162,7 @@ class KnownEntries:
             return True
         self._seen[digest] = now
         self._seen.move_to_end(digest)
-        while len(self._seen) > _KNOWN or now - next(iter(self._seen.values())) >= _KNOWN_AGE:
+        while len(self._seen) > _MOST_RECENT or now - next(iter(self._seen.values())) >= _RECENT_AGE:
             self._seen.popitem(last=False)
         return False
 

@@ -37,11 +37,10 @@ class WorkerLoads:
         self._pools = pools
         self._guard = guard
         self._restorer = Restorer(state, pools)
-        # The state's lock guards these tables.
+        # The state's lock guards these.
         self._jobs: dict[str, LoadJob] = {}
-        self._arrived: set[str] = set()
+        self._ended: list[LoadJob] = []  # of which the engine has not heard
         self._invalid: set[int] = set()
-        self._failed: set[str] = set()
         self._moved = 0.0  # when a thread last began with a load
 
     def start(self, loads: Sequence[Load]) -> None:
@@ -59,8 +58,12 @@ class WorkerLoads:
                 self._pools.loaders.submit(self._load, job, ready)
 
     def take_arrived(self, patience: float = 0.0) -> set[str]:
-        """Return the requests whose loads ended since the last call, successfully or not. Gives up loads that take too
-        long. A load that queues does not, as long as threads still begin with others.
+        """Return the requests of `take_ended`."""
+        return {job.load.request for job in self.take_ended(patience)}
+
+    def take_ended(self, patience: float = 0.0) -> list[LoadJob]:
+        """Return the loads that ended since the last call, successfully or not. Gives up loads that take too long. A
+        load that queues does not, as long as threads still begin with others.
 
         Args:
             patience: seconds to wait for the first, if any load is under way.
@@ -68,7 +71,7 @@ class WorkerLoads:
         state = self._state
         if patience:
             with state.progress:
-                state.progress.wait_for(lambda: self._arrived or state.report.placed or not self._jobs, patience)
+                state.progress.wait_for(lambda: self._ended or state.report.placed or not self._jobs, patience)
         now = time.monotonic()
         with state.lock:
             restoring = [job for job in self._jobs.values() if job.phase is LoadPhase.RESTORING]
@@ -77,23 +80,14 @@ class WorkerLoads:
             with self._guard("take_arrived"):
                 self._give_up(job)
         with state.lock:
-            arrived, self._arrived = self._arrived, set()
-        return arrived
+            ended, self._ended = self._ended, []
+        return ended
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the engine's blocks that were to be restored and are not, since the last call."""
         with self._state.lock:
             invalid, self._invalid = self._invalid, set()
         return invalid
-
-    def take_failed(self, arrived: set[str]) -> set[str]:
-        """Return those of the requests that `take_arrived` returned whose loads failed as a whole: all their tokens
-        are to be computed. Where there is one table of blocks and no window, invalid blocks say more.
-        """
-        with self._state.lock:
-            failed = self._failed & arrived
-            self._failed -= failed
-        return failed
 
     def job(self, request: str) -> LoadJob | None:
         """Return the load under way for a request; None: there is none."""
@@ -212,7 +206,7 @@ class WorkerLoads:
         with self._state.lock:
             report = self._state.report
             if incomplete:  # first: the engine must not hear of the end alone
-                self._fail(load.request, missing)
+                self._fail(job, missing)
             if failed:
                 report.failed.add(load.request)
             if delivery is not None:
@@ -232,7 +226,7 @@ class WorkerLoads:
         with self._state.lock:
             if self._jobs.get(load.request) is not job:  # the engine may have heard of its end
                 return
-            self._fail(load.request, load.blocks)
+            self._fail(job, load.blocks)
             self._state.report.failed.add(load.request)
             self._is_over(job)
 
@@ -247,11 +241,10 @@ class WorkerLoads:
             recorder.count("loaded_at", tokens, str(count))
         return Delivery(load.request, load.start, tuple(placed[:kept]), parts, valid >= load.exact)
 
-    def _fail(self, request: str, blocks: Sequence[int]) -> None:
-        """Have the engine compute these blocks of a request's load, or all of it; the state's lock is held."""
-        if self._state.fails_whole:
-            self._failed.add(request)
-        else:
+    def _fail(self, job: LoadJob, blocks: Sequence[int]) -> None:
+        """Have the engine compute these blocks of a load, or all of it; the state's lock is held."""
+        job.failed = self._state.fails_whole
+        if not job.failed:
             self._invalid.update(blocks)
 
     def _valid_until(self, job: LoadJob) -> int:
@@ -262,7 +255,7 @@ class WorkerLoads:
     def _is_over(self, job: LoadJob) -> None:
         """Tell the engine of the end of a load; the state's lock is held."""
         request = job.load.request
-        self._arrived.add(request)
+        self._ended.append(job)
         self._state.report.ended.append(request)
         if self._jobs.get(request) is job:
             del self._jobs[request]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
+from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.open_blob import Expected
 from cuvee.integrations.core.chunk_io import Stored, fetch_ahead, fetched_together
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.pages.draft_layers import DraftPages
@@ -60,6 +60,7 @@ class LoadJob:
     started: float = 0.0  # when a thread began with it; 0: it queues
     answered: float = 0.0  # when the store last answered
     bad: list[tuple[str, int]] = field(default_factory=list)  # keys of unsound entries; of each the first unsound part
+    failed: bool = False  # the engine is to compute all its tokens; otherwise invalid blocks say which
     parts: dict[int, int] = field(default_factory=dict)  # of how many an entry of the prefix was restored, by position
     blend: PageBlend | None = None  # what computes its blend, once that has begun
     place_seconds: float = 0.0  # from submission until everything was placed

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _SHARE = 0.5  # of a device's free memory, for copies
 # The states of recurrent layers; or tokens of the model's layers, and of a drafter's. No pages: the engine may sleep.
 Copies = States | tuple[tuple[ChunkIO, PagedCache], tuple[DraftPages, PagedCache] | None]
-Beside = tuple[str, tuple[bytes, ...]]  # key and blob of a drafter's layers
+DraftEntry = tuple[str, tuple[bytes, ...]]  # key and blob of a drafter's layers
 
 
 class WorkerSaves:
@@ -262,7 +262,7 @@ class WorkerSaves:
                 self._fail(batch, "store", error)
                 return
             blobs: dict[int, tuple[bytes, ...]] = {}
-            beside: dict[int, Beside] = {}
+            draft_entries: dict[int, DraftEntry] = {}
             if missing:
                 begun = time.monotonic()
                 with ready.followed():
@@ -271,20 +271,22 @@ class WorkerSaves:
                     else:
                         blobs = self._encode(batch, *copies[0], missing)
                     if drafts is not None:
-                        own, copy = drafts
-                        coded = self._encode(batch, own.io, copy, [*blobs], own)
-                        beside = {at: (self._draft_key(batch[at], own), parts) for at, parts in coded.items()}
+                        draft_pages, copy = drafts
+                        coded = self._encode(batch, draft_pages.io, copy, [*blobs], draft_pages)
+                        draft_entries = {
+                            at: (self._draft_key(batch[at], draft_pages), parts) for at, parts in coded.items()
+                        }
                 self._state.recorder.count("work_seconds", time.monotonic() - begun, "encode")
             for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
                 if there[at] and save.adapter not in stale:
                     self._saved(save, kept=True)
             with self._state.lock:
                 for at, parts in blobs.items():
-                    drafted = () if at not in beside else beside[at][1]
+                    drafted = () if at not in draft_entries else draft_entries[at][1]
                     self._charge(batch[at].entry.digest, sum(map(len, (*parts, *drafted))))
             for at, parts in blobs.items():
                 try:
-                    self._pools.writers.submit(self._write, batch[at], parts, beside.get(at))
+                    self._pools.writers.submit(self._write, batch[at], parts, draft_entries.get(at))
                 except RuntimeError as error:  # no thread can be started, or the worker has closed: it counts as lost
                     if not self._state.closed:
                         self._fail([batch[at]], "store", error)
@@ -305,7 +307,7 @@ class WorkerSaves:
         codec = self._state.codec
         keys, counts = [], []
         for save in batch:
-            count = 1 if save.entry.kind == "state" else codec.settings.part_count(_known(save))
+            count = 1 if save.entry.kind == "state" else codec.settings.part_count(_has_all_ids(save))
             own = sorted({0, count - 1})
             keys += [part_key(self._key(save), number) for number in own]
             counts.append(len(own))
@@ -350,7 +352,7 @@ class WorkerSaves:
                 logger.warning("cuvee: a drafter's layers were not stored beside a chunk: %s", outcome)
         return blobs
 
-    def _write(self, save: Save, parts: tuple[bytes, ...], beside: Beside | None = None) -> None:
+    def _write(self, save: Save, parts: tuple[bytes, ...], draft: DraftEntry | None = None) -> None:
         with self._guard("store", partial(self._release, [save])):
             store, key = self._state.store, self._key(save)
             if save.entry.digest in self._void:
@@ -359,7 +361,7 @@ class WorkerSaves:
                 return
             try:
                 kept = store.put_parts(key, parts)
-                drafted = store.put_parts(*beside) if kept and beside is not None else 0
+                drafted = store.put_parts(*draft) if kept and draft is not None else 0
             except Exception as error:
                 self._fail([save], "store", error)
                 return
@@ -368,12 +370,12 @@ class WorkerSaves:
                 recorder.count("stored", label=save.entry.kind)
                 recorder.count("raw_bytes", self._bytes(save.entry))
                 if save.entry.kind != "state":
-                    ids = save.token_ids is not None and _known(save)
+                    ids = save.token_ids is not None and _has_all_ids(save)
                     recorder.count("misfits", int(self._state.codec.settings.misfits(read_header(parts[0]), ids)))
                 recorder.count("stored_bytes", sum(map(len, parts[:kept])))
-                if beside is not None and drafted:
+                if draft is not None and drafted:
                     recorder.count("stored", label="drafts")
-                    recorder.count("stored_bytes", len(beside[1][0]))
+                    recorder.count("stored_bytes", len(draft[1][0]))
             self._saved(save, kept > 0)
 
     def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:
@@ -409,6 +411,6 @@ class WorkerSaves:
         return self._state.bytes_per_state if entry.kind == "state" else entry.tokens * self._state.bytes_per_token
 
 
-def _known(save: Save) -> bool:
+def _has_all_ids(save: Save) -> bool:
     """Return whether the codec knows the ids of all tokens, or needs none."""
     return save.token_ids is None or NO_TOKEN not in save.token_ids

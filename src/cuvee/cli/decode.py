@@ -9,7 +9,7 @@ import typer
 
 from cuvee.cli.files import blob_files, check_absent, check_output, errors_of, read_profile, whole_folder
 from cuvee.cli.options import Config, Force, ProfileFile, need_one_of_profile_and_config
-from cuvee.cli.output import counted
+from cuvee.cli.output import chunk_count
 
 if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
@@ -39,7 +39,7 @@ def decode(
 
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec
-    from cuvee.codec.decoding import check_tokens
+    from cuvee.codec.coding.decoding import check_tokens
     from cuvee.codec.format.container import inspect
     from cuvee.integrations.transformers.cache_file import write_cache_file
 
@@ -64,4 +64,4 @@ def decode(
         whole = KVChunk.concat(chunks)
     check_absent(target, force)  # again: the file may have appeared while decoding
     write_cache_file(target, whole.keys, whole.values, whole.start, whole.token_ids)
-    print(f"{target}: {whole.tokens} tokens from position {whole.start}, {counted(len(chunks), 'chunk')}")
+    print(f"{target}: {whole.tokens} tokens from position {whole.start}, {chunk_count(len(chunks))}")

@@ -9,7 +9,7 @@ import typer
 
 from cuvee.cli.files import blob_name, check_output, errors_of, read_profile, write_folder
 from cuvee.cli.options import DEFAULT_CHUNK_TOKENS, Config, Force, ProfileFile, need_one_of_profile_and_config
-from cuvee.cli.output import counted, make_console
+from cuvee.cli.output import chunk_count, make_console
 
 if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
@@ -79,7 +79,7 @@ def encode(
     values = chunk.tokens * chunk.layout.values_per_token
     print(
         f"{target}: {chunk.tokens} tokens, {chunk.nbytes:,} -> {size:,} bytes, {chunk.nbytes / size:.2f}x, "
-        f"{8 * size / values:.3f} bits per value, {counted(len(blobs), 'chunk')}"
+        f"{8 * size / values:.3f} bits per value, {chunk_count(len(blobs))}"
     )
 
 

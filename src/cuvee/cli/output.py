@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["counted", "make_console", "make_table", "print_json"]
+__all__ = ["chunk_count", "make_console", "make_table", "print_json"]
 
 _FILE_WIDTH = 120
 
@@ -32,9 +32,9 @@ def make_table(*columns: str) -> Table:
     return terminal_table("", *columns, tight=True)
 
 
-def counted(number: int, what: str) -> str:
-    """Write a number with its noun: `1 chunk`, `2 chunks`."""
-    return f"{number} {what}" + ("" if number == 1 else "s")
+def chunk_count(number: int) -> str:
+    """Write `1 chunk`, `2 chunks`."""
+    return f"{number} chunk" + ("" if number == 1 else "s")
 
 
 def print_json(data: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,8 @@ from cuvee.cli.options import Json
 from cuvee.cli.output import make_console, make_table, print_json
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from cuvee.codec.profiles.profile import Profile
     from cuvee.codec.profiles.quality import CurvePoint
 
@@ -55,11 +57,21 @@ def print_profile(profile: Profile, path: Path, as_json: bool = False) -> None:
         )
         return
 
+    make_console().print(_facts(profile, path))
+    if not profile.curve:
+        make_console().print("No curve was measured: no quality promises a KL with this profile.")
+    else:
+        _print_qualities(profile, presets)
+
+
+def _facts(profile: Profile, path: Path) -> Table:
+    """Return what a profile is of, and what it was learned from."""
     from rich.table import Table
 
+    layout, size = profile.layout, path.stat().st_size
     first, shapes = layout.layers[0], len(set(layout.layers))
     shape = f"{layout.num_layers} layers" + (f" of {shapes} shapes, the first" if shapes > 1 else "")
-    console, grid = make_console(), Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2))
     for name, value in {
         "profile": f"{path} ({size:,} bytes)",
         "id": profile.id.hex(),
@@ -71,10 +83,12 @@ def print_profile(profile: Profile, path: Path, as_json: bool = False) -> None:
         "measured": _lengths(profile),
     }.items():
         grid.add_row(f"[dim]{name}[/dim]", value)
-    console.print(grid)
-    if not profile.curve:
-        console.print("No curve was measured: no quality promises a KL with this profile.")
-        return
+    return grid
+
+
+def _print_qualities(profile: Profile, presets: Iterable[Mapping[str, Any]]) -> None:
+    """Show what each preset promises, and what each step costs."""
+    console = make_console()
     table = make_table("quality", "KL at most", "step", "bits/value")
     for row in presets:
         promised = "not promised" if row["kl"] is None else f"{row['kl']:.3g}"

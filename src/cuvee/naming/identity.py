@@ -228,7 +228,7 @@ def content_digest(identity: Identity, scope: Scope, tokens: Sequence[int], *, c
     return _blake2b(b"cuvee-content", _root(identity, scope), _int(len(data)), data, media, behind)
 
 
-def beside_digest(digest: bytes, name: bytes) -> bytes:
+def companion_digest(digest: bytes, name: bytes) -> bytes:
     """Return 32 bytes that identify further tensors of the tokens of `digest`; `name` tells what they are."""
     return _blake2b(b"cuvee-beside", digest, canonical(name))
 

@@ -34,7 +34,7 @@ def test_what_was_made_of_withdrawn_weights_is_dropped(end: str) -> None:
 
 
 def test_the_same_text_again_is_another_name() -> None:
-    weights = WeightsName.known("a")
+    weights = WeightsName.given("a")
     first = weights.current
     assert first is not None and first.number == 1
     weights.withdraw("of a test")

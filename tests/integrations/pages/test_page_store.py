@@ -275,9 +275,9 @@ def test_what_was_begun_under_a_name_that_no_longer_holds_does_not_count(
     """The weights change while pages are stored, or loaded."""
     d = desk()
     d.save(range(4))
-    weights = WeightsName.known("w")
+    weights = WeightsName.given("w")
     named = weights.current
-    d.pages = d.pages.beside(
+    d.pages = d.pages.sibling(
         d.pages._entries.io.codec, d.pages._names, d.pages.layout, valid=lambda: weights.holds(named)
     )
     assert d.load(range(4), range(20, 24)) == [True] * 4

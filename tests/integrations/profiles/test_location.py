@@ -31,7 +31,7 @@ ID = "12ab" * 8
 )
 def test_what_a_location_says(where: str, expected: tuple[str, str, str | None, str | None]) -> None:
     found = ProfileLocation.parse(where)
-    assert (found.kind, found.place, found.id, found.revision) == expected
+    assert (found.kind, found.root, found.id, found.revision) == expected
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ class Driven:
     def start_over(self) -> None:
         """With an empty store, for the next scenario."""
         self.faults.entries.clear()
-        self.scheduling._known.clear()
+        self.scheduling._recent.clear()
         self.forget()
 
     def clear_up(self) -> None:
@@ -256,7 +256,7 @@ class Driven:
     def revive(self) -> None:
         """As if the engine had been started anew, after a step that failed."""
         self.forget()
-        self.scheduling._known.clear()
+        self.scheduling._recent.clear()
         self.working.saves._ended = self.scheduling._step
 
     def store_and_forget(self, *prompts: Sequence[int]) -> None:

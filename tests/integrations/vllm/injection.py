@@ -32,7 +32,7 @@ SCHEDULER = (
     "_state.addressed", "_loads.worth_asking", "_loads.ask", "_loads.learn", "_state.whole",
     "_loads._search._tail_sizes", "_loads._search.find", "_state.keys.find",
     "_state.lookup_threads.submit", "_recorder.record_store", "_saves.completed", "_saves._segments", "_saves._tail",
-    "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_known.check", "_blends.take",
+    "_saves._last_tail", "_saves._storable", "_saves._held", "_saves.unchanged", "_recent.check", "_blends.take",
     "_blends.budget", "_plan_requests", "_refuse", "_pays.take", "_pays.begin_step", "_forget", "_loads.note_end",
     "_loads.release", "_blends.drop", "_state.clock", "_loads.take", "_record",
     "_recorder.count", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
@@ -56,10 +56,10 @@ WORKER = (
 CHAIN = ("digests", "tails")
 # Tables that are empty once all requests have ended, by side.
 SCHEDULER_TABLES = (
-    "_records", "_records.places", "_loads._orders", "_records.loading", "_blends._ready", "_blends._drops",
+    "_records", "_records.admitted", "_loads._orders", "_records.loading", "_blends._ready", "_blends._drops",
 )  # fmt: skip
 WORKER_TABLES = (
-    "loads._jobs", "loads._arrived", "loads._invalid", "loads._failed", "saves._sizes", "saves._pending",
+    "loads._jobs", "loads._ended", "loads._invalid", "saves._sizes", "saves._pending",
 )  # fmt: skip
 POINTS = (*(f"s.{name}" for name in SCHEDULER), *(f"w.{name}" for name in WORKER), *(f"c.{name}" for name in CHAIN))
 

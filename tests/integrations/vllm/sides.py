@@ -93,6 +93,7 @@ def make_request(
         "kv_transfer_params": None,
         "arrival_time": time.time(),
         "block_hashes": [],
+        "shared_prefix_boundary": 0,
     }
     request = SimpleNamespace(**{**fields, **changes})
     _hash_blocks(request)
@@ -150,7 +151,6 @@ class Desk:
         shards: int = 1,
         loads: bool = True,
         stores: bool = True,
-        own_store: bool = False,
         prefix_caching: bool = True,
         profile: Profile | None = None,
         groups: tuple[LayerGroup, ...] = (),
@@ -176,7 +176,7 @@ class Desk:
         )
         self.tables: tuple[list[int], ...] = (list(range(100, 200)),)  # the engine's blocks of every request
         self.side = SchedulerSide(
-            engine, self.identity, self.store, self.recorder, NamedAdapters(), own_store, lambda: self.now,
+            engine, self.identity, self.store, self.recorder, NamedAdapters(), lambda: self.now,
             weights=weights,
         )  # fmt: skip
 
@@ -454,6 +454,10 @@ class Bench:
                 with job.lock:  # its pages may be being written
                     pass
                 own._give_up(job)
+
+    def ended(self) -> dict[str, bool]:
+        """The requests whose loads have ended since the last call, and whether each failed as a whole."""
+        return {job.load.request: job.failed for job in self.worker.loads.take_ended()}
 
     def wait(self, *requests: str) -> None:
         """Poll as the engine does until the loads have arrived."""

@@ -94,11 +94,11 @@ class SmallEngine:
 
     def __init__(self, store: DictStore | None = None, permuted: bool = False, **options: Any) -> None:
         options = {"decide": "always", "min_tokens": 16, "blend": BLENDING, "lookup_timeout": 5.0, **options}
-        self.bench = Bench(store=store, permuted=permuted, **options)
+        self.bench = Bench(store=store, permuted=permuted, setup={"remote_workers": True}, **options)
         self.store, self.worker = self.bench.store, self.bench.worker
         self.cache: PagedCache = self.bench.cache
         self.recorder = Recorder()
-        self.side = SchedulerSide(self.bench.setup, IDENTITY, self.store, self.recorder, Adapters(), own_store=True)
+        self.side = SchedulerSide(self.bench.setup, IDENTITY, self.store, self.recorder, Adapters())
         self.blender = _Blender(self)
         self.free = list(range(BLOCKS))
         self.blocks: dict[str, list[int]] = {}

@@ -79,11 +79,11 @@ def test_an_image_that_is_repeated_is_read_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_few_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_names, "_KNOWN", 3)
+    monkeypatch.setattr(media_names, "_MOST_NAMES", 3)
     names = MediaNames()
     for number in range(9):
         names.name(item(f"{number}", pixels=torch.zeros(3)))
-    assert list(names._known) == ["6", "7", "8"]
+    assert list(names._by_name) == ["6", "7", "8"]
 
 
 # Requests ------------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def made(policy: str = "recompute") -> tuple[SimpleNamespace, Any]:
 
 @pytest.fixture
 def desk(desk: Callable[..., Desk]) -> Desk:
-    return desk(blend={"segment_tokens": 12}, setup={"beside": True})
+    return desk(blend={"segment_tokens": 12}, setup={"other_connectors": True})
 
 
 def beside(d: Desk, tokens: int) -> tuple[Any, Any]:

@@ -126,7 +126,7 @@ def _engine(
         },
         "cache": {
             "cache_dtype": "auto", "enable_prefix_caching": True, "gpu_memory_utilization": 0.92,
-            "kv_cache_memory_bytes": None,
+            "kv_cache_memory_bytes": None, "prefix_match_unit": None, "use_replayssm": False,
         },
         "scheduler": {"max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
         "load": {"load_format": "auto", "download_dir": None},
@@ -142,7 +142,7 @@ def _engine(
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names[at :: len(specs)]) for at, spec in enumerate(specs)]
     config = _options("vllm", {
         **{f"{name}_config": part for name, part in made.items()}, "speculative_config": speculative,
-        "lora_config": lora, "instance_id": secrets.token_hex(8),
+        "lora_config": lora, "ec_transfer_config": None, "instance_id": secrets.token_hex(8),
     })  # fmt: skip
     return config, SimpleNamespace(kv_cache_groups=groups)
 

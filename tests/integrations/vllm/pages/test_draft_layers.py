@@ -25,7 +25,7 @@ TOKENS = len(TABLE) * BLOCK
 
 def drafts(name: bytes = b"head") -> Drafts:
     layers = CachedLayers(("model.layers.3.attn",), (), (LayerGroup((0,)),), (), BLOCK)
-    return Drafts(layers, HEAD, None, Codec(Profile.unlearned(HEAD), quality="lossless"), WeightsName.known(name.hex()))
+    return Drafts(layers, HEAD, None, Codec(Profile.unlearned(HEAD), quality="lossless"), WeightsName.given(name.hex()))
 
 
 class Drafted(Bench):

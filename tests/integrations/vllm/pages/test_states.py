@@ -15,7 +15,7 @@ from cuvee.codec.errors import UnsupportedModelError
 from cuvee.integrations.vllm.messages import Entry, Load, Save
 from cuvee.integrations.vllm.pages.layer_groups import NULL_BLOCK, CachedLayers, LayerGroup, RecurrentLayer
 from cuvee.integrations.vllm.pages.state_pages import StatePages
-from cuvee.naming.identity import PrefixChain, Scope, beside_digest, store_key
+from cuvee.naming.identity import PrefixChain, Scope, companion_digest, store_key
 
 # vLLM may put the group of recurrent layers first; the last one has a group of its own.
 GROUPS = (LayerGroup((), recurrent=True), LayerGroup((0, 1, 2)), LayerGroup((), recurrent=True))
@@ -99,7 +99,7 @@ def test_a_state_is_stored_as_its_step_left_it(bench: Callable[..., Bench]) -> N
         waiting.set()
     b.drain()
     b.load_now([load()])
-    assert not b.worker.loads.take_failed(b.worker.loads.take_arrived())
+    assert b.ended() == {"r": False}
     for layer, (source, target) in zip(LAYERS, ((7, 11), (9, 12)), strict=True):
         for tensor, was in zip(held[layer.name], before[layer.name], strict=True):
             assert same(tensor[target], was[source])
@@ -110,13 +110,13 @@ def test_a_state_is_bound_to_its_key_by_the_secret(bench: Callable[..., Bench]) 
     held = caches()
     b = stored(bench, held, codec={"key": b"s" * 32})
     b.load_now([load()])
-    assert not b.worker.loads.take_failed(b.worker.loads.take_arrived()), "its own"
+    assert b.ended() == {"r": False}, "its own"
     other = place(Entry("state", OTHER, STATE.start, BLOCK), HELD)
     b.worker.saves.save([Save(TENANT, other)])
     b.drain()
     b.store.entries[state_key(b)] = b.store.entries[store_key(TENANT, OTHER, b.rank, *b.codec.key_ids[:1])]
     b.load_now([load()])
-    assert b.worker.loads.take_failed(b.worker.loads.take_arrived()) == {"r"}
+    assert b.ended() == {"r": True}
 
 
 def missing(b: Bench) -> None:
@@ -153,7 +153,7 @@ def test_without_its_state_or_a_chunk_a_load_fails_as_a_whole(
     b = stored(bench, caches())
     fault(b)
     b.load_now([load()])
-    assert b.worker.loads.take_failed(b.worker.loads.take_arrived()) == {"r"}
+    assert b.ended() == {"r": True}
     assert not b.worker.loads.take_invalid_blocks()
     assert (b.counts()["recomputed_tokens"], b.counts().get("loaded_tokens", 0)) == (END, 0)
     report = b.worker.report(1)
@@ -176,9 +176,9 @@ def test_tensors_other_than_described_are_refused() -> None:
 def digest_after(d: Desk, request: SimpleNamespace, tokens: int) -> bytes:
     """Digest of the state after a request's first tokens, made by hand."""
     if tokens % CHUNK:
-        return beside_digest(d.tail(request, tokens), b"states")
+        return companion_digest(d.tail(request, tokens), b"states")
     chain = PrefixChain(d.identity, Scope(), CHUNK)
-    return beside_digest(chain.digests(request.all_token_ids, tokens // CHUNK)[-1], b"states")
+    return companion_digest(chain.digests(request.all_token_ids, tokens // CHUNK)[-1], b"states")
 
 
 def put_states(d: Desk, request: SimpleNamespace, *ends: int, ranks: int = 1) -> None:

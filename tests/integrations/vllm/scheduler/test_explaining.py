@@ -64,7 +64,7 @@ def _declined(d: Desk, request: SimpleNamespace) -> None:
 
 def _queued(d: Desk, request: SimpleNamespace) -> None:
     d.put(request, 6)
-    d.side._records.places = 1000
+    d.side._records.admitted = 1000
     d.side.arrived(request)
     for _ in patience():
         if d.side.matched_tokens(request, 0)[0] is None and d.side._records.of(request).queued is not None:
@@ -156,7 +156,7 @@ def test_each_reason(
 
 
 def test_weights_without_a_name_are_a_reason_and_all_are_tested(desk: Callable[..., Desk]) -> None:
-    weights = WeightsName.known("a")
+    weights = WeightsName.given("a")
     weights.withdraw("a test says so")
     d, request = desk(weights=weights), make_request(kv_transfer_params=ASKS)
     d.side.arrived(request)
@@ -174,7 +174,7 @@ def test_who_does_not_ask_is_not_told(desk: Callable[..., Desk], params: Any) ->
 
 
 def test_beside_another_connector_nobody_is_told(desk: Callable[..., Desk]) -> None:
-    d, request = desk(setup={"beside": True}), make_request(kv_transfer_params=ASKS)
+    d, request = desk(setup={"other_connectors": True}), make_request(kv_transfer_params=ASKS)
     d.matched(request)
     assert d.side.explanation(request) is None
 

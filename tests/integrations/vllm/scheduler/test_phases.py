@@ -34,6 +34,16 @@ def test_other_changes_than_those_of_the_table_are_refused(kind: type[Enum]) -> 
                 following(before, after)
 
 
+@pytest.mark.parametrize(("kind", "drawing"), list(enumerate(DOCS.split("```mermaid\nflowchart LR\n")[1:])))
+def test_the_phases_are_drawn(kind: int, drawing: str) -> None:
+    drawn = set[tuple[str, str]]()
+    for line in drawing.split("```", maxsplit=1)[0].splitlines():
+        groups = [group.split(" & ") for group in line.strip().split(" --> ")]
+        drawn |= {pair for before, after in itertools.pairwise(groups) for pair in itertools.product(before, after)}
+    allowed = {(before.value, after.value) for before in (RequestPhase, LoadPhase)[kind] for after in NEXT[before]}
+    assert drawn == allowed
+
+
 @pytest.mark.parametrize("name", ["Load", "Store"])
 def test_what_is_loaded_or_stored_goes_through_few_methods(name: str) -> None:
     steps = DOCS.split(f"**{name}**\n\n")[1].split("\n\n")[0]
@@ -139,7 +149,7 @@ class Day:
         elif event == "fail":
             d.side.take(Report(failed={"r"}))
         elif event == "fill":  # ranks have as many loads as they may
-            d.side._records.places += 16
+            d.side._records.admitted += 16
         elif event == "cut":
             d.side.take(Report(delivered=[Delivery("r", 0, (16,), (1,), False)]))
 
@@ -169,11 +179,11 @@ def test_each_event_has_its_phase(name: str, plans: bool, day: Callable[[str], D
     made = day(name)
     assert made.live(DAYS[name], plans) == DAYS[name]
     records = made.d.side._records
-    assert records.places == (made.record.phase.value in ("promised", "loading", "placed", "ending"))
+    assert records.admitted == (made.record.phase.value in ("promised", "loading", "placed", "ending"))
     made.plan()
     assert bool(made.drops) == ("place" in DAYS[name] and name != "blended")
     made.do("finish")
-    assert not records and not records.places and not made.d.side._records.loading and not made.plan().loads
+    assert not records and not records.admitted and not made.d.side._records.loading and not made.plan().loads
     made.do("place")
     assert made.d.plan().drops == ["r"] and made.d.plan().drops == []
 
@@ -220,5 +230,5 @@ def _state(made: Day) -> Any:
     return copy.deepcopy({
         **{name: value for name, value in known.items() if name not in ("chain", "lookup", "learned", "naming")},
         "segmented": repr(made.record.segmented), "totals": made.d.recorder.totals(),
-        "slow": made.d.side._pays._slow, "places": made.d.side._records.places,
+        "slow": made.d.side._pays._slow, "admitted": made.d.side._records.admitted,
     })  # fmt: skip

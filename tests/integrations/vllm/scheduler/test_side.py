@@ -174,11 +174,11 @@ def test_a_slow_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
 
 def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., Desk]) -> None:
     """More of them than the pool has threads; afterwards the store is used again."""
-    d = desk(lookup_timeout=0.2, own_store=True)
+    d = desk(lookup_timeout=0.2, setup={"remote_workers": True})
     d.side._state.clock = time.monotonic
     later = 0.0
     d.side._state.store = guarded = GuardedStore(d.store, lambda: time.monotonic() + later)
-    d.side._own_store = guarded
+    d.side._counted_store = guarded
     guarded.first_backoff = guarded.max_backoff = 60.0
     go = hold(d.store)
     hanging = [make_request(f"hanging {number}") for number in range(6)]
@@ -226,16 +226,16 @@ def test_a_failing_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
     assert d.recorder.totals()["failures", "lookup"] == 1
 
 
-@pytest.mark.parametrize("own_store", [False, True])
-def test_troubles_of_a_store_of_its_own_are_counted(desk: Callable[..., Desk], own_store: bool) -> None:
-    d = desk(own_store=own_store)
+@pytest.mark.parametrize("remote", [False, True])
+def test_errors_of_a_store_that_no_worker_has_are_counted(desk: Callable[..., Desk], remote: bool) -> None:
+    d = desk(setup={"remote_workers": remote})
     counters = d.store.counters()["memory"]
     for errors, skipped in ((2, 5), (3, 5)):
         counters.errors, counters.skipped = errors, skipped
         d.side.take(Report())
     totals = d.recorder.totals()
-    assert totals.get(("store_operations", "memory:error"), 0) == (3 if own_store else 0)
-    assert totals.get(("store_operations", "memory:skipped"), 0) == (5 if own_store else 0)
+    assert totals.get(("store_operations", "memory:error"), 0) == (3 if remote else 0)
+    assert totals.get(("store_operations", "memory:skipped"), 0) == (5 if remote else 0)
 
 
 def test_old_answers_are_asked_for_anew(desk: Callable[..., Desk]) -> None:
@@ -332,7 +332,7 @@ def test_a_request_that_waits_costs_a_step_nothing_that_grows_with_its_prompt(
     monkeypatch.setattr(PrefixChain, "digests", digests)
     checked: list[bytes] = []
     for name in ("check", "forget"):
-        monkeypatch.setattr(d.side._known, name, checked.append)
+        monkeypatch.setattr(d.side._recent, name, checked.append)
     for request in waiting:
         assert d.side.matched_tokens(request, 0)[0] is None
     assert checked == [] and sum(calls) <= len(waiting)
@@ -512,7 +512,7 @@ def test_what_a_lookup_found_is_known(desk: Callable[..., Desk]) -> None:
 
 def test_what_is_believed_no_more_is_not_kept(desk: Callable[..., Desk]) -> None:
     d = desk()
-    known = d.side._known
+    known = d.side._recent
     for second in range(200):
         d.now += 1
         assert not known.check(b"%d" % second)

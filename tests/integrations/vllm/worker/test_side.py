@@ -272,7 +272,7 @@ def test_every_tag_is_verified_once(bench: Callable[..., Bench], monkeypatch: py
         verified.append(blob)
         verify_tag(blob, *more)
 
-    monkeypatch.setattr("cuvee.codec.opening.verify_tag", verify)
+    monkeypatch.setattr("cuvee.codec.coding.opening.verify_tag", verify)
     b.load_now([b.load([10, 11, 12, 13, 14, 15], 0, 3 * CHUNK)])
     assert b.held([10, 11, 12, 13, 14, 15], 0, 3 * CHUNK)
     assert sorted(verified) == sorted(b.store.entries.values())

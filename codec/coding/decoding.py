@@ -9,11 +9,11 @@ import torch
 
 from cuvee.codec.backends import Backends, Coding, DecodeRequest, PendingDecode
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.coding.id_coding import IdCoding
+from cuvee.codec.coding.open_blob import OpenBlob
+from cuvee.codec.coding.opening import Opener
 from cuvee.codec.errors import InputError, allocations
 from cuvee.codec.format.container import read_sections
-from cuvee.codec.id_coding import IdCoding
-from cuvee.codec.open_blob import OpenBlob
-from cuvee.codec.opening import Opener
 from cuvee.codec.paged import PagedCache
 
 

@@ -17,14 +17,14 @@ import numpy as np
 
 from cuvee.codec.backends import Backend, Coding, EncodeRequest
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.coding.id_coding import IdCoding
+from cuvee.codec.coding.repetition import may_be_smaller, sampled
 from cuvee.codec.entropy.residuals import FINER
 from cuvee.codec.format.container import NO_DIGEST, Contents, Kind, Scheme, header_digest, write_blob
 from cuvee.codec.format.keys import Key
-from cuvee.codec.id_coding import IdCoding
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.codec.repetition import may_be_smaller, sampled
-from cuvee.codec.setting import Setting, Settings, warn_of_length
+from cuvee.codec.profiles.setting import Setting, Settings, warn_of_length
 
 _log = logging.getLogger(__name__)
 

@@ -126,18 +126,17 @@ class Settings:
             return self.predicted.name + parts
         return f"{self.predicted.name},plain:{self.plain.name.removeprefix('step:')}{parts}"
 
-    def expected_parts(self, worst: bool = False) -> tuple[ExpectedPart, ...]:
+    def expected_parts(self) -> tuple[ExpectedPart, ...]:
         """Return what to expect of chunks with token ids from their base, and from the base with its refinement.
 
-        One entry per part; `worst`: the KL is that of the worst kind of text, not the mean. One entry, without loss,
-        for a codec that is lossless.
+        One entry per part, with the mean KL over kinds of text. One entry, without loss, for a codec that is lossless.
         """
         setting = self.predicted
         if setting.lossless:
             return (ExpectedPart(0.0, None),)
         steps = [setting.step_index - FINER * part for part in range(setting.refinements + 1)]
         curve = self.profile.measured()
-        return tuple(ExpectedPart(curve.kl_at(step, worst), curve.bits_at(step)) for step in steps)
+        return tuple(ExpectedPart(curve.kl_at(step), curve.bits_at(step)) for step in steps)
 
     @property
     def promised_tokens(self) -> int | None:

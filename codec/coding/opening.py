@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cuvee.codec.backends import Coding
+from cuvee.codec.coding.open_blob import Bytes, Expected, OpenBlob
 from cuvee.codec.entropy.residuals import FINER, MAX_REFINEMENTS
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatchError
 from cuvee.codec.format.container import Header, Kind, Scheme, contiguous_bytes, header_digest, read_header
 from cuvee.codec.format.keys import Key, verify_tag
 from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.open_blob import Bytes, Expected, OpenBlob
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.setting import Setting, Settings
+from cuvee.codec.profiles.setting import Setting, Settings
 
 
 class Opener:

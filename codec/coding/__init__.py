@@ -1,0 +1,1 @@
+"""What `Codec` does between chunks and blobs: verify, encode, decode."""
