@@ -14,7 +14,6 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench, p
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.integrations.vllm.decision import decoding_work
 from cuvee.integrations.vllm.messages import Blend, Load, Report
 
 PAGES = [20, 3, 17, 4, 9, 22, 11, 5]  # of a prompt
@@ -241,49 +240,11 @@ def _wait(event: threading.Event) -> None:
 # Recomputing ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_blend_arrives_once_it_is_recomputed(bench: Callable[..., Bench]) -> None:
-    b, blender = bench(), FakeBlender()
-    store_segments(b)
-    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)
-    report = run_blend(b, load, blender)
-    assert blender.calls == [(load.blend, 40)]
-    assert set(report.ended) == {"r"} and not report.failed and not report.unsaved
-    (done,) = report.restored
-    assert load.blend is not None
-    computed = 24 - (1 - load.blend.cost) * 7
-    assert done[:3] == ("blend", decoding_work([CHUNK, 20], CHUNK), computed) and done.seconds > 0
-    assert not b.worker.loads.take_invalid_blocks()
-    counts = b.counts()
-    assert counts["blend_seconds"] == 1
-    assert [counts[f"blend_tokens{{{kind}}}"] for kind in ("reused", "recomputed", "new")] == [4, 3, 17]
-    assert counts["loaded_tokens"] == 40 and counts["load_seconds"] == 1 and "recomputed_tokens" not in counts
-    compute(b, ["r"], blender)
-    b.worker.loads.drop(["r"])
-    assert len(blender.calls) == 1 and b.worker.loads.take_arrived() == set(), "once"
-
-
 def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender()
     place_two(b)
     compute(b, ["b", "unknown", "a"], blender)
     assert [end for _, end in blender.calls] == [12, 23] and b.worker.loads.take_arrived() == {"a", "b"}
-
-
-def test_a_blend_goes_on_slice_by_slice(bench: Callable[..., Bench]) -> None:
-    b, blender = bench(), FakeBlender(slices=3)
-    store_segments(b)
-    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
-    place(b)
-    for number in range(3):
-        assert b.worker.loads.take_arrived() == set() and "blend_seconds" not in b.counts(), number
-        compute(b, ["r"], blender, tokens=100 + number)
-    assert blender.budgets == [100, 101, 102] and len(blender.calls) == 1
-    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
-    counts = b.counts()
-    assert counts["blend_seconds"] == 1 and counts["blend_slices"] == 3
-    assert blender.well == [True] * 3
-    compute(b, ["r"], blender)
-    assert blender.well[3:] == [False], "it is over here; a rank where it is not must hear of that"
 
 
 def test_what_a_slice_leaves_of_a_step_is_for_the_next_blend(bench: Callable[..., Bench]) -> None:
