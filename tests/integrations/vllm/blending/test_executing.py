@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cuvee.blend.correction import Correction, Window
 from cuvee.blend.recompute import PromptKV
 from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
+from cuvee.integrations.vllm.blending import executing
 from cuvee.integrations.vllm.blending.executing import PageBlender, RankFailedError, place
 from cuvee.integrations.vllm.messages import Blend, Entry
 
@@ -268,6 +270,48 @@ def test_what_is_chosen_is_decided_by_all_ranks_together() -> None:
     assert {13, 25, 26} <= set(model.through[0]), "what the sum says counts, not this rank's part"
     run(request(0), 38, total)
     assert len(asked) == 1, "nobody was asked"
+
+
+class Chosen:
+    """Selects these tokens."""
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = torch.tensor(positions)
+
+    def select(self, prompt: Any) -> torch.Tensor:
+        return self.positions
+
+
+def test_reused_tokens_are_corrected_in_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Chosen([11, 12, 17, 24, 30])
+    monkeypatch.setattr(executing, "Guided", lambda *_, **__: chosen)
+    model, _, _ = run(request(0.5), 38)
+    windows = [
+        Window(torch.tensor([11, 12, 17]), torch.tensor([10, 13, 14, 15, 16]), 6),
+        Window(torch.tensor([24, 30]), torch.tensor([22, 23, *range(25, 30), *range(31, 36)]), 22),
+    ]
+    correction = Correction(LAYOUT, windows, torch.device("cpu"))
+    at = torch.arange(48)
+    slots = torch.tensor(TABLE)[at // BLOCK] * BLOCK + at % BLOCK
+    for index in range(LAYERS):
+        new = computed(torch.tensor(TOKENS)[correction.observed], correction.observed, index).transpose(0, 1)
+        added = correction.estimate(index, new - 2, -new - 2)
+        for part, more in zip(model.cache.layer(index, slots), added, strict=True):
+            assert torch.equal(part[correction.corrected], (2 + more).bfloat16())
+            assert more.abs().min() > 10, "much is added"
+            assert (part[:10] == 1).all() and part[38:].isnan().all()
+
+
+def test_later_slices_learn_from_what_earlier_ones_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New KV depends on nothing else here, so tokens that are corrected in the last slice are as without slices."""
+    chosen = Chosen([11, 12, 17, 23, 24, 30])
+    monkeypatch.setattr(executing, "Guided", lambda *_, **__: chosen)
+    _, _, keys = run(request(0.5), 38)
+    _, _, sliced = run(request(0.5), 38, rows=3, budget=1)  # 30 is in the last unit, 11, 12 and 17 in the first
+    assert torch.equal(sliced[:22].nan_to_num(-1), keys[:22].nan_to_num(-1)), "computed in one slice"
+    assert torch.equal(sliced[25:].nan_to_num(-1), keys[25:].nan_to_num(-1))
+    assert sliced[22] != keys[22], "30 was not recomputed yet"
+    assert (keys[25:30] != 2).all() and (keys[31:36] != 2).all(), "they are corrected"
 
 
 def test_what_is_added_to_kv_stays_within_its_dtype() -> None:

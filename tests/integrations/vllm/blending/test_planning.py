@@ -112,6 +112,22 @@ NOTHING = {"blended": False, "reused_tokens": 0, "cost": 0.15}
 # What is stored ------------------------------------------------------------------------------------------------------
 
 
+def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = ask(d)
+    assert d.matched(request) == (0, False)
+    first = [save for save in d.plan((request, 0, 40)).saves if is_segment(save)]
+    assert first == [Save("", Entry("segment", d.segment(FIRST), 10, 29, (tuple(BLOCKS[1:5]),)), None, 38)]
+    second = [save for save in d.plan((request, 40, 24), new=False).saves if is_segment(save)]
+    assert second == [], "its last token is not computed yet"
+    second = [save for save in d.plan((request, 64, 13), new=False).saves if is_segment(save)]
+    assert second == [Save("", Entry("segment", d.segment(SECOND), 44, 21, (tuple(BLOCKS[5:9]),)), None, 12)]
+    other = ask(d, "s")
+    assert d.matched(other) == (0, False)
+    assert segments_of(d.plan((other, 0, 77)).saves) == [], "stored a moment ago"
+    assert d.side.outcome(request) == {**NOTHING, "reason": "absent"}
+
+
 @pytest.mark.parametrize(("loads", "wants", "reason"), [(False, {}, "unasked"), (True, {"blend": False}, "unwanted")])
 def test_segments_are_stored_where_none_are_asked_for(
     desk: Callable[..., Desk], loads: bool, wants: dict[str, Any], reason: str
@@ -127,6 +143,20 @@ def test_segments_are_stored_where_none_are_asked_for(
 
 
 # What is found -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("computed", [0, 8])
+def test_the_exact_prefix_comes_first(desk: Callable[..., Desk], computed: int) -> None:
+    d = desk()
+    d.put_segments(SECOND)
+    d.put_tails(make_request(ids=[*text(10), *FIRST, *text(5, 30), *SECOND, *text(12, 40)]), 40)
+    request = ask(d, chunks=2)
+    planned = load(d, request, computed)
+    assert [entry.digest for entry in planned.prefix] == [*d.digests(request)[:2], d.tail(request, 40)]
+    assert [(entry.start, entry.tokens) for entry in planned.prefix] == [(0, CHUNK), (CHUNK, CHUNK), (2 * CHUNK, 8)]
+    assert (planned.start, planned.end) == (computed, 65) and planned.blocks == BLOCKS[computed // BLOCK : 9]
+    assert planned.blend is not None
+    assert planned.blend.start == 40 and planned.blend.pieces == [segment(d, SECOND, 44)]
 
 
 def test_a_piece_that_begins_in_the_exact_prefix_is_used_from_its_end_on(desk: Callable[..., Desk]) -> None:
@@ -388,6 +418,15 @@ def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[...,
     assert_exact(all_saves(d, request, 0), 30, (30, 29), (59, 21))
 
 
+def test_a_failed_load_of_the_prefix_is_no_refused_blend(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = ask(d, chunks=2)
+    assert load(d, request).blend is None
+    d.side.take(Report([1], ended=["r"], failed={"r"}))
+    assert d.matched(request) == (0, False) and refused(d) == {}
+    assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)], "it is exact"
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 IMAGE = image(start=2)
@@ -423,6 +462,18 @@ def test_a_request_with_a_deadline_is_not_blended(desk: Callable[..., Desk]) -> 
     request = ask(d, chunks=2, kv_transfer_params={"cuvee": wants})
     assert d.record().due is not None
     assert d.matched(request) == (32, True) and refused(d) == {}
+
+
+def test_a_blend_that_has_no_segments_says_so_and_an_engine_that_does_not_blend_nothing(
+    desk: Callable[..., Desk],
+) -> None:
+    d, off = desk(), desk(blending=False)
+    short = ask(d, ids=text(20), segments=[(0, 3)])
+    assert d.matched(short) == (0, False) and d.side.outcome(short) == {**NOTHING, "reason": "parts"}
+    assert d.side.outcome(make_request("unknown")) is None
+    request = make_request("r", kv_transfer_params={"cuvee": {"cost": 7}})
+    off.side.arrived(request)
+    assert off.matched(request) == (0, False) and off.side.outcome(request) is None
 
 
 # Lookups that go wrong -----------------------------------------------------------------------------------------------
@@ -464,6 +515,19 @@ def test_a_lookup_that_hangs_is_given_up(desk: Callable[..., Desk], monkeypatch:
     assert overdue == [("contains", 2.5)], "so the next ones need not lose their patience to it"
 
 
+@pytest.mark.parametrize("error", [OSError, TimeoutError, ValueError])
+def test_a_lookup_that_fails_is_no_blend(desk: Callable[..., Desk], error: type[Exception]) -> None:
+    d = desk()
+
+    def fail() -> None:
+        raise error("down")
+
+    intercept(d, FIRST, fail)
+    request = ask(d)
+    assert d.matched(request) == (0, False)
+    assert refused(d) == {"failed": 1} and d.side.outcome(request) == {"blended": False, "refused": "failed"}
+
+
 # Whether it pays -----------------------------------------------------------------------------------------------------
 
 
@@ -498,6 +562,19 @@ def test_blends_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     assert always.matched(ask(always)) == (65, True)
 
 
+def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST)
+    load(d, ask(d))
+    other = make_request("p", tokens=64)
+    d.matched(other)
+    d.side.take(Report(placed=["r"]))
+    plan = d.plan((other, 0, 32))
+    assert plan.blends == ["r"] and plan.step not in d.side._pays._timed_steps
+    d.side.take(Report(ended=["r"]))
+    assert d.plan((other, 32, 32), new=False).step in d.side._pays._timed_steps
+
+
 # Resets --------------------------------------------------------------------------------------------------------------
 
 
@@ -526,6 +603,18 @@ def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) 
     d.record().unstored = ""
     assert d.matched(request) == (0, False)
     assert_exact(all_saves(d, request, 0), 30, (59, 21))
+
+
+def test_a_reset_counts_no_refusal_again(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = ask(d, kv_transfer_params={"cuvee": {"cost": 7}})
+    d.side.reset()
+    outcome = d.side.outcome(request)
+    assert refused(d) == {"parameters": 1} and outcome is not None
+    assert outcome.pop("error").startswith("kv_transfer_params.cuvee") and outcome == {
+        "blended": False,
+        "refused": "parameters",
+    }
 
 
 # The planner by itself -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench, p
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
+from cuvee.integrations.vllm.decision import decoding_work
 from cuvee.integrations.vllm.messages import Blend, Load, Report
 
 PAGES = [20, 3, 17, 4, 9, 22, 11, 5]  # of a prompt
@@ -238,6 +239,27 @@ def _wait(event: threading.Event) -> None:
 
 
 # Recomputing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_blend_arrives_once_it_is_recomputed(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(), FakeBlender()
+    store_segments(b)
+    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)
+    report = run_blend(b, load, blender)
+    assert blender.calls == [(load.blend, 40)]
+    assert set(report.ended) == {"r"} and not report.failed and not report.unsaved
+    (done,) = report.restored
+    assert load.blend is not None
+    computed = 24 - (1 - load.blend.cost) * 7
+    assert done[:3] == ("blend", decoding_work([CHUNK, 20], CHUNK), computed) and done.seconds > 0
+    assert not b.worker.loads.take_invalid_blocks()
+    counts = b.counts()
+    assert counts["blend_seconds"] == 1
+    assert [counts[f"blend_tokens{{{kind}}}"] for kind in ("reused", "recomputed", "new")] == [4, 3, 17]
+    assert counts["loaded_tokens"] == 40 and counts["load_seconds"] == 1 and "recomputed_tokens" not in counts
+    compute(b, ["r"], blender)
+    b.worker.loads.drop(["r"])
+    assert len(blender.calls) == 1 and b.worker.loads.take_arrived() == set(), "once"
 
 
 def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Bench]) -> None:
