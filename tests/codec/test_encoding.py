@@ -162,7 +162,7 @@ def lossless_size(chunk: KVChunk) -> int:
     [
         (kind, dtype, (number + place) % 2)
         for number, kind in enumerate(FEW)
-        for place, dtype in enumerate(("bfloat16", "float16", "float32"))
+        for place, dtype in enumerate(("bfloat16", ("float16", "float32")[number // 2 % 2]))
     ],
 )
 def test_a_blob_is_not_larger_than_one_without_loss(kind: str, dtype: str, refinements: int) -> None:
@@ -177,7 +177,7 @@ def test_a_blob_is_not_larger_than_one_without_loss(kind: str, dtype: str, refin
     assert shorter or dtype == "float32", "some of them, or this kind shows nothing"
 
 
-@pytest.mark.parametrize(("backend", "kinds"), [("numba", 11), ("reference", 4)])  # which takes its time
+@pytest.mark.parametrize(("backend", "kinds"), [("numba", 11), ("reference", 3)])  # which takes its time
 def test_pages_that_repeat_values_are_coded_alike(backend: str, kinds: int) -> None:
     check_repeating_pages(codec_of("bfloat16", step=0.25, backend=backend), torch.device("cpu"), KINDS[:kinds])
 

@@ -150,8 +150,8 @@ def test_tiles_go_to_the_rows_that_there_are(kind: str, dtype: str, at: slice) -
     """Tokens before the first row and after the last are left out, as are places of -1 and units without rows."""
     data, want = coded(dtype, kind, 513)
     for first_row, count in ((0, 513), (-3, 100), (100, 101)):
-        for name in stage_names():
-            for left_out in (None, 0, 1) if name == "numba" else (None, 1):  # the reference takes its time
+        for name in stage_names() if first_row < 0 else ["numba"]:  # the reference takes its time
+            for left_out in (None, 0, 1) if name == "numba" else (None, 1):
                 got = outputs(dtype, "usual", count)
                 rows: list[Rows | None] = [dense_rows(x) for x in got]
                 for own in rows:

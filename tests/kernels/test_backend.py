@@ -44,12 +44,12 @@ from cuvee.kernels.chunks import CacheMemory
 
 # Layout, scheme, and tokens, which rarely fill a tile.
 CASES = [
-    ("bfloat16", "layer", 129), ("float16", "unit", 5), ("interleaved", "all", 16), ("irregular", "layers:2", 63),
-    ("mqa", "head", 257), ("narrow-values", "layer", 17), ("no-rope", "head", 33), ("partial", "unit", 9),
-    ("yarn", "layer", 65), ("gqa", "heads:2", 127), ("bfloat16", "layer classes", 300),
-    ("irregular", "unit classes", 15), ("mqa", "head classes", 64), ("gqa", "head predictor", 100),
-    ("gqa", "layers:2 tokens", 31), ("gqa", "heads:2 tokens", 9), ("irregular", "layer tokens", 250),
-    ("float16", "all tokens", 9), ("gqa", "layer predictor tokens", 9), ("yarn", "unit classes tokens", 17),
+    ("bfloat16", "layer", 129), ("interleaved", "all", 16), ("irregular", "layers:2", 63),
+    ("narrow-values", "layer", 17),
+    ("no-rope", "head", 33), ("partial", "unit", 9), ("bfloat16", "layer classes", 300),
+    ("irregular", "unit classes", 15), ("mqa", "head classes", 257), ("gqa", "head predictor", 100),
+    ("gqa", "layers:2 tokens", 31), ("gqa", "heads:2 tokens", 127), ("irregular", "layer tokens", 250),
+    ("float16", "all tokens", 9), ("gqa", "layer predictor tokens", 9), ("yarn", "unit classes tokens", 65),
     ("bfloat16", "layer parts", 33), ("irregular", "unit classes parts", 9),
 ]  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_each_reads_what_the_other_wrote(device: torch.device, name: str, scheme
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("bfloat16", 129), ("irregular", 63), ("yarn", 12), ("float16", 257), ("gqa", 17), ("mqa", 4)]
+    ("name", "tokens"), [("bfloat16", 129), ("irregular", 63), ("yarn", 12), ("float16", 257), ("mqa", 4)]
 )
 def test_lossless_is_the_same_bytes(device: torch.device, name: str, tokens: int) -> None:
     (cpu, triton), chunk = codecs(name, "lossless"), chunk_of(name, "lossless", tokens)

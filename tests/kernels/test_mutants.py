@@ -1,7 +1,8 @@
 """Faults put into compiled kernels are found: by the emulator, or because a chunk comes out wrong.
 
 A kind of fault is put into up to eight places of a kernel, one at a time, until one is found. Not each can be: some
-barriers are there for a memory that is not used again, some masks cover what is masked once more.
+barriers are there for a memory that is not used again, some masks cover what is masked once more. Nightly, because it
+tests the tests: what the emulator finds in small programs is in tests/ptx.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tests.ptx.driver import TARGETS, Faulty, State, state
 from cuvee.codec.errors import CuveeError
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.usefixtures("products_in_bfloat16"),
     pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}"),
 ]

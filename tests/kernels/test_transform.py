@@ -65,20 +65,20 @@ LAYOUTS: dict[str, KVLayout] = {
 }
 # Layout, group, and whether tokens are predicted: each kind of RoPE and of heads with and without, not each case twice.
 CASES = [
-    *(("irregular", group, False) for group in ("unit", "layers:2")), ("64", "all", False), ("32", "unit", False),
-    ("80", "layer", False), ("96", "head", False), ("128", "layer", False), ("256", "head", False),
-    ("odd", "layers:2", False), ("128", "heads:2", False), ("odd", "heads:2", False),
-    ("irregular", "head", True), ("partial", "unit", True), ("interleaved", "layer", True), ("yarn", "all", True),
+    ("irregular", "unit", False), ("64", "all", False), ("32", "unit", False), ("80", "layer", False),
+    ("96", "head", False), ("256", "head", False), ("odd", "layers:2", False), ("128", "heads:2", False),
+    ("odd", "heads:2", False), ("irregular", "head", True), ("partial", "unit", True), ("interleaved", "layer", True),
+    ("yarn", "all", True),
 ]  # fmt: skip
 
-# Caches in every order of memory, of each type; then heads that fill no tile, or several, with a type or two: compiling
-# the kernels for one takes seconds.
+# Caches in every order of memory, one order in all types, the others in one of two; then heads that fill no tile, or
+# several. Compiling the kernels for a case takes seconds.
 ELEMENTS = [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.float32, torch.float8_e5m2]
 PAGES = [
     *(
         ("32", kind, own)
-        for kind in ("bthd", "bhtd", "tbhd", "bhdt", "hbtd", "bdht", "bthd2", "bhtd2", "single")
-        for own in ELEMENTS[: 5 if kind == "bhtd" else 2]
+        for number, kind in enumerate(("bthd", "bhtd", "tbhd", "bhdt", "hbtd", "bdht", "bthd2", "bhtd2", "single"))
+        for own in (ELEMENTS if kind == "bhtd" else [ELEMENTS[number % 2]])
     ),
     ("32", "bhtd+", torch.float16),
     ("80", "bthd", torch.float8_e4m3fn), ("odd", "bhtd", torch.bfloat16), ("odd", "bhtd", torch.float8_e5m2),

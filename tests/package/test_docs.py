@@ -25,7 +25,9 @@ import typer
 import yaml
 from tests.fuzz.targets import TARGETS
 from tests.integrations.stores import test_stores as contract
+from tests.learned import learned_once, shared_folder
 
+import cuvee
 from cuvee.cli import app
 from cuvee.integrations.stores.base import Store
 from cuvee.integrations.vllm.connector_config import Options
@@ -113,7 +115,10 @@ def run(page: str, folder: Path) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the folder that the pages run in, and run the page that makes their profile."""
     made = tmp_path_factory.mktemp("docs")
-    assert run(FIRST, made)["moved"].start == 200
+    with pytest.MonkeyPatch.context() as patch:
+        learn = learned_once(cuvee.calibrate, shared_folder(tmp_path_factory, "learned"))
+        patch.setattr(cuvee, "calibrate", learn)  # the README learns the same profile
+        assert run(FIRST, made)["moved"].start == 200
     return made
 
 

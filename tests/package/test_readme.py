@@ -8,6 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tests.learned import learned_once, shared_folder
 from tests.package.result_tables import DOCUMENTS, renewed
 
 import cuvee
@@ -23,7 +25,12 @@ MOST_BYTES = 1_000_000  # of committed results: figures of single sequences and 
 MOST_RUNS, MOST_LINES = 10, 60  # folders of results, and lines of each README
 
 
-def test_the_python_of_the_readme_runs() -> None:
+def test_the_python_of_the_readme_runs(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first page of the documentation learns the same profile.
+    learn = learned_once(cuvee.calibrate, shared_folder(tmp_path_factory, "learned"))
+    monkeypatch.setattr(cuvee, "calibrate", learn)
     (library,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(library, "README.md", "exec"), names)

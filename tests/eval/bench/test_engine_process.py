@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,15 +43,6 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 ECHO = "import sys, json\nfor line in sys.stdin: print(json.dumps({'result': json.loads(line)}), flush=True)"
-
-
-def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tmp_path: Path) -> None:
-    child(ECHO)
-    with Engine(tmp_path / "log") as engine:
-        assert engine._call("ask", [1, 2], None) == ["ask", [1, 2], None]
-        engine.idle(3)
-        engine.idle(2)
-        assert engine._stored == 5
 
 
 def test_a_closed_engine_is_gone_and_may_be_closed_again(child: Callable[[str], None], tmp_path: Path) -> None:
@@ -102,32 +92,3 @@ def test_a_failed_command_is_answered_and_ends_the_process(monkeypatch: pytest.M
     replies: list[str] = []
     served._serve(iter([f'["ask", {least}]' for least in (1, 2, 1)]), replies.append)
     assert [json.loads(reply) for reply in replies] == [{"result": 1}, {"error": "CuveeError: too many"}]
-
-
-def test_waits_are_for_what_the_connector_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    prometheus = pytest.importorskip("prometheus_client")
-    registry = prometheus.CollectorRegistry()
-    monkeypatch.setattr(prometheus, "REGISTRY", registry)
-    depth = prometheus.Gauge("vllm:cuvee_pending_bytes", "", ["engine"], registry=registry).labels("0")
-    prometheus.Gauge("vllm:cuvee_store_queue_depth", "", registry=registry).set(5)
-    stored = prometheus.Counter("vllm:cuvee_stored", "", ["kind"], registry=registry)
-    engine = served._Served()
-    left = [2, 1, 0]
-
-    def ask(*_: Any) -> dict[str, Any]:
-        depth.set(left.pop(0) if left else 0)
-        stored.labels("chunk").inc()
-        stored.labels("tail").inc(9)
-        return {}
-
-    monkeypatch.setattr(engine, "ask", ask)
-    engine.idle(0)
-    assert not left
-    engine.idle(5)
-    assert stored.labels("chunk")._value.get() == 5
-    monkeypatch.setattr(served, "IDLE_SECONDS", -1.0)
-    with pytest.raises(CuveeError, match="the engine has stored 6 of 9 chunks after"):
-        engine.idle(9)
-    left.append(7)
-    with pytest.raises(CuveeError, match="the engine has stored 7 of 0 chunks after"):
-        engine.idle(0)

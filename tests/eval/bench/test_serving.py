@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
 
 import pytest
 from rich.console import Console
@@ -15,8 +13,8 @@ from tests.integrations.vllm.engines import need_vllm
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import InputError
-from cuvee.eval.bench import frame, serving
-from cuvee.eval.bench.engine_process import CHUNK, EngineAnswer, Traffic, Turn
+from cuvee.eval.bench import frame
+from cuvee.eval.bench.engine_process import CHUNK, Traffic, Turn
 from cuvee.eval.bench.serving import (
     NO_CACHE,
     OWN_CACHE,
@@ -66,51 +64,6 @@ def test_figures_are_of_what_came_in_time() -> None:
     assert found["requests_per_hour"] == 600 and found["cached_tokens"] == 500 and found["prompt_tokens"] == 1000
     assert found["first_token_seconds"] == {"p50": 1.0, "p99": pytest.approx(8.2), "count": 11}
     assert found["between_tokens_seconds"]["p50"] == 0.5 and found["between_tokens_seconds"]["p99"] == 1.5
-
-
-class Scripted:
-    """Stands for an `Engine` that takes 4 s for a batch that it stores and 3 s for another, ten times as long later."""
-
-    asked: list[tuple[bool, list[list[int]]]]
-
-    def __init__(self, log: Path) -> None:
-        Scripted.asked = self.asked = []
-        self.stored = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.stored == 2 * 3  # a chunk of each prompt, in every turn
-
-    def start(self, model: Path, options: dict[str, Any], store: str, quality: str, profile: Path | None) -> None:
-        assert options["max_model_len"] == 276 and store.startswith("file://") and quality == "lossless"
-
-    def ask(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, forget: bool, expect_cached: list[int],
-            params: Any) -> EngineAnswer:  # fmt: skip
-        assert forget and max_tokens == 4 and expect_cached == [0, 0]
-        stores = params is None
-        self.asked.append((stores, [list(prompt) for prompt in prompts]))
-        seconds = (4.0 if stores else 3.0) * (10 if len(self.asked) > 4 else 1)
-        return EngineAnswer(seconds / 2, seconds, [], [], expect_cached)
-
-    def idle(self, chunks: int) -> None:
-        self.stored += chunks
-
-
-def test_storing_is_compared_with_not_storing_in_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame, "find_spec", lambda _: True)
-    monkeypatch.setattr(serving, "Engine", Scripted)
-    report = json.loads(json.dumps(run_serving_bench("storing", SMALL, bundled_model_path(), ["lossless"])))
-    found = report["arms"]["lossless"]
-    assert found["throughput_over_not_storing"] == {"median": 0.75, "p20": 0.75, "p80": 0.75, "runs": 2}
-    assert found["tokens_per_second"]["runs"] == 2
-    assert sorted(stores for stores, _ in Scripted.asked) == [False] * 3 + [True] * 3
-    prompts = [tuple(prompt) for _, batch in Scripted.asked for prompt in batch]
-    assert len(set(prompts)) == len(prompts) == 12 and {len(prompt) for prompt in prompts} == {272}
-    console = Console(file=io.StringIO(), width=200, record=True)
-    show_serving(report).print(console)
-    assert "0.75 (0.75 to 0.75)" in console.export_text()
 
 
 @pytest.mark.parametrize("length", [0, 300])

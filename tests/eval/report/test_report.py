@@ -607,7 +607,19 @@ COMMAND = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGINT])
+def test_ctrl_c_keeps_what_was_measured(config: ReportConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, said = [*COMMAND, str(tmp_path / "run"), "--profile", config.profiles[0]], []
+    for most in (2, 1):
+        with monkeypatch.context() as patch:
+            Interrupted(patch, most)
+            said.append(run(*command, code=130).stderr.replace("\n", ""))
+        assert f"interrupted: {tmp_path / 'run'} keeps what was measured" in said[-1]
+    assert "measurements done: continuing" in said[1] and "continuing" not in said[0]
+    assert len(keys_of(json.loads((tmp_path / "run" / "report.json").read_text()))) == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_told_to_stop_goes_on_later(config: ReportConfig, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
     # A process in the background ignores SIGINT from its beginning.

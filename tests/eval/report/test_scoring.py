@@ -95,6 +95,25 @@ def test_a_task_gets_its_metadata(books: Any) -> None:
     assert (task.metric, task.docs, task.chance) == ("acc", 2, 0.1) and len(score.per_doc or []) == 2
 
 
+_INDICES: dict[str, Any] = {}
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval's index of its own tasks takes seconds: it is made once."""
+    from lm_eval import tasks
+
+    make = tasks.TaskManager
+
+    def made_once(**given: Any) -> Any:
+        if str(given) not in _INDICES:
+            _INDICES[str(given)] = make(**given)
+        return _INDICES[str(given)]
+
+    monkeypatch.setattr(tasks, "TaskManager", made_once)
+
+
+@pytest.mark.usefixtures("index")
 def test_unknown_tasks_are_named_with_a_hint(books: Any) -> None:
     with pytest.raises(InputError, match=r"^tasks: 'cuvee_needle_129' is not known; did you mean .*cuvee_needle_128"):
         scorer(books, "cuvee_kv_8", "cuvee_needle_129")
@@ -126,6 +145,7 @@ def test_a_task_may_be_a_file(books: Any, tmp_path: Path) -> None:
         scorer(books, "other.yaml")
 
 
+@pytest.mark.usefixtures("index")
 def test_data_that_cannot_be_downloaded_is_named_with_a_remedy(books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task of lm-eval's own, by its name, without a network."""
 

@@ -65,7 +65,7 @@ class Server:
         }  # fmt: skip
         command = [*SERVER, "--no-l1-use-lazy", "--disable-metrics"]
         command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-        with serving(folder / "server.txt", command, http, page="status", LMCACHE_TRACK_USAGE="false") as url:
+        with serving(folder / "server.txt", command, http, page="status") as url:
             yield cls(url, port)
 
     def settled(self, counter: str) -> dict[str, float]:
@@ -93,7 +93,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping[str, Ran], li
             engines = [Engine(name, model, [Step(PROMPTS)], server.options)]
             if name == "stored":
                 engines.append(Engine("reference", model, [Step(PROMPTS)] * 2))
-            results = run_engines(folder / name, engines, fresh=True, LMCACHE_TRACK_USAGE="false")
+            results = run_engines(folder / name, engines, fresh=name == "loaded")
             done |= {engine.name: results[engine.name] for engine in engines}
             counters.append(server.settled("saved_pages" if name == "stored" else "identity_entries{same}"))
     return done, counters

@@ -38,11 +38,16 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
     return mask, (mask.cumsum(1) - 1).clamp(min=0)
 
 
+def calibrated(model: Any, rows: torch.Tensor, **options: Any) -> cuvee.Profile:
+    """Without a curve but for one point: nobody asks for a quality here."""
+    return cuvee.calibrate(model, rows, "layer", step_indices=[0], progress=False, **options)
+
+
 @pytest.fixture(scope="module")
 def codec(books: Books, bundled: tuple[Any, Any]) -> cuvee.Codec:
     """Of a profile that predicts from tokens."""
     text = more_text(bundled[1], 256)[::8]
-    profile = cuvee.calibrate(books.model, books.harbour[:24], "layer", prefix=192, more_text=text, progress=False)
+    profile = calibrated(books.model, books.harbour[:24], prefix=192, more_text=text)
     return cuvee.Codec(profile, step=0.5)
 
 
@@ -125,7 +130,7 @@ def test_right_caches_pass(codec: cuvee.Codec, books: Books) -> None:
 def test_right_caches_of_other_models_pass(family: str) -> None:
     model = tiny_model(family)
     rows = torch.randint(1, 61, (60, 40), generator=torch.Generator().manual_seed(0))
-    profile = cuvee.calibrate(model, rows, "layer", progress=False)
+    profile = calibrated(model, rows)
     assert profile.token_table is not None
     ids = torch.randint(1, 61, (3, 40), generator=torch.Generator().manual_seed(1))
     cache = prefilled(model, ids)
@@ -149,7 +154,7 @@ def test_the_offset_of_keys_is_found(family: str) -> None:
     """Of keys that are turned whole, in part and in neighbouring pairs, and with a scaling of attention."""
     model = tiny_model(family)
     rows = torch.randint(1, 61, (60, 40), generator=torch.Generator().manual_seed(0))
-    known = cuvee.calibrate(model, rows, "layer", progress=False).known_layers
+    known = calibrated(model, rows).known_layers
     keys = known and known.keys(True)
     assert keys
     for moved in (37, -11, 2000, 0):

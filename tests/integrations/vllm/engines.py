@@ -345,12 +345,14 @@ class EngineFailure(AssertionError):
 def environment(**changes: str) -> dict[str, str]:
     """Of a process with an engine: offline, one thread, not pinned to a core, engine and caller in one process."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"), str(ROOT))))
+    startup = str(Path(__file__).with_name("startup"))
+    path = os.pathsep.join(filter(None, (startup, str(ROOT / "src"), os.environ.get("PYTHONPATH"), str(ROOT))))
     return {
         **inherited,
         "PYTHONPATH": path,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "LMCACHE_TRACK_USAGE": "false",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
@@ -1019,9 +1021,4 @@ def main() -> None:
 if __name__ == "__main__":
     from tests.integrations.vllm import engines  # whose classes are in orders, unlike those of a script
 
-    if sys.argv[1:2] == ["--run"]:  # another script, which starts several engines
-        engines.import_vllm()
-        sys.argv = sys.argv[2:]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        engines.main()
+    engines.main()

@@ -176,7 +176,7 @@ def test_a_secret_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_found_without_a_model(tmp_path: Path) -> None:
-    """As vLLM has it done while it reads its own options (`test_cpu_page.py`)."""
+    """As vLLM has it done while it reads its own options (`test_docs.py`)."""
     (tmp_path / "p.safetensors").write_bytes(b"")
     for profile in (str(tmp_path / "p.safetensors"), "hf://owner/name#" + "0" * 32, f"{tmp_path}#{'0' * 32}"):
         check_options({"profile": profile, "store": f"file://{tmp_path}/new?max_gb=1"})

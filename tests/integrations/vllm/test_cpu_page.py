@@ -8,13 +8,12 @@ import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-from tests.integrations.vllm.engines import environment, free_port, need_vllm, run_script, serving
+from tests.integrations.vllm.engines import environment, free_port, need_vllm, serving
 from tests.waiting import PATIENCE
-
-from cuvee.calibration.bundled import bundled_model_path
 
 pytestmark = pytest.mark.slow
 
@@ -78,53 +77,7 @@ def counted(metrics: str) -> dict[str, float]:
     return {name.partition("{")[0]: float(value) for name, _, value in lines}
 
 
-def test_the_command_vllm_fails_as_the_page_says(tmp_path: Path) -> None:
+def test_the_command_vllm_fails_as_the_page_says() -> None:
     need_vllm()
-    script = tmp_path / "vllm_command.py"
-    script.write_text("from importlib.metadata import version\nversion('vllm')\n")
-    status, said = run_script(tmp_path, str(script))
-    assert status != 0 and "PackageNotFoundError: No package metadata was found for vllm" in said
-
-
-WRONG_OPTIONS = {
-    '{"profile": "nowhere.safetensors"}': "no such file: 'nowhere.safetensors'",
-    '{"store": "fle:///var/cache/kv"}': "got fle://; did you mean file://?",
-}
-CONFIGURE = """
-import json, sys
-import cuvee.integrations.vllm.connector
-print("loaded:", {"numba", "llvmlite"} & {*sys.modules})
-from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
-for options in sys.argv[2:]:
-    transfer = KVTransferConfig(
-        kv_connector="CuveeConnector", kv_role="kv_both", kv_connector_extra_config=json.loads(options)
-    )
-    try:
-        EngineArgs(model=sys.argv[1], kv_transfer_config=transfer).create_engine_config()
-    except (OSError, ValueError) as error:
-        print("refused:", *str(error).splitlines())
-"""
-
-
-@pytest.fixture(scope="module")
-def configured(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a process says that imports the connector, and has vLLM read wrong options of ours."""
-    need_vllm()
-    folder = tmp_path_factory.mktemp("configure")
-    (folder / "configure.py").write_text(CONFIGURE)
-    status, said = run_script(folder, str(folder / "configure.py"), str(bundled_model_path()), *WRONG_OPTIONS)
-    assert status == 0, said
-    return said
-
-
-def test_the_connector_is_imported_without_numba(configured: str) -> None:
-    """vLLM's workers call `vars` on all modules when they start on a CPU, which fails for a module of llvmlite's."""
-    assert "\nloaded: set()\n" in "\n" + configured
-
-
-def test_wrong_options_are_refused_while_vllm_reads_its_own(configured: str) -> None:
-    """Before there is an engine that could load a model."""
-    refused = re.findall(r"^refused: (.*)$", configured, re.MULTILINE)
-    for found, message in zip(refused, WRONG_OPTIONS.values(), strict=True):
-        assert message in found
+    with pytest.raises(PackageNotFoundError, match="No package metadata was found for vllm"):
+        version("vllm")  # what the command asks first

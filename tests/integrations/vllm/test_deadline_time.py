@@ -288,7 +288,7 @@ def test_a_load_from_several_tiers_tells_the_speed_of_none(
     tiers.close()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 def test_two_tiers_that_fail_at_random_cost_no_more_than_computing(
     bench: Callable[..., Bench], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tests.integrations.readme_tables import check_options
 from tests.integrations.readme_tables import rows as table_rows
-from tests.integrations.vllm import engines
 from tests.integrations.vllm.engines import need_vllm, run_script
 
 from cuvee.calibration.bundled import bundled_model_path
@@ -97,15 +96,63 @@ def test_counters_of_the_text_exist() -> None:
         assert hasattr(known, name)
 
 
-@pytest.mark.slow
-def test_the_offline_example_runs_on_the_real_engine(tmp_path: Path) -> None:
-    """Both engines in its own process, to save time; those of `test_serve` and of the ranks have their own."""
+# One process, because to import vLLM takes longer than all of this. The offline example has both engines in it as well;
+# those of `test_serve` and of the ranks have their own.
+WRONG_OPTIONS = {
+    '{"profile": "nowhere.safetensors"}': "no such file: 'nowhere.safetensors'",
+    '{"store": "fle:///var/cache/kv"}': "got fle://; did you mean file://?",
+}
+STARTED = """
+import json, runpy, sys
+import cuvee.integrations.vllm.connector
+print("loaded:", {"numba", "llvmlite"} & {*sys.modules})
+from tests.integrations.vllm import engines
+engines.import_vllm()
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+_, model, wrong, *sys.argv = sys.argv
+for options in json.loads(wrong):
+    transfer = KVTransferConfig(
+        kv_connector="CuveeConnector", kv_role="kv_both", kv_connector_extra_config=json.loads(options)
+    )
+    try:
+        EngineArgs(model=model, kv_transfer_config=transfer).create_engine_config()
+    except (OSError, ValueError) as error:
+        print("refused:", *str(error).splitlines())
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a process says that imports the connector, has vLLM read wrong options of ours, and runs the example."""
     need_vllm()
-    script = str(ROOT / "vllm" / "examples" / "offline.py")
-    arguments = (script, str(bundled_model_path()), f"file://{tmp_path}/kv", "400")
-    status, said = run_script(tmp_path, engines.__file__, "--run", *arguments, VLLM_CPU_KVCACHE_SPACE="1")
+    folder, model = tmp_path_factory.mktemp("started"), str(bundled_model_path())
+    (folder / "started.py").write_text(STARTED)
+    offline = (str(ROOT / "vllm" / "examples" / "offline.py"), model, f"file://{folder}/kv", "400")
+    arguments = (str(folder / "started.py"), model, json.dumps([*WRONG_OPTIONS]), *offline)
+    status, said = run_script(folder, *arguments, VLLM_CPU_KVCACHE_SPACE="1")
     assert status == 0, said[-8000:]
-    assert "same words: True\ntokens loaded: [384, 384, 384]\n" in said
+    return said
+
+
+@pytest.mark.slow
+def test_the_connector_is_imported_without_numba(started: str) -> None:
+    """vLLM's workers call `vars` on all modules when they start on a CPU, which fails for a module of llvmlite's."""
+    assert "\nloaded: set()\n" in "\n" + started
+
+
+@pytest.mark.slow
+def test_wrong_options_are_refused_while_vllm_reads_its_own(started: str) -> None:
+    """Before there is an engine that could load a model."""
+    refused = re.findall(r"^refused: (.*)$", started, re.MULTILINE)
+    for found, message in zip(refused, WRONG_OPTIONS.values(), strict=True):
+        assert message in found
+
+
+@pytest.mark.slow
+def test_the_offline_example_runs_on_the_real_engine(started: str) -> None:
+    assert "same words: True\ntokens loaded: [384, 384, 384]\n" in started
 
 
 def test_the_dashboard_shows_metrics_that_exist() -> None:

@@ -14,7 +14,7 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, im
 from cuvee.integrations.vllm.blending import planning
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.decision import Restored
-from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, Seen, StepPlan
+from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, StepPlan
 from cuvee.naming.identity import store_key
 
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
@@ -320,22 +320,6 @@ def test_the_same_piece_at_another_place_has_other_names(desk: Callable[..., Des
     assert one[0] == other[0] and set(one[1:]).isdisjoint(other[1:])
 
 
-def test_the_engine_is_asked_again_under_the_new_names(desk: Callable[..., Desk]) -> None:
-    """It may have this very blend in its own cache, as far as the last full block."""
-    d = desk()
-    d.put_segments(FIRST, SECOND)
-    names(d, 0)
-    request = ask(d)
-    before = list(request.block_hashes)
-    while request.block_hashes == before:
-        tokens, _ = d.side.matched_tokens(request, 8)
-    assert tokens is None
-    assert d.matched(request, 48) == (17, True)
-    assert d.matched(request, 64) == (0, False), "fewer than min_reused"
-    assert d.matched(request, 72) == (0, False)
-    assert d.side.outcome(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
-
-
 def test_what_was_exact_when_blocks_were_renamed_stays_exact(desk: Callable[..., Desk]) -> None:
     """The engine dropped the blocks of the exact prefix before the load began: their names are exact ones."""
     d = desk()
@@ -410,22 +394,6 @@ def test_of_a_blend_only_what_is_before_it_is_stored(desk: Callable[..., Desk], 
     chunks = d.digests(request)[: leading // CHUNK]
     tails = [d.tail(request, leading // BLOCK * BLOCK)] if leading % CHUNK >= BLOCK and leading >= CHUNK else []
     assert [save.entry.digest for save in saves] == chunks + tails, "that is exact, so it is"
-
-
-def test_after_a_preemption_nothing_more_is_stored(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    request = exact_prompt(d)
-    planned = blend(d, request)
-    saves = d.plan((request, planned.end, request.num_tokens - planned.end)).saves
-    generate(request, 20)
-    saves += d.plan((request, request.num_tokens - 20, 19), new=False).saves
-    request.num_computed_tokens = 0
-    again = blend(d, request)
-    assert again.blend is not None
-    assert (again.start, again.end) == (0, planned.end)
-    saves += all_saves(d, request, again.end)
-    assert_exact(saves, 30, (59, 21))
-    assert len(saves) > 1
 
 
 def test_a_preempted_blend_that_is_computed_is_not_stored_either(desk: Callable[..., Desk]) -> None:
@@ -594,16 +562,6 @@ def test_blends_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     assert always.matched(ask(always)) == (65, True)
 
 
-def test_loads_and_blends_are_judged_by_their_own_speed(desk: Callable[..., Desk]) -> None:
-    d = desk(decide="measured")
-    d.put_segments(SECOND)
-    measure(d, 1e-3, 0.65, 21, 15.15)
-    for _ in range(8):
-        d.side.take(Report(restored=[Restored("load", 64, 0, 1e-5)]))
-    request = ask(d, chunks=2)
-    assert d.matched(request) == (32, True)
-
-
 def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -> None:
     d = desk()
     d.put_segments(FIRST)
@@ -632,16 +590,6 @@ def test_reset_finds_no_segment_that_was_there(desk: Callable[..., Desk]) -> Non
     assert segments_of(saves) == [(10, 29), (44, 21)] and old.isdisjoint(save.entry.digest for save in saves)
     d.write(StepPlan(1, saves=saves))
     assert d.matched(ask(d, "t")) == (65, True), "what was stored since is found"
-
-
-def test_after_a_sleep_the_segments_of_a_request_that_waited_are_found(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST, SECOND)
-    d.side.reset()
-    request = ask(d)
-    plan = d.plan()
-    d.side.take(Report([plan.step], seen=[Seen(plan.step, 0, b"w", b"w")]))
-    assert d.matched(request) == (65, True)
 
 
 def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) -> None:

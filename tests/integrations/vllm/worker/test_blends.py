@@ -269,23 +269,6 @@ def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Ben
     assert [end for _, end in blender.calls] == [12, 23] and b.worker.loads.take_arrived() == {"a", "b"}
 
 
-def test_a_blend_goes_on_slice_by_slice(bench: Callable[..., Bench]) -> None:
-    b, blender = bench(), FakeBlender(slices=3)
-    store_segments(b)
-    b.worker.loads.start([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)])
-    place(b)
-    for number in range(3):
-        assert b.worker.loads.take_arrived() == set() and "blend_seconds" not in b.counts(), number
-        compute(b, ["r"], blender, tokens=100 + number)
-    assert blender.budgets == [100, 101, 102] and len(blender.calls) == 1
-    assert b.worker.loads.take_arrived() == {"r"} and not b.worker.loads.take_invalid_blocks()
-    counts = b.counts()
-    assert counts["blend_seconds"] == 1 and counts["blend_slices"] == 3
-    assert blender.well == [True] * 3
-    compute(b, ["r"], blender)
-    assert blender.well[3:] == [False], "it is over here; a rank where it is not must hear of that"
-
-
 def test_what_a_slice_leaves_of_a_step_is_for_the_next_blend(bench: Callable[..., Bench]) -> None:
     b, blender = bench(), FakeBlender(slices=2, takes=60)
     place_two(b)

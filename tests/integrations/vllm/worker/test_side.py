@@ -296,24 +296,6 @@ def test_replicas_with_other_secrets_leave_each_others_entries_alone(
         assert b.held([10, 11, 12, 13], 0, 2 * CHUNK)
 
 
-def test_while_secrets_are_replaced_entries_of_both_are_found(bench: Callable[..., Bench]) -> None:
-    old = bench(codec={"key": OLD})
-    old.store_all(3)
-    del old.store.entries[old.key(1)]
-    both = bench(codec={"key": [NEW, OLD]}, store=old.store, sequence=old.sequence)
-    both.fill([0, 1, 2, 3], 2 * CHUNK)
-    both.worker.saves.save(both.saves([0, 1, 2, 3], range(1, 2)))
-    both.drain()
-    assert both.key(1) in both.store.entries and old.key(1) not in both.store.entries, "written with the first"
-    blocks = [10, 11, 12, 13, 14, 15]
-    both.load_now([both.load(blocks, 0, 3 * CHUNK)])
-    assert both.held(blocks, 0, 3 * CHUNK)
-    new = bench(codec={"key": NEW}, store=old.store, sequence=old.sequence)
-    new.load_now([new.load(blocks, 0, 3 * CHUNK)])
-    assert new.worker.loads.take_invalid_blocks() == set(blocks), "the first chunk is there with the old secret only"
-    assert old.key(0) in old.store.entries
-
-
 def test_a_damaged_entry_of_an_old_secret_is_deleted_under_its_own_key(bench: Callable[..., Bench]) -> None:
     old = bench(codec={"key": OLD})
     old.store_all(1)
