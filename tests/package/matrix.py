@@ -48,10 +48,10 @@ with the streams and events that order it, by threads that move bytes in host me
 engine, its server in a process of its own (`--supported-transfer-mode engine_driven`). The server's copies from a GPU
 have not run.
 
-In SGLang's its `Engine` runs as it is, with its torch-native backends. Replaced are the kernels that copy between a
-device and host memory, by copies in torch, and the pinning of that memory; latents are computed in their absorbed form,
-the only one that those backends have; processes are forked, not spawned (`tests/integrations/sglang/cpu_engine.py`).
-Windows and states, which those backends lack, have not run.
+In SGLang's its `Engine` runs as it is, with its torch-native backends. Replaced by torch are kernels that copy between
+a device and host memory, and those of short convolutions, the one kind of recurrent layer that ran. That memory is not
+pinned; windows are read where they lie (those backends read other tokens), latents computed in absorbed form; processes
+are forked, not spawned (`tests/integrations/sglang/cpu_engine.py`).
 """
 
 
