@@ -141,8 +141,8 @@ def _check_shapes(pool: Any, layout: KVLayout) -> None:
     """Refuse a pool that does not hold the layout's layers, or holds more."""
     if pool.layer_num != layout.num_layers:
         raise UnsupportedModelError(
-            f"host pool: must hold the model's {layout.num_layers} layers, got {pool.layer_num}: draft layers and "
-            "layers that share a cache are not supported"
+            f"host pool: must hold the model's {layout.num_layers} layers, got {pool.layer_num}: layers in "
+            "further pools (windows, drafts) and layers that share a cache are not supported"
         )
     if holds_latents(pool):
         held = 1, pool.qk_rope_head_dim, pool.kv_lora_rank

@@ -43,15 +43,15 @@ async: the V2 model runner and async scheduling, vLLM's defaults on a GPU, here 
 columns hold for 0.32 and 0.33 (`make test-next`).
 
 vLLM offloads from GPUs only, so one part is replaced in the tier's **engine** cells: the copy between device and host,
-with the streams and events that order it, by threads that move bytes in host memory
-(`tests/integrations/vllm_tier/cpu_copies.py`). In LMCache's, nothing is replaced: its connector runs in vLLM's CPU
-engine, its server in a process of its own (`--supported-transfer-mode engine_driven`). The server's copies from a GPU
-have not run.
+with the streams and events that order it, by threads in host memory, into the order of a GPU's pages
+(`tests/integrations/vllm_tier/cpu_copies.py`). It has not run with the V2 runner. In LMCache's, nothing is replaced:
+its connector runs in vLLM's CPU engine, its server in a process of its own (`--supported-transfer-mode engine_driven`).
+The server's copies from a GPU have not run.
 
-In SGLang's its `Engine` runs as it is, with its torch-native backends. Replaced are the kernels that copy between a
-device and host memory, by copies in torch, and the pinning of that memory; latents are computed in their absorbed form,
-the only one that those backends have; processes are forked, not spawned (`tests/integrations/sglang/cpu_engine.py`).
-Windows and states, which those backends lack, have not run.
+In SGLang's its `Engine` runs as it is, with its torch-native backends. Replaced by torch are kernels that copy between
+a device and host memory, and those of short convolutions, the one kind of recurrent layer that ran. That memory is not
+pinned; windows are read where they lie (those backends read other tokens), latents computed in absorbed form; processes
+are forked, not spawned (`tests/integrations/sglang/cpu_engine.py`).
 """
 
 

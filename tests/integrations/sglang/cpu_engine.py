@@ -7,8 +7,10 @@
 Its torch-native backends compute on a CPU. `install` replaces what HiCache needs a GPU for, and nothing else:
 
     transfer_kv_*           kernels of `sgl_kernel` that copy tokens of a pool to pages of another; here in torch
+    _causal_conv1d_*        kernels of Triton that compute convolutions of recurrent layers; here in torch
     _cuda_host_register     pins host memory for copies of a GPU; here nothing
-    torch_native            had no choice of its own how to compute latents; here their absorbed form
+    torch_native            read windows at the places that tokens have in the pool of other layers, and had no choice
+                            of its own how to compute latents; here it reads them where they are, in absorbed form
     set_start_method        SGLang spawns its processes, each of which would import it anew; here they are forked
 
 Streams and events are those that torch has for a CPU, where a copy is done when it returns. Packages that are not
@@ -89,26 +91,93 @@ def _transfer_kv_per_layer_pf_lf(
         target[dst_indices] = source[src_indices, layer_id]
 
 
+def _rows(layers: Of, at: Of, size: int, target: Of) -> Iterator[tuple[int, Of]]:
+    """Number and rows `[tokens, heads, dim]` of each layer of a pool, by its address."""
+    for number, address in enumerate(layers.tolist()):
+        held = [bytearray(ctypes.string_at(address + index * size, size)) for index in at.tolist()]
+        rows = torch.stack([torch.frombuffer(each, dtype=target.dtype) for each in held])
+        yield number, rows.view(len(held), -1, target.shape[-1])
+
+
 def _transfer_kv_all_layer_lf_pf(
     *, src_k_layers: Of, dst_k: Of, src_v_layers: Of, dst_v: Of, src_indices: Of, dst_indices: Of, item_size: int,
     **_: int,
 ) -> None:  # fmt: skip
     for addresses, target in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
-        for layer, address in enumerate(addresses.tolist()):
-            for at, to in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
-                ctypes.memmove(target[to, layer].data_ptr(), address + at * item_size, item_size)
+        for layer, rows in _rows(addresses, src_indices, item_size, target):
+            target[dst_indices, layer] = rows
+
+
+def _transfer_kv_per_layer_ph_lf(
+    *, src_k: Of, dst_k: Of, src_v: Of, dst_v: Of, src_indices: Of, dst_indices: Of, layer_id: int, page_size: int,
+    **_: int,
+) -> None:  # fmt: skip
+    for source, target in ((src_k, dst_k), (src_v, dst_v)):
+        target[dst_indices] = source[src_indices // page_size, :, src_indices % page_size, layer_id]
+
+
+def _transfer_kv_all_layer_lf_ph(
+    *, src_k_layers: Of, dst_k: Of, src_v_layers: Of, dst_v: Of, src_indices: Of, dst_indices: Of, item_size: int,
+    page_size: int, **_: int,
+) -> None:  # fmt: skip
+    for addresses, target in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
+        for layer, rows in _rows(addresses, src_indices, item_size, target):
+            target[dst_indices // page_size, :, dst_indices % page_size, layer] = rows
+
+
+def _convolve(
+    x: Of, weight: Of, bias: Of | None, *, conv_states: Of, query_start_loc: Of, cache_indices: Of,
+    has_initial_state: Of, **_: object,
+) -> Of:  # fmt: skip
+    """Sequences `[dim, tokens]` in a row, each behind its state, which it leaves behind."""
+    out, ends = torch.empty_like(x), query_start_loc.tolist()
+    for number, slot in enumerate(cache_indices.tolist()):
+        own = slice(ends[number], ends[number + 1])
+        seen = torch.cat([conv_states[slot] * has_initial_state[number], x[:, own]], 1)
+        out[:, own] = torch.nn.functional.conv1d(seen[None], weight[:, None], bias, groups=len(weight))[0]
+        conv_states[slot] = seen[:, 1 - weight.shape[1] :]
+    return out
+
+
+def _convolve_one(
+    x: Of, conv_state: Of, weight: Of, *, bias: Of | None, conv_state_indices: Of, **_: object
+) -> Of:  # fmt: skip
+    seen = torch.cat([conv_state[conv_state_indices], x[..., None]], 2)
+    conv_state[conv_state_indices] = seen[..., 1:].to(conv_state.dtype)
+    return (seen * weight).sum(2) + (0 if bias is None else bias)
+
+
+def _where_windows_are(attend: Any) -> Any:
+    """Let attention read the keys and values of a window where SGLang's pool says that they are."""
+
+    def attending(self: Any, *tensors: Of, sliding_window_size: int | None, **more: Any) -> Any:
+        *others, req_to_token, requests, lengths = tensors[:7]
+        if self.use_sliding_window_kv_pool and sliding_window_size is not None:
+            req_to_token = self.token_to_kv_pool.translate_loc_from_full_to_swa(req_to_token)
+        return attend(
+            self, *others, req_to_token, requests, lengths, *tensors[7:], sliding_window_size=sliding_window_size,
+            **more,
+        )  # fmt: skip
+
+    return attending
 
 
 def _install() -> None:
     """Let this process run engines with HiCache on a CPU."""
-    for kind in ("mha", "mla"):
+    for kind in ("mha", "mla", "mamba"):
         _, pools = pool_modules(kind)
         for transfer in (
             _transfer_kv_direct, _transfer_kv_per_layer_direct_pf_lf, _transfer_kv_all_layer_direct_lf_pf,
-            _transfer_kv_per_layer_pf_lf, _transfer_kv_all_layer_lf_pf,
+            _transfer_kv_per_layer_pf_lf, _transfer_kv_all_layer_lf_pf, _transfer_kv_per_layer_ph_lf,
+            _transfer_kv_all_layer_lf_ph,
         ):  # fmt: skip
             vars(pools)[transfer.__name__[1:]] = transfer
     vars(real("sglang.srt.mem_cache.pool_host.common"))["_cuda_host_register"] = lambda buffer, granularity: None
+    convolutions = vars(real("sglang.srt.layers.attention.mamba.causal_conv1d"))
+    convolutions.update(_causal_conv1d_fn_triton=_convolve, _causal_conv1d_update_triton=_convolve_one)
+    attention: Any = real("sglang.srt.layers.attention.torch_native_backend").TorchNativeAttnBackend
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(attention, name, _where_windows_are(getattr(attention, name)))
     latents: Any = real("sglang.srt.models.deepseek_common.attention_backend_handler")
     latents.AttentionBackendRegistry.register("torch_native", lambda layer, batch: latents.AttnForwardMethod.MLA)
     multiprocessing.set_start_method("fork", force=True)
@@ -122,6 +191,8 @@ class _Served:
     """An engine, and what is asked of it."""
 
     def __init__(self, **arguments: Any) -> None:
+        if ranks := arguments.get("tp_size"):  # SGLang wants to know each one's cores, and leaves them alone
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         self._engine = real("sglang.srt.entrypoints.engine").Engine(**arguments)
 
     def ask(self, prompts: list[list[int]]) -> list[Answer]:
@@ -306,7 +377,7 @@ class Engines:
         if store is not None:
             options = {
                 "enable_hierarchical_cache": True, "hicache_mem_layout": layout, "hicache_ratio": 2.0,
-                "hicache_io_backend": "kernel" if layout == "page_first" else "direct",
+                "hicache_io_backend": "kernel" if layout in ("page_first", "page_head") else "direct",
                 "hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": extra,
                 "hicache_storage_prefetch_policy": "wait_complete", "hicache_write_policy": "write_through", **options,
             }  # fmt: skip

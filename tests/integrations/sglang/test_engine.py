@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from tests.conftest import tiny_model
 from tests.integrations.sglang.cpu_engine import PAGE, Engine, Engines
 from tests.integrations.sglang.real_sglang import need_sglang
@@ -30,6 +32,13 @@ pytestmark = [need_sglang, pytest.mark.slow]
 PROMPTS = [ids(6 * PAGE + 7, 1), ids(3 * PAGE + 5, 2)]
 PAGES = 6 + 3
 HELD = [6 * PAGE, 3 * PAGE]
+# Its layers are dense: SGLang computes experts in kernels.
+MELLUM = transformers.MellumConfig(
+    vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, sliding_window=PAGE, max_position_embeddings=1024, initializer_range=0.2,
+    layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"], mlp_layer_types=["dense"] * 4,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+)  # fmt: skip
 ROUNDING = 1e-3  # of logits in float32, where another part of a prompt is computed
 
 
@@ -121,7 +130,7 @@ def test_pages_of_other_weights_are_not_served(ran: Ran) -> None:
     assert ran.counters["saved_pages"] == ran.counters["loaded_pages"] == 2 * PAGES
 
 
-@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first", "page_first"])
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first", "page_first", "page_head"])
 @pytest.mark.serves(where="engine")
 def test_after_a_restart_a_load_answers_as_a_hit_in_the_engines_own_cache(
     engines: Engines, ran: Ran, layout: str
@@ -201,6 +210,58 @@ def test_pages_of_fp8_are_bytes(engines: Engines, ran: Ran, tmp_path: Path) -> N
         counters = restored_as_held(engine)
     assert counters["opaque_pages{kv}"] == 2 * PAGES == 2 * counters["loaded_pages"]
     assert not [name for name in counters if name.startswith(("failures", "contained", "missed", "unsaved"))]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("mellum", marks=pytest.mark.serves(model="sliding windows", where="engine")),
+        pytest.param("lfm2", marks=pytest.mark.serves(model="recurrent layers", where="engine")),
+    ],
+)
+def test_windows_and_states(engines: Engines, tmp_path: Path, kind: str) -> None:
+    """In further pools, of which SGLang stores the end of each prompt: a prompt that leaves one earlier is computed."""
+    options: dict[str, Any] = {}
+    if kind == "mellum":
+        model, pool = tmp_path / "model", "swa"
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(MELLUM, dtype=torch.float32).save_pretrained(model)
+    else:
+        model, pool = save_tiny_model(kind, tmp_path / "model"), "mamba"
+        options = {
+            "page_size": 1, "mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True,
+            "max_mamba_cache_size": 32,
+        }  # fmt: skip
+    leaving = PROMPTS[0][: 4 * PAGE] + ids(20, "another end")
+    with engines.engine(model, f"file://{tmp_path}/store", **options) as engine:
+        expected = engine.ask(leaving)
+        engine.flush()
+        engine.clear_storage()
+        longer = [
+            prompt + answer.tokens + ids(20, "on") for prompt, answer in zip(PROMPTS, engine.ask(*PROMPTS), strict=True)
+        ]
+        held = engine.ask(*longer)
+        engine.flush()
+        restored = engine.ask(*longer[::-1])[::-1]  # in the other order, because flushed memory still has what it had
+        engine.flush()
+        assert_same(engine.ask(leaving), expected)
+        counters = engine.detach()
+    assert min(cached(held)) >= 3 * PAGE
+    assert_from_store(restored, cached(held))
+    assert_same(restored, held)
+    assert counters["opaque_pages{kv}"] and counters[f"opaque_pages{{{pool}}}"]
+    assert not [name for name in counters if name.startswith(("failures", "contained", "missed", "unsaved"))]
+
+
+@pytest.mark.serves(parallel="tensor parallelism", where="engine")
+def test_two_ranks(engines: Engines, ran: Ran, tmp_path: Path) -> None:
+    """Each has entries of its own: half of the heads."""
+    with engines.engine(ran.model, f"file://{tmp_path}/store", tp_size=2) as engine:
+        counters = restored_as_held(engine)
+        assert engine.log.count("cuvee: closed after") == 2
+    assert len(entries(tmp_path / "store")) == 2 * PAGES
+    assert counters["loaded_pages"] == PAGES
+    assert_sound(counters)
 
 
 # What goes wrong --------------------------------------------------------------------------------------------------

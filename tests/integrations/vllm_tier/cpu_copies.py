@@ -4,11 +4,13 @@ vLLM offloads from GPUs only. `install` replaces what of its worker needs one, a
 
     CPUOffloadingSpec.get_worker      refuses a platform without a GPU; here it does not
     pages of the engine               say that they are on a GPU, which vLLM's handler of copies asserts
-    swap_blocks_batch                 vLLM's kernel, which moves bytes by lists of addresses; here `memmove`
+    swap_blocks_batch                 vLLM's kernel, which moves bytes by lists of addresses; here torch does, into the
+                                      order of a GPU's backends, which vLLM's names of layouts mean: on a CPU, the keys
+                                      of a block's head lie before its values, transposed
     streams and events                a stream is a thread that does what it is given in order; an event waits for it
 
 The plan of the copies, their lists of addresses, their order, their jobs and their ends are vLLM's own, and so is all
-else: connector, scheduler, manager, primary tier and shared memory.
+else: connector, scheduler, manager, primary tier and shared memory. Workers in processes of their own are `WORKER`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+WORKER = f"{__name__}.Worker"
+
+
+def __getattr__(name: str) -> Any:
+    """vLLM's worker, in a process that offloads from a CPU."""
+    if name != WORKER.rpartition(".")[2]:
+        raise AttributeError(name)
+    install()
+    return importlib.import_module("vllm.v1.worker.cpu_worker").CPUWorker
 
 
 class DevicePages(torch.Tensor):
@@ -92,17 +104,66 @@ def _in(stream: Stream) -> Iterator[None]:
         Stream.current = None
 
 
+class _Order:
+    """The order of a head's keys and values of a block on a CPU, among that of a GPU's backends.
+
+    Args:
+        pages: of an engine, `[blocks, heads, tokens, 2 * dim]`.
+    """
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        attention: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+        _, _, tokens, width = pages.shape
+        isa = attention._get_attn_isa(pages.dtype, tokens, width // 2)
+        self.dtype, self.places = pages.dtype, torch.zeros(tokens * width, dtype=torch.int64)
+        numbers = torch.arange(tokens * width).view(tokens, 1, width)
+        for scale in (1, 128, 128**2):  # in digits that every dtype holds
+            own = torch.empty(1, 1, 2 * tokens, width // 2, dtype=pages.dtype)
+            keys, values = (numbers // scale % 128).to(pages.dtype).chunk(2, -1)
+            attention.ops.cpu_attn_reshape_and_cache(
+                keys.contiguous(), values.contiguous(), *own.chunk(2, 2), torch.arange(tokens), isa
+            )
+            self.places += own.flatten().long() * scale
+
+    def move(self, to: int, at: int, size: int, *, from_device: bool) -> None:
+        """Copy heads from one address to another."""
+        source, target = (
+            torch.frombuffer((ctypes.c_char * size).from_address(each), dtype=self.dtype).view(-1, len(self.places))
+            for each in (at, to)
+        )
+        if from_device:
+            target[:, self.places] = source
+        else:
+            target[:] = source[:, self.places]
+
+
+_device: list[tuple[list[range], _Order | None]] = []  # addresses of the pages of the engine that runs
+
+
 def _swap_blocks_batch(
     sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, is_src_access_order_any: bool
 ) -> None:
     moves = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+    ((device, order),) = _device
 
     def move() -> None:
         for to, at, size in moves:
-            ctypes.memmove(to, at, size)
+            if order is None:
+                ctypes.memmove(to, at, size)
+            else:
+                order.move(to, at, size, from_device=any(at in each for each in device))
 
     assert Stream.current is not None
     Stream.current.enqueue(move)
+
+
+def _notice(caches: Any, groups: int) -> None:
+    """Remember the pages of the engine that runs, by its names of layers, which are in so many groups."""
+    layers = [each for held in caches.values() for each in (held if isinstance(held, list) else [held])]
+    memory = [each.untyped_storage() for each in layers]
+    alike = groups == len({each.shape[1:] for each in layers}) == 1 and layers[0].ndim == 4
+    ranges = [range(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in memory]
+    _device[:] = [(ranges, _Order(layers[0]) if alike and layers[0].dtype.itemsize > 1 else None)]
 
 
 def _get_worker(self: Any, kv_caches: Any) -> Any:
@@ -123,3 +184,11 @@ def install() -> None:
         is_xpu=lambda: False, Stream=Stream, stream=_in, current_stream=lambda: None
     )
     spec.CPUOffloadingSpec.get_worker = _get_worker
+    offloading: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker")
+    register = offloading.OffloadingConnectorWorker.register_kv_caches
+
+    def noticed(self: Any, kv_caches: Any) -> None:
+        _notice(kv_caches, len(self.kv_cache_config.kv_cache_groups))
+        register(self, kv_caches)
+
+    offloading.OffloadingConnectorWorker.register_kv_caches = noticed
