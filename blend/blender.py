@@ -32,11 +32,13 @@ from cuvee.codec.support.torch_modes import without_modes
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-_PROBES = 16  # tokens per chunk that are compared with its text
-_FEWEST_PROBES = 4
-# A chunk is refused above this error, as a share of the mean distance between tokens. Measured: 0.2 at quality "small",
-# 0.73 if only the mean is left, and 0.96 to 1.05 for wrong tokens.
+# Errors of the first layer's values are shares of the mean distance between tokens. A chunk is refused above this mean.
+# Measured: 0.2 at quality "small", 0.73 if only the mean is left, and 0.96 to 1.05 for wrong tokens.
 _MISMATCH = 0.85
+_FEWEST_TOKENS = 4  # of a chunk: the mean of fewer is high by chance
+# A chunk whose median is below this was not quantized, so that one token with a larger error is another token.
+_EXACT, _OTHER_TOKEN = 0.02, 0.2
+_SCALE_TOKENS = 64  # whose distances from each other are the scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,30 +342,30 @@ class _Run:
 
     def _check_tokens(self) -> None:
         """Refuse chunks of other tokens, found by the first layer's values, which depend on the token alone."""
-        probes: dict[int, torch.Tensor] = {}
-        for index, (segment, start, end) in enumerate(zip(self.segments, self.starts, self.ends, strict=True)):
-            if segment.chunk is not None:
-                count = min(_PROBES, end - start)
-                probes[index] = start + torch.arange(count) * (end - start) // count
-        if not probes:
+        chunks = [index for index, segment in enumerate(self.segments) if segment.chunk is not None]
+        if not chunks:
             return
-        positions = torch.cat(list(probes.values()))
+        lengths = [self.ends[index] - self.starts[index] for index in chunks]
+        positions = torch.cat([torch.arange(self.starts[index], self.ends[index]) for index in chunks])
         expected = self.model.first_values(self.tokens[positions]).transpose(0, 1).flatten(1).float()
         actual = self.values[0][:, positions.to(self.model.device)].transpose(0, 1).flatten(1).float()
-        apart = torch.cdist(expected, expected)
+        some = expected[:: -(-len(positions) // _SCALE_TOKENS)]
+        apart = torch.cdist(some, some)
         distances = apart[apart > 0]
         if not len(distances):
-            return  # all probes are the same token, so there is nothing to compare
-        error = (expected - actual).norm(dim=1) / distances.mean()
-        done = 0
-        for index, probe in probes.items():
-            # A few probes may differ by chance.
-            if len(probe) >= _FEWEST_PROBES and error[done : done + len(probe)].mean() > _MISMATCH:
+            return  # all of them are the same token, so there is nothing to compare
+        errors = ((expected - actual).norm(dim=1) / distances.mean()).cpu()
+        for index, error in zip(chunks, errors.split(lengths), strict=True):
+            if len(error) >= _FEWEST_TOKENS and error.mean() > _MISMATCH:
                 raise InputError(
                     f"segments[{index}]: must have the chunk of its tokens, got one of other tokens (the first layer's "
                     "values differ)"
                 )
-            done += len(probe)
+            if error.median() < _EXACT and error.max() > _OTHER_TOKEN:
+                raise InputError(
+                    f"segments[{index}]: must have the chunk of its tokens, got one in which token "
+                    f"{int(error.argmax())} is another (the first layer's values differ)"
+                )
 
     # Results -------------------------------------------------------------------------------------------------------
 

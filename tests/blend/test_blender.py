@@ -579,6 +579,26 @@ def test_other_tokens_than_the_chunks(llama: Any, held: str, wrong: str) -> None
     refused(llama, [*right, Segment(given, chunk), right[2]], InputError, message, codec)
 
 
+@pytest.mark.parametrize("held", ["chunk", "lossless"])
+@pytest.mark.parametrize("at", [0, 13, 31])
+def test_an_edited_token_of_an_exact_chunk(llama: Any, held: str, at: int) -> None:
+    tokens, codec = ids(40), lossless(llama)
+    chunk: Any = alone(llama, tokens[:32])
+    chunk = chunk if held == "chunk" else codec.encode(chunk)
+    edited = tokens[:32].clone()
+    edited[at] = (edited[at] + 1) % 50
+    message = rf"^segments\[1\]: must have the chunk of its tokens, got one in which token {at} is another"
+    refused(llama, [Segment([1]), Segment(edited, chunk), Segment([2])], InputError, message, codec)
+
+
+def test_an_exact_chunk_in_another_dtype_is_not_edited(llama: Any) -> None:
+    tokens = ids(40)
+    chunk = alone(llama, tokens[:32])
+    keys, values = ([part.bfloat16().to(part.dtype) for part in parts] for parts in (chunk.keys, chunk.values))
+    rounded = KVChunk(keys, values, chunk.layout)
+    Blender(llama).blend([Segment([1]), Segment(tokens[:32], rounded), Segment([2])])
+
+
 def test_one_token_all_over_is_no_other_token(llama: Any) -> None:
     tokens = torch.full((20,), 7)
     Blender(llama).blend([Segment(tokens, alone(llama, tokens)), Segment(tokens)])
