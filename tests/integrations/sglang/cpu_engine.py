@@ -181,6 +181,8 @@ def _install() -> None:
     latents: Any = real("sglang.srt.models.deepseek_common.attention_backend_handler")
     latents.AttentionBackendRegistry.register("torch_native", lambda layer, batch: latents.AttnForwardMethod.MLA)
     multiprocessing.set_start_method("fork", force=True)
+    # torch makes a pool of threads anew after a fork, for the first thread that asks, and fails for a second meanwhile.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     vars(multiprocessing)["set_start_method"] = lambda method, force: None
 
 
@@ -314,6 +316,13 @@ class Engine:
     def log(self) -> str:
         """What its processes wrote so far."""
         return self._log.read_text(errors="replace")
+
+    def wait_for_log(self, text: str, times: int) -> None:
+        """Until its processes, which do not wait for each other, have written a text this often."""
+        end = time.monotonic() + _SECONDS
+        while self.log.count(text) < times:
+            assert time.monotonic() < end, f"{text!r} is not in the log {times} times\n{self.log[-4000:]}"
+            time.sleep(0.05)
 
     def stop(self) -> None:
         """End its processes at once."""

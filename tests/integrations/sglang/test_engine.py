@@ -258,7 +258,7 @@ def test_two_ranks(engines: Engines, ran: Ran, tmp_path: Path) -> None:
     """Each has entries of its own: half of the heads."""
     with engines.engine(ran.model, f"file://{tmp_path}/store", tp_size=2) as engine:
         counters = restored_as_held(engine)
-        assert engine.log.count("cuvee: closed after") == 2
+        engine.wait_for_log("cuvee: closed after", 2)
     assert len(entries(tmp_path / "store")) == 2 * PAGES
     assert counters["loaded_pages"] == PAGES
     assert_sound(counters)

@@ -137,14 +137,14 @@ class _Order:
             target[:] = source[:, self.places]
 
 
-_device: list[tuple[list[range], _Order | None]] = []  # addresses of the pages of the engine that runs
+_device: list[tuple[list[range], _Order | None]] = []  # addresses of the pages of the engine that runs, if one does
 
 
 def _swap_blocks_batch(
     sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, is_src_access_order_any: bool
 ) -> None:
     moves = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
-    ((device, order),) = _device
+    device, order = _device[0] if _device else ([], None)
 
     def move() -> None:
         for to, at, size in moves:
