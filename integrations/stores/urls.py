@@ -56,6 +56,8 @@ def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
         ImportError: the package of the store's client is missing.
     """
     tiers: list[Any]  # a list from a configuration file may contain anything
+    if not isinstance(url, str) and len(url) == 1 and str(url[0]).startswith(_TIERED):  # options are lists of URLs
+        url = url[0]
     if isinstance(url, str):
         if not url.startswith(_TIERED):
             return _open(url, guarded)

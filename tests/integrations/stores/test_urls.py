@@ -115,7 +115,7 @@ def test_tiers(tmp_path: Path) -> None:
         assert isinstance(objects, Recorded) and objects.arguments[0] == "s3://b/a,c"
         store.close()
         assert redis.closed
-    for url in ("tiered:memory://", ["memory://"]):
+    for url in ("tiered:memory://", ["tiered:memory://"], ["memory://"]):
         store = open_store(url)
         assert isinstance(store, TieredStore)
         (memory,) = store.tiers
