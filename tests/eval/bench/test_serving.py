@@ -88,14 +88,13 @@ def test_a_real_engine(tmp_path: Path) -> None:
     assert found["computed_seconds"]["256"]["runs"] == 2
     assert {name: of["256"]["runs"] for name, of in found["restored_over_computed"].items()} == {"memory": 4, "file": 4}
     arms = [NO_CACHE, OWN_CACHE, "lossless"]
-    steady = replace(SMALL, rate=3.0, seconds=30.0)  # less than even a busy machine answers
-    traffic = json.loads(json.dumps(run_serving_bench("traffic", steady, model, arms), allow_nan=False))
+    traffic = json.loads(json.dumps(run_serving_bench("traffic", SMALL, model, arms), allow_nan=False))
     none, own, lossless = (traffic["arms"][arm] for arm in arms)
-    assert min(none["completed"], own["completed"], lossless["completed"]) > 5
+    assert min(none["completed"], own["completed"], lossless["completed"]) > 20
     assert none["cached_tokens"] == 0 < own["cached_tokens"]
     assert 0 < lossless["stored_bytes"] < lossless["raw_bytes"] and own["raw_bytes"] == none["raw_bytes"] == 0
     shares = [arm["cached_tokens"] / arm["prompt_tokens"] for arm in (own, lossless)]
-    assert shares[1] > shares[0], "the store has what the engine's own cache has dropped"
+    assert shares[1] > shares[0] + 0.1, "the store has what the engine's own cache has dropped"
     storing = run_serving_bench("storing", SMALL, model, ["lossless"])
     assert storing["arms"]["lossless"]["throughput_over_not_storing"]["runs"] == 2
     for report in (first, traffic, storing):
