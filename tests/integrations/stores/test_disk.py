@@ -755,7 +755,8 @@ def test_what_others_keep_in_the_folder_is_left_alone(root: Path) -> None:
     store = DiskStore(root, max_bytes=1000, ttl=60)
     for name in range(10):
         store.put(f"ab/{name:04x}", bytes(500))
-    assert store.flush(20) and counters(store).evictions
+        assert store.flush(20)  # else all may be dropped before any is evicted
+    assert counters(store).evictions
     store._lost = True
     scan(store)
     assert all(path.exists() for path in others) and (root / "empty").exists()
