@@ -337,14 +337,18 @@ def test_a_store_that_fails_hangs_or_is_gone_costs_no_answer(engines: Engines, r
 
 
 def test_what_a_killed_engine_stored_is_sound(engines: Engines, ran: Ran, tmp_path: Path) -> None:
-    prompt, store = ids(12 * PAGE + 1, 7), f"file://{tmp_path}/store"
+    """What was stored before is restored, and whatever it was storing when it was killed."""
+    prompt, store = PROMPTS[0][: 6 * PAGE] + ids(6 * PAGE + 1, 7), f"file://{tmp_path}/store"
     with engines.engine(ran.model, store) as engine:
+        engine.ask(PROMPTS[0])
+        engine.flush()
+        before = entries(tmp_path / "store")
         expected = engine.ask(prompt)
-        wait_until(lambda: entries(tmp_path / "store"), "something is stored")
+        wait_until(lambda: len(entries(tmp_path / "store")) > len(before), "more is stored")
     with engines.engine(ran.model, store) as engine:
         answers = engine.ask(prompt)
         assert_same(answers, expected, ROUNDING)
-        assert cached(answers)[0] > 0
+        assert cached(answers)[0] >= len(before) * PAGE == 6 * PAGE
         engine.flush()
         assert_from_store(engine.ask(prompt), [12 * PAGE])
         assert_sound(engine.detach())
