@@ -8,16 +8,19 @@ a checkpoint.
 Paths and times are left out, so replicas with copies at other paths find each other's entries.
 
 **Covered**: every byte of every file that an engine may read its weights from, in the folder and in the folders in it;
-the configuration, without entries about its origin; code beside it. Each file is read once: `file_digests`.
+the configuration, without entries about its origin; code beside it, or in the repository that it names. Each file is
+read once: `file_digests`.
 **Not covered**: files that an engine reads from elsewhere, so these ways to load are refused; what changes in memory
 after the files were read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -61,6 +64,7 @@ _CONFIGS = (
     "hf_quant_config.json", "adapter_config.json", "*.py",
     "*processor_config.json", "*.safetensors.index.json",
 )  # fmt: skip
+_REPOSITORY = re.compile('"([^"]+?)--')  # whose code an entry of auto_map names
 _NANOSECONDS = 19  # digits of a time in nanoseconds, until the year 2286
 # Files that map text to token ids. Not tokenizer_config.json: a chat template changes which tokens a prompt has, which
 # are in the key, but not what a token is.
@@ -445,14 +449,31 @@ def _weights(root: Path, load_format: str = "auto") -> list[Path]:
     return sorted(file for files in kinds for file in files)
 
 
-def _elsewhere(root: Path) -> str | None:
-    """Return another checkpoint that vLLM reads a part of the weights from, as it does for Ultravox."""
+def _entries(root: Path) -> dict[str, Any]:
+    """Return what a folder's config.json holds; damage is found when it is read for the identity."""
     try:
         config = parse_json((root / "config.json").read_bytes(), constants=True)
-    except (OSError, ValueError):  # there is none, or it is named when it is read for the identity
-        return None
-    found = (config.get(f"{part}_model_id") for part in ("text", "audio")) if isinstance(config, dict) else ()
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _elsewhere(root: Path) -> str | None:
+    """Return another checkpoint that vLLM reads a part of the weights from, as it does for Ultravox."""
+    config = _entries(root)
+    found = (config.get(f"{part}_model_id") for part in ("text", "audio"))
     return next((str(place) for place in found if place), None)
+
+
+def _code_elsewhere(root: Path) -> list[tuple[str, Path]]:
+    """Return the hub ids in `auto_map` (`org/name--module.Class`), and the folders of those on this machine: engines
+    run no code that is not.
+    """
+    found = []
+    for name in sorted(set(_REPOSITORY.findall(json.dumps(_entries(root).get("auto_map"))))):
+        with contextlib.suppress(InputError):
+            found.append((name, resolve(name, None)))
+    return found
 
 
 def _add_configs(digest: Any, root: Path) -> None:
@@ -462,6 +483,9 @@ def _add_configs(digest: Any, root: Path) -> None:
         digest.update(
             canonical(b"config", file.name.encode(), _canonical_json(file, data) if file.suffix == ".json" else data)
         )
+    for name, folder in _code_elsewhere(root):
+        for file in _files(folder, ("*.py",)):
+            digest.update(canonical(b"code", name.encode(), file.name.encode(), file.read_bytes()))
 
 
 def _canonical_json(file: Path, data: bytes) -> bytes:

@@ -401,6 +401,21 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(folder: Path, tmp_path: Path) 
     assert tokenizer_identity(hub_id, revision="v2") == tokenizer_identity(folder) != tokenizer_identity(hub_id)
 
 
+def test_code_in_another_repository_counts(folder: Path, tmp_path: Path) -> None:
+    """A fine-tune's configuration names the original's code, of which the hub's cache has the newest."""
+    edit_json(folder / "config.json", auto_map={"AutoModel": "org/name--modeling.A", "AutoTokenizer": ["x.B", None]})
+    found = [checkpoint_identity(folder)]
+    code = tmp_path / "code"
+    code.mkdir()
+    for number in range(2):
+        (code / "modeling.py").write_text(f"scale = {number}")
+        cached(tmp_path, code)
+        found.append(checkpoint_identity(folder))
+        shutil.rmtree(tmp_path / "hub" / "models--org--name")
+    assert len(set(found)) == 3
+    assert checkpoint_identity(folder) == found[0]
+
+
 @pytest.mark.parametrize("name", ["org/other", "/no/such/folder", "s3://bucket/model", "org/name:Q4"])
 def test_what_is_not_there_is_refused(name: str) -> None:
     for call in (checkpoint_identity, tokenizer_identity):
