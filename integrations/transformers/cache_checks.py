@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.known_layers import Keys, KnownLayers
 from cuvee.codec.support.arrays import I64
@@ -58,6 +60,25 @@ def check_inputs(
                     "attention_mask; pass a cache whole, from its first token on; quality='lossless' keeps any cache "
                     "as it is"
                 )
+
+
+def check_chunk(known: KnownLayers, chunk: KVChunk, chunk_tokens: int) -> None:
+    """Refuse ids or a first position that are not those of a saved cache.
+
+    Raises:
+        InputError: as `check_inputs`.
+    """
+    tensors = [
+        (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+        for keys, values in zip(chunk.keys, chunk.values, strict=True)
+    ]
+    ids = chunk.token_ids
+    if ids is not None:  # of the tokens before the cache's, which nobody looks at, any
+        ids = np.concatenate([np.zeros(chunk.start, np.int64), ids])[None]
+    try:
+        check_inputs(known, tensors, chunk.start + chunk.tokens, chunk_tokens, [0], ids)
+    except InputError as error:
+        raise InputError(f"{error}; in a file, `start` is the position of the cache's first token") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ def encode(
     need_one_of_profile_and_config(profile, config)
 
     from cuvee.codec.codec import Codec
+    from cuvee.integrations.transformers.cache_checks import check_chunk
     from cuvee.integrations.transformers.cache_file import cache_file_dtype, read_cache_file
 
     dtype = cache_file_dtype(source)
@@ -73,6 +74,8 @@ def encode(
     chunk = read_cache_file(source, loaded.layout)
     check_output(target, force, blobs=True)
     with errors_of(source):
+        if not codec.lossless and (known := loaded.known_layers) is not None:
+            check_chunk(known, chunk, chunk_tokens)
         blobs = _encode_all(codec, chunk, chunk_tokens)
     write_folder(target, {blob_name(i, len(blobs)): blob for i, blob in enumerate(blobs)}, force)
     size = sum(map(len, blobs))

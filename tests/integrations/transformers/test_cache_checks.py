@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.conftest import Books, tiny_model
 from transformers import DynamicCache
+from typer.testing import CliRunner, Result
 
 import cuvee
 from cuvee.calibration import more_text
+from cuvee.cli import app
 from cuvee.codec.errors import InputError
+from cuvee.integrations.transformers.cache_file import write_cache_file
 
 CHUNK, PAD = 64, 24
+KV = ("keys", "values")
 
 
 def prefilled(model: Any, ids: torch.Tensor, **inputs: Any) -> DynamicCache:
@@ -124,6 +129,27 @@ def test_right_caches_pass(codec: cuvee.Codec, books: Books) -> None:
     for text in texts:
         for given in (text, None):
             assert cuvee.encode_cache(codec, prefilled(books.model, text), given, 16)
+
+
+def test_a_saved_cache_is_checked(codec: cuvee.Codec, books: Books, tmp_path: Path) -> None:
+    """By `cuvee encode`, also where it begins later than its sequence."""
+    ids = books.orchard[1:2, :192]
+    layers: Any = prefilled(books.model, ids).layers
+    codec.profile.save(tmp_path / "profile")
+
+    def encode(start: int, own: torch.Tensor) -> Result:
+        cut = slice(40, None)
+        keys, values = ([getattr(layer, unit)[0, :, cut].transpose(0, 1) for layer in layers] for unit in KV)
+        write_cache_file(tmp_path / "cache", keys, values, start, own[0, cut].numpy())
+        given = [tmp_path / "cache", tmp_path / "out", "--profile", tmp_path / "profile", "--step", "0.5", "--force"]
+        return CliRunner().invoke(app, ["encode", *map(str, given)])
+
+    assert encode(40, ids).exit_code == 0
+    for done, message in (
+        (encode(0, ids), "cache: must fit the positions"), (encode(41, ids), "keys at positions 1 earlier"),
+        (encode(40, ids.roll(1, 1)), "input_ids: must be the ids"),
+    ):  # fmt: skip
+        assert done.exit_code == 1 and message in " ".join(done.stderr.split()), done.output
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3-sliding-first", "gpt2"])
