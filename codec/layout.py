@@ -18,7 +18,6 @@ from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError
 from cuvee.codec.rope import Rope
 from cuvee.codec.support.fields import check_keys, check_positive, check_tuple, check_type, checked_list
-from cuvee.codec.support.plain_json import parse_json
 from cuvee.codec.support.torch_modes import without_modes
 
 __all__ = ["KVLayout", "LayerLayout", "Rope"]
@@ -119,7 +118,7 @@ class KVLayout:
         >>> layout = KVLayout("mine", (layer,) * 3, dtype="bfloat16", max_positions=4096)
         >>> layout.bytes_per_token
         192
-        >>> KVLayout.from_json(layout.to_json()) == layout
+        >>> KVLayout.from_dict(layout.to_dict()) == layout
         True
     """
 
@@ -362,19 +361,6 @@ class KVLayout:
             layers.append(kinds[index])
         states = data.get("states", False)
         return cls(data["model_type"], tuple(layers), data["dtype"], data["max_positions"], states)
-
-    def to_json(self) -> str:
-        """Return canonical JSON: sorted keys, no spaces, ASCII, exact floats."""
-        return _canonical_json(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> KVLayout:
-        """Invert `to_json`. Raise InputError for text that is not a layout."""
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            raise InputError(f"text: must be a layout in JSON, got {error}") from error
-        return cls.from_dict(data)
 
 
 def _exact(frequencies: Sequence[float]) -> Sequence[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,18 +38,9 @@ def chunk(tokens: int = 5, start: int = 0, layout: KVLayout = LAYOUT) -> KVChunk
 
 def test_json_is_exact(family: str) -> None:
     layout = KVLayout.from_config(tiny_config(family), dtype="bfloat16")
-    again = KVLayout.from_json(layout.to_json())
+    again = KVLayout.from_dict(json.loads(json.dumps(layout.to_dict())))
     assert again == layout
     assert again.fingerprint == layout.fingerprint
-    assert again.to_json() == layout.to_json()
-
-
-def test_json_is_canonical() -> None:
-    assert KVLayout("m", LAYERS[1:] * 2, "float32", None).to_json() == (
-        '{"dtype":"float32",'
-        '"kinds":[{"head_dim":4,"kv_heads":1,"rope":null,"sliding_window":5,"value_dim":3}],'
-        '"layers":[0,0],"max_positions":null,"model_type":"m"}'
-    )
 
 
 def test_fingerprint_is_stable() -> None:

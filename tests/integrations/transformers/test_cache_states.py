@@ -137,7 +137,7 @@ def test_keys_and_values_of_a_hybrid_can_be_lossy(hybrid: tuple[Any, torch.Tenso
 def test_a_layout_tells_of_states_only_if_asked(hybrid: tuple[Any, torch.Tensor, Any]) -> None:
     model, _, _ = hybrid
     layout = KVLayout.of(model, states=True)
-    assert KVLayout.from_json(layout.to_json()) == layout and not layout.relocatable
+    assert KVLayout.from_dict(layout.to_dict()) == layout and not layout.relocatable
     for refused in (model, model.config):
         with pytest.raises(UnsupportedModelError, match=r"layer 0 .* holds conv_states.*: use encode_cache"):
             KVLayout.of(refused)
