@@ -108,7 +108,7 @@ def _show(report: Mapping[str, Any]) -> Shown:
     title = f"{report['model']}, {report['quality']}: KL by turn, {len(conversations)} conversations"
     note = "KL of a turn's predictions from those of the exact conversation, nats per token, ± one standard error."
     columns = ["turn", "cached", *WAYS, "bytes, once / anew"]
-    return Shown("Conversations", line, [ReportTable(columns, rows, title, note)])
+    return Shown(line, [ReportTable(columns, rows, title, note)])
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

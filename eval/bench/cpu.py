@@ -326,7 +326,7 @@ def show_cpu(report: Mapping[str, Any]) -> Shown:
         ]  # fmt: skip
         title = f"{entry['cache']}, {entry['tokens']} tokens, one core"
         tables.append(ReportTable(columns, rows, title, "" if tables else _NOTE))
-    return Shown("The codec on a CPU", line, tables)
+    return Shown(line, tables)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from cuvee.codec.errors import CuveeError
-from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
-from cuvee.eval.files import write_atomically, write_json
+from cuvee.eval.documents import ReportTable
+from cuvee.eval.files import write_json
 from cuvee.eval.runs import check_folder
 
 _BEGAN = time.perf_counter()
@@ -36,22 +36,12 @@ class Shown:
     """A report as people read it.
 
     Attributes:
-        title: of the document.
         preface: the machine, and other conditions of all figures.
         tables: with their titles and notes.
     """
 
-    title: str
     preface: str
     tables: Sequence[ReportTable]
-
-    def markdown(self) -> str:
-        """Return the report as GitHub-flavored Markdown."""
-        sections = [
-            ReportSection(table.title, [ReportTable(table.columns, table.rows, "", table.note, table.strong)])
-            for table in self.tables
-        ]
-        return markdown_document(self.title, [self.preface], sections)
 
     def print(self, console: Console) -> None:
         """Print the report as tables."""
@@ -85,9 +75,7 @@ def run_bench(
         The exit status: 0, or 1 after an error that a line on standard error explains.
     """
     parser = argparse.ArgumentParser(prog=f"python -m cuvee.eval.bench.{name}", description=about)
-    parser.add_argument(
-        "--out", "-o", type=Path, metavar="FOLDER", help="write data.json and report.md to this new folder"
-    )
+    parser.add_argument("--out", "-o", type=Path, metavar="FOLDER", help="write data.json to this new folder")
     options(parser)
     arguments = parser.parse_args(argv)
     try:
@@ -96,7 +84,8 @@ def run_bench(
         report = measure(arguments)
         shown = show(report)
         if arguments.out is not None:
-            _save(report, shown, arguments.out)
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            write_json(arguments.out / "data.json", report)
     except (CuveeError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -105,13 +94,6 @@ def run_bench(
         console.width = _FILE_WIDTH
     shown.print(console)
     return 0
-
-
-def _save(report: Mapping[str, Any], shown: Shown, folder: Path) -> None:
-    """Write `data.json` and `report.md`, each whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "data.json", report)
-    write_atomically(folder / "report.md", shown.markdown().encode())
 
 
 def machine_and_vllm(report: Mapping[str, Any]) -> str:

@@ -334,7 +334,7 @@ def _storing(scope: ServingScope, given: _Given, quality: str) -> dict[str, Any]
 def show_serving(report: Mapping[str, Any]) -> Shown:
     """Make the tables of a report."""
     show = {"first-token": _show_first_tokens, "traffic": _show_traffic, "storing": _show_storing}[report["what"]]
-    return Shown(f"{report['model']} in vLLM", machine_and_vllm(report), show(report))
+    return Shown(machine_and_vllm(report), show(report))
 
 
 def _show_first_tokens(report: Mapping[str, Any]) -> list[ReportTable]:
