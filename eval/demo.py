@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console, Group
@@ -37,7 +37,7 @@ from cuvee.calibration.real_model import REAL_MODEL, REAL_MODEL_TITLE
 from cuvee.calibration.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.models.forward import append_units, cache_argument, empty_cache
+from cuvee.codec.models.forward import cache_argument, cache_of
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.codec.support.terminal_table import terminal_table
@@ -192,7 +192,7 @@ def _restored(model: PreTrainedModel, tokens: torch.Tensor, cache: KVChunk, code
         model.base_model(input_ids=tokens.to(model.device), use_cache=True)  # without the head, which no cache needs
 
     def restore() -> None:
-        _model_cache(model, [KVChunk.concat([codec.decode(blob, device=model.device) for blob in blobs])])
+        cache_of(model, [KVChunk.concat([codec.decode(blob, device=model.device) for blob in blobs])])
 
     with frozen(model):
         return Restored(cache.nbytes, sum(map(len, blobs)), _shortest(compute), _shortest(restore))
@@ -225,22 +225,10 @@ def _continued(
     return Continued(prompts, after(caches), others)
 
 
-def _model_cache(model: PreTrainedModel, chunks: Sequence[KVChunk]) -> Any:
-    """Return the model's own cache of a batch of chunks of one length."""
-    cache = empty_cache()
-    for index, layer in enumerate(chunks[0].layout.layers):
-        keys, values = (
-            torch.stack([unit[index].transpose(0, 1) for unit in units]).to(model.device, model.dtype)
-            for units in ([chunk.keys for chunk in chunks], [chunk.values for chunk in chunks])
-        )
-        append_units(cache, keys, values, index, layer)
-    return cache
-
-
 @torch.no_grad()
 def _greedy(model: PreTrainedModel, chunks: Sequence[KVChunk], prompts: torch.Tensor, count: int) -> torch.Tensor:
     """Generate the `count` most likely tokens, one by one, after a cache each and prompts `[n, t]`."""
-    cache, fed, out = _model_cache(model, chunks), prompts.to(model.device), []
+    cache, fed, out = cache_of(model, chunks), prompts.to(model.device), []
     with frozen(model):
         for _ in range(count):
             fed = model(input_ids=fed, **cache_argument(model, cache), use_cache=True).logits[:, -1:].argmax(-1)

@@ -201,13 +201,8 @@ def prefill(
     return fill(model, tokens, layout).chunks(tokens, device)
 
 
-def score(
-    model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor, filled: Filled | None = None
-) -> torch.Tensor:
-    """Return log-probabilities `[B, T - 1, V]` float32 of `tokens [B, T]` after these caches.
-
-    `filled` is needed if the model's layers hold states beside keys and values: those that the chunks belong to.
-    """
+def cache_of(model: PreTrainedModel, chunks: Sequence[KVChunk], filled: Filled | None = None) -> Any:
+    """Return a transformers cache of these chunks of one length, a sequence each; `filled` as in `score`."""
     layout = chunks[0].layout
     if filled is None and layout.states:
         raise InputError(f"filled: must be given for {layout.model_type}, whose layers hold states beside the chunks")
@@ -216,7 +211,17 @@ def score(
         keys = torch.stack([chunk.keys[index] for chunk in chunks]).transpose(1, 2)
         values = torch.stack([chunk.values[index] for chunk in chunks]).transpose(1, 2)
         units.append((keys.to(device, model.dtype), values.to(device, model.dtype)))
-    cache = (filled or Filled(layout, (), None, ())).cache(units)
+    return (filled or Filled(layout, (), None, ())).cache(units)
+
+
+def score(
+    model: PreTrainedModel, chunks: Sequence[KVChunk], tokens: torch.Tensor, filled: Filled | None = None
+) -> torch.Tensor:
+    """Return log-probabilities `[B, T - 1, V]` float32 of `tokens [B, T]` after these caches.
+
+    `filled` is needed if the model's layers hold states beside keys and values: those that the chunks belong to.
+    """
+    cache = cache_of(model, chunks, filled)
     with _float32_head(model):
         logits: torch.Tensor = model(input_ids=tokens, **cache_argument(model, cache)).logits[:, :-1].float()
     for row in logits:
