@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, PRESET_KL, Curve, CurvePoint
 from cuvee.codec.profiles.sections import partition
-from cuvee.codec.rope import rotate, unrotate
+from cuvee.codec.rope import rotate
 from cuvee.codec.stages.transform import gather
 from cuvee.integrations.transformers.caches import decode_cache, encode_cache
 from cuvee.learning import calibrate
@@ -36,7 +37,7 @@ from cuvee.learning.calibrate import choose_group, fit
 from cuvee.learning.curve import CURVE_STEP_INDICES, measure, round_trip
 from cuvee.learning.divergence import compare
 from cuvee.learning.gradients import sample_gradients
-from cuvee.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_cache, held_out_count, normalized
+from cuvee.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, held_out_count, normalized
 from cuvee.learning.rereading import reread
 from cuvee.learning.token_model import TokenSums, learn_token_model
 
@@ -45,84 +46,20 @@ def tokens_of(count: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 61, (count, length), generator=torch.Generator().manual_seed(seed))
 
 
-def caches(books: Books, rows: torch.Tensor) -> list[KVChunk]:
-    """The cache of the first tokens of each row, by transformers alone."""
+def costs(books: Books, codec: Codec, rows: torch.Tensor) -> tuple[float, float, float, float]:
+    """Bits per value; per token, KL and loss of log-likelihood; the share of tokens that stay the likeliest."""
     cache: Any = DynamicCache()
     with torch.no_grad():
         books.model(rows[:, : books.prefix], **cache_argument(books.model, cache))
-    return [
-        KVChunk(
-            [layer.keys[i].transpose(0, 1) for layer in cache.layers],
-            [layer.values[i].transpose(0, 1) for layer in cache.layers],
-            books.layout,
-            token_ids=rows[i, : cache.layers[0].keys.shape[2]],
+        blobs = encode_cache(codec, cache, rows[:, : books.prefix])
+        exact, coded = (
+            books.model(rows[:, books.prefix :], **cache_argument(books.model, own)).logits[:, :-1].log_softmax(-1)
+            for own in (decode_cache(codec, blobs, books.model), cache)[::-1]
         )
-        for i in range(len(rows))
-    ]
-
-
-def predictions(books: Books, chunks: list[KVChunk], rows: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the rest of each row, read after these caches."""
-    cache: Any = DynamicCache()
-    for index in range(books.layout.num_layers):
-        keys = torch.stack([c.keys[index] for c in chunks]).transpose(1, 2)
-        values = torch.stack([c.values[index] for c in chunks]).transpose(1, 2)
-        cache.update(keys, values, index)
-    with torch.no_grad():
-        logits: torch.Tensor = books.model(rows[:, books.prefix :], **cache_argument(books.model, cache)).logits[:, :-1]
-    return logits.log_softmax(-1)
-
-
-def cost(books: Books, codec: Codec, rows: torch.Tensor) -> tuple[float, float]:
-    """Bits per value and KL per token, measured here from scratch."""
-    return costs(books, codec, rows)[:2]
-
-
-def costs(books: Books, codec: Codec, rows: torch.Tensor) -> tuple[float, float, float, float]:
-    """Bits per value; per token, KL and loss of log-likelihood; the share of tokens that stay the likeliest."""
-    chunks = caches(books, rows)
-    blobs = [codec.encode(chunk) for chunk in chunks]
-    exact = predictions(books, chunks, rows)
-    coded = predictions(books, [codec.decode(blob) for blob in blobs], rows)
-    bits = 8 * sum(map(len, blobs)) / sum(c.tokens * c.layout.values_per_token for c in chunks)
+    bits = 8 * sum(map(len, blobs)) / (rows[:, : books.prefix].numel() * books.layout.values_per_token)
     kl, real = float((exact.exp() * (exact - coded)).sum(-1).mean()), rows[:, books.prefix + 1 :, None]
     lost = float((exact.gather(-1, real) - coded.gather(-1, real)).mean())
     return bits, kl, lost, float((exact.argmax(-1) == coded.argmax(-1)).float().mean())
-
-
-# The curve ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def halves(books: Books) -> list[tuple[Profile, torch.Tensor]]:
-    """The profile measured on either half of `orchard`, and the other half; re-read and plain rows in both."""
-    late = torch.arange(len(books.orchard)) % 4 >= 2
-    parts = (books.orchard[~late], books.orchard[late])
-    return [
-        (
-            measure(
-                books.profile,
-                books.model,
-                measured,
-                prefix=books.prefix,
-                step_indices=range(-384, 1, 48),
-                progress=False,
-            ),
-            unseen,
-        )
-        for measured, unseen in (parts, parts[::-1])
-    ]
-
-
-@pytest.mark.parametrize("target", [2e-3, 5e-3, 2e-2])
-def test_kl_is_what_was_asked_for(target: float, books: Books, halves: list[tuple[Profile, torch.Tensor]]) -> None:
-    """On another text than the one learned from: asked for on one half, measured on the other, both ways."""
-    kls = [cost(books, Codec(profile, kl=target), unseen)[1] for profile, unseen in halves]
-    aim = target / KL_MARGIN  # so much lower than what was asked, since the text is another one
-    assert aim / 1.5 < math.sqrt(kls[0] * kls[1]) < aim * 1.5
-    # The profile's own curve comes from three sequences of the text it was learned from.
-    _, kl = cost(books, Codec(books.profile, kl=target), books.orchard[:12])
-    assert target / 2.5 < kl < target * 2.5
 
 
 def test_presets_of_the_readme_s_profile_keep_their_promise(
@@ -152,7 +89,7 @@ def test_presets_of_the_readme_s_profile_keep_their_promise(
                 for cache in (exact, decoded)
             )
         for kls in (a.exp() * (a - b)).sum(-1).mean(1).view(2, 9):
-            assert 0 < kls.mean() <= 1.1 * promised + kls.std() / 3, preset
+            assert promised / 3 < kls.mean() <= 1.1 * promised + kls.std() / 3, preset
 
 
 def test_the_calibrated_curve_is_that_of_the_held_out_sequences(books: Books) -> None:
@@ -166,30 +103,23 @@ def test_the_calibrated_curve_is_that_of_the_held_out_sequences(books: Books) ->
         assert point.top1 == pytest.approx(same, abs=1e-6)
 
 
-def test_an_unlearned_profile_cannot_be_measured(books: Books) -> None:
-    with pytest.raises(InputError, match=r"^step: must be quality='lossless' with an unlearned profile"):
-        measure(Profile.unlearned(books.layout), books.model, books.orchard[:2], step_indices=[-320], progress=False)
-
-
 def test_the_loss_metric_beats_the_variance_metric(books: Books) -> None:
-    fitted = fit(books.layout, caches(books, books.harbour), "layer")
+    fitted = fit(books.layout, prefill(books.model, books.harbour[:, : books.prefix], books.layout), "layer")
     points = []
     for profile in (fitted, books.profile):
-        points_of = [cost(books, Codec(profile, step=2.0**p), books.orchard[:10]) for p in (-4, -2, 0)]
+        points_of = [costs(books, Codec(profile, step=2.0**p), books.orchard[:6])[:2] for p in (-4, -2, 0)]
         points.append((np.log([b for b, _ in points_of])[::-1], np.log([kl for _, kl in points_of])[::-1]))
     low, high = max(x[0] for x, _ in points), min(x[-1] for x, _ in points)
     gains = [float(np.interp(b, *points[0]) - np.interp(b, *points[1])) for b in np.linspace(low, high, 5)]
     assert math.exp(float(np.mean(gains))) > 1.3, gains
 
 
-# Arguments and reproducibility ---------------------------------------------------------------------------------------
-
-
 def calibrated(tiny: Any, rows: Any, group: str = "unit", **arguments: Any) -> Profile:
     return calibrate.calibrate(tiny, rows, group, progress=False, **arguments)
 
 
-def test_calibrates_every_family(family: str) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v2", "gemma3-sliding-first", "gpt2", "gpt_neox", "gpt_oss", "smollm3"])
+def test_calibrates_families_that_differ(family: str) -> None:
     """Gradients, sinks, curve and a round trip, on models whose attention, positions and masks differ."""
     tiny = tiny_model(family)
     profile = calibrated(tiny, tokens_of(12, 32), "head", prefix=20, step_indices=(-320, -160, 0))
@@ -209,67 +139,82 @@ def test_the_same_arguments_give_the_same_profile() -> None:
     assert first.group == "unit" and len(first.curve) > 0
 
 
-def test_too_few_tokens() -> None:
-    # 12 values per head, 2 heads: 24 per unit, 48 per layer, 96 in all; four tokens per value.
-    tiny = tiny_model("llama")
-    for group, need in (("unit", 96), ("layer", 192), ("layers:2", 384), ("all", 384)):
-        with pytest.raises(ProfileError, match=rf"^group: '{group}' .* at least {need} cached tokens .*, got 52"):
-            calibrated(tiny, tokens_of(4, 40), group)
-    assert calibrated(tiny, tokens_of(4, 40), "head").group == "head"  # needs 48
-    with pytest.raises(ProfileError, match="got 0"):
-        calibrated(tiny, tokens_of(4, 40), prefix=SINKS)
-    for count in (1, 2):
-        with pytest.raises(InputError, match=r"^token_ids: must hold at least three sequences, got"):
-            calibrated(tiny, tokens_of(count, 40))
-    layout = LAYOUTS["gqa"]
-    with pytest.raises(ProfileError, match=r"^group: .* spans 64 values and must have at least 256 cached .*, got 255"):
-        fit(layout, [synthetic_chunk(layout, 255, start=4)])
-    assert fit(layout, [synthetic_chunk(layout, 256, start=4)]).source == "fitted"
-    with pytest.raises(ProfileError, match="got 0"):
-        fit(layout, [])
+GOOD, GQA = tokens_of(4, 40), LAYOUTS["gqa"]
 
 
-def test_bad_token_ids() -> None:
-    tiny = tiny_model("llama")
-    good = tokens_of(4, 40)
-    too_large, negative = good.clone(), good.clone()
-    too_large[3, 39], negative[0, 0] = 61, -1
-    for bad, message in (
-        (good[0], r"integer tensor \[N, T\], got torch.int64 \[40\]"),
-        (good[None], r"got torch.int64 \[1, 4, 40\]"),
-        (good.float(), "got torch.float32"),
-        (good.bool(), "got torch.bool"),
-        (good[:, :7], "at least 8 tokens"),
-        (good[:0], "at least 8 tokens"),
-        (too_large, "^token_ids: must lie in the vocabulary 0 … 60, got 61"),
-        (negative, "^token_ids: must lie in the vocabulary 0 … 60, got -1"),
-        (torch.ones(1, 4097, dtype=torch.int64), "^token_ids: must be at most 4096 long, .* got 4097"),
-    ):
-        with pytest.raises(InputError, match=message):
-            calibrated(tiny, bad)
-        with pytest.raises(InputError, match=message):
-            measure(Profile.unlearned(KVLayout.from_config(tiny.config, tiny.dtype)), tiny, bad, progress=False)
-    for prefix in (0, -1, 39, 40):
-        with pytest.raises(InputError, match=f"^prefix: must lie in 1 … 38, .* got {prefix}$"):
-            calibrated(tiny, good, prefix=prefix)
-    for idle in ({"flops": 96.0}, {"tensor_parallel": True}):
-        with pytest.raises(InputError, match=f"^{next(iter(idle))}: must come with group='auto', .* got 'layer'"):
-            calibrated(tiny, good, "layer", **idle)
+def with_id(value: int) -> torch.Tensor:
+    rows = GOOD.clone()
+    rows[3, 39] = value
+    return rows
 
 
-def test_chunks_of_another_layout() -> None:
-    good = synthetic_chunk(LAYOUTS["gqa"], 300)
-    with pytest.raises(ProfileMismatchError, match=r"^chunks\[1\]: must have the given layout"):
-        fit(LAYOUTS["gqa"], [good, synthetic_chunk(LAYOUTS["mha"], 300)])
-    half = synthetic_chunk(replace(LAYOUTS["gqa"], dtype="bfloat16"), 300)
-    assert fit(LAYOUTS["gqa"], [good, half]).layout.dtype == "float32"
+def learned_from(rows: Any, group: str = "unit", **arguments: Any) -> list[Callable[[], object]]:
+    return [lambda: calibrated(tiny_model("llama"), rows, group, **arguments)]
 
 
-def test_samples_that_are_not_finite() -> None:
-    chunk = synthetic_chunk(LAYOUTS["gqa"], 300)
+def learned_or_measured(rows: Any) -> list[Callable[[], object]]:
+    def measured() -> object:
+        tiny = tiny_model("llama")
+        return measure(Profile.unlearned(KVLayout.from_config(tiny.config, tiny.dtype)), tiny, rows, progress=False)
+
+    return [*learned_from(rows), measured]
+
+
+def fitted_to(*chunks: KVChunk, layout: KVLayout = GQA, group: str = "layer") -> list[Callable[[], object]]:
+    return [lambda: fit(layout, chunks, group)]
+
+
+def not_finite() -> KVChunk:
+    chunk = synthetic_chunk(GQA, 300)
     chunk.values[1][5, 1, 3] = float("nan")
-    with pytest.raises(CuveeError, match=r"NaN|finite"):
-        fit(LAYOUTS["gqa"], [chunk])
+    return chunk
+
+
+FOUR = KVLayout("synthetic", (LayerLayout(1, 4, 4, None),), "float32", None)
+REFUSED: list[tuple[list[Callable[[], object]], type[Exception], str]] = [
+    # 12 values per head, 2 heads: 24 per unit, 48 per layer, 96 in all; four tokens per value.
+    (learned_from(GOOD), ProfileError, "^group: 'unit' .* at least 96 cached tokens .*, got 52"),
+    (learned_from(GOOD, "layers:2"), ProfileError, "^group: 'layers:2' .* at least 384 cached tokens .*, got 52"),
+    (learned_from(GOOD, prefix=SINKS), ProfileError, "got 0"),
+    (learned_from(GOOD[:2]), InputError, "^token_ids: must hold at least three sequences, got"),
+    (learned_or_measured(GOOD[0]), InputError, r"integer tensor \[N, T\], got torch.int64 \[40\]"),
+    (learned_or_measured(GOOD.bool()), InputError, "got torch.bool"),
+    (learned_or_measured(GOOD[:, :7]), InputError, "at least 8 tokens"),
+    (learned_or_measured(GOOD[:0]), InputError, "at least 8 tokens"),
+    (learned_or_measured(with_id(61)), InputError, "^token_ids: must lie in the vocabulary 0 … 60, got 61"),
+    (learned_or_measured(with_id(-1)), InputError, "^token_ids: must lie in the vocabulary 0 … 60, got -1"),
+    (learned_or_measured(torch.ones(1, 4097, dtype=torch.int64)), InputError, "^token_ids: must be at most 4096 long"),
+    (learned_or_measured({}), InputError, "^token_ids: must have at least one kind of text"),
+    (learned_from(GOOD, prefix=0), InputError, "^prefix: must lie in 1 … 38, .* got 0$"),
+    (learned_from(GOOD, prefix=39), InputError, "^prefix: must lie in 1 … 38, .* got 39$"),
+    (learned_from(GOOD, "layer", flops=96.0), InputError, "^flops: must come with group='auto', .* got 'layer'"),
+    (learned_from(GOOD, "layer", tensor_parallel=True), InputError, "^tensor_parallel: must come with group='auto'"),
+    (learned_from({"a": tokens_of(12, 40), "few": GOOD[:2]}), InputError, r"^token_ids\['few'\]: must hold at least"),
+    (learned_from({"a": tokens_of(12, 40), "b": tokens_of(12, 7)}), InputError, "at least 8 tokens"),
+    (learned_from({"a": tokens_of(12, 40), "b": tokens_of(12, 31)}, prefix=30), InputError, "^prefix: .* 1 … 29"),
+    (learned_from(GOOD[:1].expand(8, -1)), InputError, "^token_ids: must hold different sequences"),
+    (fitted_to(), ProfileError, "got 0"),
+    (fitted_to(synthetic_chunk(GQA, 255, start=4)), ProfileError, "^group: .* 64 values .* 256 cached .* got 255"),
+    (fitted_to(synthetic_chunk(GQA, 300), synthetic_chunk(LAYOUTS["mha"], 300)), ProfileMismatchError,
+     r"^chunks\[1\]: must have the given layout"),
+    (fitted_to(not_finite()), CuveeError, "NaN|finite"),
+    (fitted_to(*[KVChunk(torch.ones(1, 256, 1, 4), torch.ones(1, 256, 1, 4), FOUR)] * 8, layout=FOUR), ProfileError,
+     "^samples: must vary"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("calls", "error", "message"), REFUSED)
+def test_what_cannot_be_learned_from(calls: list[Callable[[], object]], error: type[Exception], message: str) -> None:
+    for call in calls:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_as_few_tokens_as_are_enough() -> None:
+    assert calibrated(tiny_model("llama"), GOOD, "head").group == "head"
+    assert fit(GQA, [synthetic_chunk(GQA, 256, start=4)]).source == "fitted"
+    half = synthetic_chunk(replace(GQA, dtype="bfloat16"), 300)
+    assert fit(GQA, [synthetic_chunk(GQA, 300), half]).layout.dtype == "float32"
 
 
 @pytest.mark.parametrize(("dtype", "peak"), [("float16", 65504.0), ("bfloat16", 2.0**40)])
@@ -310,24 +255,6 @@ def test_the_model_is_left_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPa
     assert all(p.grad is None for p in tiny.parameters())
     assert tiny.training
     assert modes(tiny) == before
-
-
-# Kinds of text -------------------------------------------------------------------------------------------------------
-
-
-def test_large_vocabularies_are_measured_by_fewer_sequences_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny, rows = tiny_model("llama"), tokens_of(12, 40)
-    profile = calibrated(tiny, rows).with_curve([])
-    together = measure(profile, tiny, rows[:4], step_indices=(-64,), progress=False).curve
-    scored = 10 * tiny.config.vocab_size
-    monkeypatch.setattr("cuvee.learning.curve._MOST_LOGITS", 2 * scored)
-    seen: list[int] = []
-    hook = tiny.get_output_embeddings().register_forward_hook(lambda _, given, out: seen.append(len(out)))
-    apart = measure(profile, tiny, rows[:4], step_indices=(-64,), progress=False).curve
-    hook.remove()
-    assert max(seen) == 2
-    assert apart[0].kl == pytest.approx(together[0].kl, rel=1e-3)
-    assert apart[0].bits_per_value == pytest.approx(together[0].bits_per_value)
 
 
 def test_kinds_are_measured_one_by_one_and_together(books: Books) -> None:
@@ -394,34 +321,6 @@ def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tmp_path: Path) -> Non
     assert (loaded.curve, loaded.curves, loaded.points) == (profile.curve, profile.curves, profile.points)
 
 
-def test_kinds_that_cannot_be_learned_from() -> None:
-    tiny = tiny_model("llama")
-    with pytest.raises(InputError, match=r"^token_ids: must have at least one kind of text"):
-        calibrated(tiny, {})
-    with pytest.raises(InputError, match=r"^token_ids: must have at least one kind of text"):
-        measure(Profile.unlearned(KVLayout.from_config(tiny.config, tiny.dtype)), tiny, {}, progress=False)
-    with pytest.raises(InputError, match=r"^token_ids\['few'\]: must hold at least three sequences"):
-        calibrated(tiny, {"many": tokens_of(12, 40), "few": tokens_of(2, 40)})
-    with pytest.raises(InputError, match="at least 8 tokens"):
-        calibrated(tiny, {"many": tokens_of(12, 40), "short": tokens_of(12, 7)})
-    with pytest.raises(InputError, match=r"^prefix: must lie in 1 … 29, .* got 30$"):
-        calibrated(tiny, {"many": tokens_of(12, 40), "short": tokens_of(12, 31)}, prefix=30)
-
-
-def test_every_kind_is_learned_from_and_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[tuple[int, ...], int]] = []
-    of_a_batch = sample_gradients
-
-    def spy(tiny: Any, layers: Any, batch: torch.Tensor, cached: int, generator: Any) -> Any:
-        seen.append((tuple(batch.shape), cached))
-        return of_a_batch(tiny, layers, batch, cached, generator)
-
-    monkeypatch.setattr(calibrate, "sample_gradients", spy)
-    calibrated(tiny_model("llama"), {"a": tokens_of(9, 32), "b": tokens_of(4, 64, 1)}, batch_size=4)
-    assert seen == [((4, 32), 24), ((3, 32), 24), ((2, 64), 48)]
-    assert [held_out_count(n) for n in (3, 16, 24, 256, 1000)] == [2, 2, 3, 32, 32]
-
-
 def test_one_kind_is_as_good_as_none() -> None:
     tiny, rows = tiny_model("llama"), tokens_of(9, 40)
     named, plain = calibrated(tiny, {"only": rows}), calibrated(tiny, rows)
@@ -448,11 +347,10 @@ def test_what_is_held_out_shares_no_text_with_what_is_learned(monkeypatch: pytes
     known = {tuple(run.tolist()) for run in held_out}
     rows = [row for batch in learned for row in batch]
     assert len(rows) == 17 and not any(tuple(run.tolist()) in known for row in rows for run in row.unfold(0, 64, 1))
-    with pytest.raises(InputError, match=r"^token_ids: must hold different sequences"):
-        calibrated(tiny_model("llama"), plain[:1].expand(8, -1))
 
 
-def test_a_curve_has_twelve_rows_that_reread(monkeypatch: Any) -> None:
+def test_a_curve_has_rows_that_reread(monkeypatch: Any) -> None:
+    """Twelve of them; of a kind that is called so, there are as many fewer."""
     measured: list[dict[str, torch.Tensor]] = []
 
     def noted(profile: Profile, model: object, kinds: dict[str, torch.Tensor], **_: Any) -> Profile:
@@ -461,19 +359,29 @@ def test_a_curve_has_twelve_rows_that_reread(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(calibrate, "measure", noted)
     rows, own = tokens_of(9, 40), tokens_of(9, 40, 1)
-    first = calibrated(tiny_model("llama"), rows)
-    assert list(first.curves) == ["text", "reread"] and first.lengths == (40,)
+    calibrated(tiny_model("llama"), rows)
     calibrated(tiny_model("llama"), {"reread": own, "mine": rows})
-    calibrated(tiny_model("llama"), {"reread": own})
-    assert [list(kinds) for kinds in measured] == [["text"], ["reread"], ["mine"], ["reread"], ["reread"]]
-    assert torch.equal(measured[3]["reread"][:2], own[-2:]) and torch.equal(measured[4]["reread"], own[-2:])
+    assert [list(kinds) for kinds in measured] == [["text"], ["reread"], ["mine"], ["reread"]]
+    assert torch.equal(measured[3]["reread"][:2], own[-2:])
     for found, of_each in ((measured[1]["reread"], 6), (measured[3]["reread"][2:], 5)):
         for row, made in zip(rows[-2:].repeat_interleave(of_each, 0), found, strict=True):
             assert torch.equal(row[:30], made[:30])
             assert any(torch.equal(made[30:], made[start : start + 10]) for start in range(19))
-    calibrated(tiny_model("llama"), {"mine": rows, "reread": own}, prefix=20)
-    assert [list(kinds) for kinds in measured[5:]] == [["mine"], ["reread"]]
-    assert torch.equal(measured[6]["reread"], own[-2:]), "no room to repeat a tail of 20 of 20 cached tokens"
+
+
+def test_large_vocabularies_are_measured_by_fewer_sequences_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, rows = tiny_model("llama"), tokens_of(12, 40)
+    profile = calibrated(tiny, rows).with_curve([])
+    together = measure(profile, tiny, rows[:4], step_indices=(-64,), progress=False).curve
+    scored = 10 * tiny.config.vocab_size
+    monkeypatch.setattr("cuvee.learning.curve._MOST_LOGITS", 2 * scored)
+    seen: list[int] = []
+    hook = tiny.get_output_embeddings().register_forward_hook(lambda _, given, out: seen.append(len(out)))
+    apart = measure(profile, tiny, rows[:4], step_indices=(-64,), progress=False).curve
+    hook.remove()
+    assert max(seen) == 2
+    assert apart[0].kl == pytest.approx(together[0].kl, rel=1e-3)
+    assert apart[0].bits_per_value == pytest.approx(together[0].bits_per_value)
 
 
 def test_rows_that_begin_with_the_same_tokens_are_coded_once(monkeypatch: Any) -> None:
@@ -537,9 +445,6 @@ def test_a_quantized_head_computes_its_own_logits() -> None:
     assert torch.equal(got, expected)
 
 
-# The group -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def half_coded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many operations per value as values in a group."""
@@ -563,7 +468,7 @@ def test_the_largest_group_within_budget_and_text() -> None:
     assert choose_group(no_rope(24), 0, 1) == ("layer", "it spans all layers")
 
 
-@pytest.mark.parametrize(("sequences", "group"), [(6, "unit"), (4, "head"), (16, "layer")])
+@pytest.mark.parametrize(("sequences", "group"), [(4, "head"), (16, "layer")])
 def test_auto_falls_back_to_what_little_text_supports(
     sequences: int, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -603,9 +508,6 @@ def test_a_profile_for_tensor_parallel_engines_is_cut() -> None:
     assert all(part.group == profile.group and part.learned for part in parts) and parts[0].id != parts[1].id
 
 
-# Steps out of reach --------------------------------------------------------------------------------------------------
-
-
 def test_the_curve_leaves_out_steps_that_are_too_fine() -> None:
     tiny, rows = tiny_model("llama"), tokens_of(12, 40)
     usual = calibrated(tiny, rows)
@@ -620,9 +522,6 @@ def test_the_curve_leaves_out_steps_that_are_too_fine() -> None:
         Codec(profile, step=2.0 ** ((curve[0].step_index - 32) / 64))
 
 
-# Beyond the curve ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("worst", [False, True])
 def test_a_kl_below_the_curve_is_lossless(worst: bool, books: Books, caplog: pytest.LogCaptureFixture) -> None:
     profile = books.profile.with_curve(books.profile.curve)
@@ -631,7 +530,7 @@ def test_a_kl_below_the_curve_is_lossless(worst: bool, books: Books, caplog: pyt
     least = min(kl for _, kl in Curve(profile.points).expected_kl(worst) if kl)
     beside = [(p.kl_stderr or 0.0) if worst else 0.0 for p in profile.curve]
     assert least == min(KL_MARGIN * (p.kl + more) for p, more in zip(profile.curve, beside, strict=True) if p.kl)
-    (chunk,) = caches(books, books.orchard[:1])
+    (chunk,) = prefill(books.model, books.orchard[:1, : books.prefix], books.layout)
     at = Codec(profile, kl=least * 1.0001, worst=worst)
     assert not at.lossless and inspect(at.encode(chunk)).scheme == "transform"
     with caplog.at_level("INFO", logger="cuvee"):
@@ -643,25 +542,14 @@ def test_a_kl_below_the_curve_is_lossless(worst: bool, books: Books, caplog: pyt
         back = codec.decode(blob)
         pairs = zip((*back.keys, *back.values), (*chunk.keys, *chunk.values), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
-    # Nothing else is taken for lossless: neither nonsense nor what nobody measured.
-    for kl in (0.0, -1.0, float("nan")):
-        with pytest.raises(InputError, match="must be a positive number"):
-            Codec(profile, kl=kl, worst=worst)
-    with pytest.raises(InputError, match="exactly one of"):
-        Codec(profile, kl=least * 0.99, bits=3.0, worst=worst)
-    with pytest.raises(InputError, match="exactly one of"):
-        Codec(profile, "lossless", kl=least * 0.99, worst=worst)
     with pytest.raises(ProfileError, match="no curve"):
         Codec(profile.with_curve([]), kl=1e-9)
-
-
-# Gradients -----------------------------------------------------------------------------------------------------------
 
 
 NUDGE = 0.01
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-sliding-first"])
+@pytest.mark.parametrize("name", ["llama", "gemma3-sliding-first"])
 def test_gradients_are_those_of_a_changed_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finite differences: nudge one number of the cache, read the rest after it.
 
@@ -748,13 +636,12 @@ def test_a_large_vocabulary_is_float32_in_slices(monkeypatch: Any) -> None:
     assert torch.equal(table.embedding, whole[2].embedding) and torch.equal(table.row_scale, whole[2].row_scale)
 
 
-@pytest.mark.parametrize("scaled", [1, 3])
-def test_targets_are_drawn_from_the_model(scaled: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_drawn_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean code length of the targets is the entropy of the predictions."""
     tiny, rows = tiny_model("llama"), tokens_of(64, 24)
     with torch.no_grad():
         for parameter in tiny.parameters():
-            parameter.copy_(scaled * parameter if parameter.ndim > 1 else parameter)
+            parameter.copy_(3 * parameter if parameter.ndim > 1 else parameter)
     drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
     cross_entropy = torch.nn.functional.cross_entropy
 
@@ -772,16 +659,11 @@ def test_targets_are_drawn_from_the_model(scaled: float, monkeypatch: pytest.Mon
     assert len(excess) >= 64 * 11
     error = float(excess.std()) / math.sqrt(len(excess))
     assert abs(float(excess.mean())) < 4 * error
-    # Every part of the distribution comes up: the cumulative probability of the targets is uniform.
-    cumulative = logp.exp().cumsum(1).gather(1, targets[:, None])[:, 0]
-    middle = cumulative - logp.exp().gather(1, targets[:, None])[:, 0] / 2
-    assert abs(float(middle.mean()) - 0.5) < 4 / math.sqrt(12 * len(middle))
 
 
-@pytest.mark.parametrize("scaling", [1.0, 1.4])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_gradients_go_back_through_rope_transposed(scaling: float, interleaved: bool) -> None:
-    rope = Rope((1.0, 0.4, 0.01), scaling, interleaved)
+def test_gradients_go_back_through_rope_transposed(interleaved: bool) -> None:
+    rope = Rope((1.0, 0.4, 0.01), 1.4, interleaved)
     layout = KVLayout("synthetic", (LayerLayout(2, 8, 4, rope), LayerLayout(1, 6, 5, None)), "float32", None)
     generator = torch.Generator().manual_seed(0)
     free = [torch.randn(10, x.kv_heads, x.head_dim, generator=generator).requires_grad_() for x in layout.layers]
@@ -798,45 +680,17 @@ def test_gradients_go_back_through_rope_transposed(scaling: float, interleaved: 
         torch.testing.assert_close(back[:, : expected[0].numel()], expected.flatten(1), rtol=1e-5, atol=1e-6)
 
 
-# Moments -------------------------------------------------------------------------------------------------------------
-
-
 def no_rope(units: int, layers: int = 1) -> KVLayout:
     return KVLayout("synthetic", (LayerLayout(1, units, units, None),) * layers, "float32", None)
 
 
-def test_more_text_adds_to_means_and_covariances_alone() -> None:
-    layout = no_rope(4)
-    draw = torch.Generator().manual_seed(0)
-    units = [torch.randn(count, 1, 8, generator=draw) * torch.arange(1.0, 9) + 3 for count in (40, 30, 50)]
-    ids = [torch.arange(len(unit)) % 7 for unit in units]
-    chunks = [
-        KVChunk([unit[..., :4]], [unit[..., 4:]], layout, token_ids=own) for unit, own in zip(units, ids, strict=True)
-    ]
-    (section,) = partition(layout, "layer")
-    moments = Moments(section, layout, 1000)
-    moments.add(units[0][:, 0], 0, torch.ones(40, 8))
-    for chunk in chunks[1:]:
-        add_cache([moments], chunk, lambda _, tokens: tokens[:, None].float().expand(-1, 8), sampled=False)
-    # All but the leading positions, and what is predicted subtracted.
-    parts = [units[0][4:, 0], *(unit[4:, 0] - own[4:, None] for unit, own in zip(units[1:], ids[1:], strict=True))]
-    everything = torch.cat(parts).double()
-    assert moments.count == len(everything) == 108 and sum(len(run.x) for run in moments.sample) == 40
-    torch.testing.assert_close(moments.mean(), everything.mean(0), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(moments.covariances()[0], torch.cov(everything.T, correction=0), rtol=1e-4, atol=1e-4)
-    firsts = torch.stack([unit[:4, 0] for unit in units]).sum(0).double()
-    torch.testing.assert_close(moments.sink_total, firsts, rtol=1e-5, atol=1e-5)
-    assert moments.sink_count.tolist() == [3.0] * 4
-
-
-@pytest.mark.parametrize("predict_tokens", [False, True])
-def test_bases_are_learned_from_more_text(predict_tokens: bool) -> None:
+def test_bases_are_learned_from_more_text() -> None:
     """Also without prediction from tokens. The sequences that are held out are not learned from."""
     tokens, more = tokens_of(20, 64), tokens_of(30, 80, seed=5)
-    arguments: dict[str, Any] = {"predict_tokens": predict_tokens}
+    extras: list[dict[str, Any]] = [{}, {"more_text": tokens[-2:]}, {"more_text": more}]
     alone, same, richer = (
-        calibrated(tiny_model("llama"), tokens, "layer", **arguments, **extra)
-        for extra in ({}, {"more_text": tokens[-2:]}, {"more_text": more})
+        calibrated(tiny_model("llama"), tokens, "layer", predict_tokens=False, step_indices=[0], **extra)
+        for extra in extras
     )
     assert alone.id == same.id != richer.id
     for few, many in zip(alone.learned, richer.learned, strict=True):
@@ -857,13 +711,6 @@ def test_metrics_of_heads_are_shrunk_unit_by_unit() -> None:
             own = plain.diagonal()[low:high]
             want = (1 - SHRINKAGE) * own + SHRINKAGE * own.mean()
             torch.testing.assert_close(shrunk.diagonal()[low:high], want)
-
-
-def test_samples_that_do_not_vary_are_refused() -> None:
-    layout = no_rope(4)
-    same = KVChunk(torch.ones(1, 256, 1, 4), torch.ones(1, 256, 1, 4), layout)
-    with pytest.raises(ProfileError, match=r"^samples: must vary"):
-        fit(layout, [same] * 8, "layer")
 
 
 def test_moments_are_what_numpy_says() -> None:
@@ -916,7 +763,7 @@ def test_a_few_tokens_do_not_decide_the_metric() -> None:
     assert bool(torch.isfinite(normalized(torch.zeros(5, 3))).all())
 
 
-@pytest.mark.parametrize("lengths", [[10] * 200, [1, 90] * 50, [90, 1] * 50, [70] * 30])
+@pytest.mark.parametrize("lengths", [[10] * 200, [1, 90] * 50, [70] * 30])
 def test_the_sample_is_bounded_and_spread(lengths: list[int]) -> None:
     layout = no_rope(2)
     (section,) = partition(layout, "layer")
@@ -932,9 +779,6 @@ def test_the_sample_is_bounded_and_spread(lengths: list[int]) -> None:
     assert starts == sorted(starts) and len(set(starts)) == len(starts)
     if lengths[0] == 10:
         assert 4 <= len(starts) <= 10 and starts[-1] > 100 and len(set(np.diff(starts).tolist())) == 1
-
-
-# Sinks ---------------------------------------------------------------------------------------------------------------
 
 
 def with_sink(chunk: KVChunk, offset: float) -> KVChunk:
@@ -965,12 +809,7 @@ def test_sinks_have_means_of_their_own() -> None:
     ):
         deviation = float((usual - usual.mean(0)).square().mean().sqrt())
         assert float((exact - coded).square().mean(dim=(1, 2)).max().sqrt()) < step * deviation
-    # Moved, the sink is still position 0 of its sequence; a run without it has none.
-    there = codec.decode(blob, 1000)
-    for index, layer in enumerate(layout.layers):
-        free = unrotate(back.keys[index], layer.rope, torch.arange(150))
-        want = rotate(free, layer.rope, torch.arange(1000, 1150))
-        torch.testing.assert_close(there.keys[index], want, rtol=0, atol=1e-5 * float(want.abs().max()))
+    # A run without it has none.
     for run in ((0, 1), (0, 3), (1, 5)):
         part = codec.decode(blob, tokens=range(*run))
         for a, b in zip(part.values, back.values, strict=True):
@@ -979,9 +818,6 @@ def test_sinks_have_means_of_their_own() -> None:
     later = synthetic_chunk(layout, 150, 99, 1)
     back = codec.decode(codec.encode(later))
     assert float((back.values[0] - later.values[0]).abs().max()) < 10
-
-
-# The metric ----------------------------------------------------------------------------------------------------------
 
 
 def test_sections_without_loss_are_not_coded(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ PLACES = {  # what each stage calls once a batch, and the call that is interrupt
     "reading": ("cuvee.learning.token_model.prefill", 3),
     "calibrating": ("cuvee.learning.calibrate.sample_gradients", 4),
     "adding text": ("cuvee.learning.calibrate.prefill", 2),
-    "measuring": ("cuvee.learning.curve.round_trip", 5),
     "measuring re-read text": ("cuvee.learning.curve.round_trip", 8),
 }
 
@@ -109,9 +108,7 @@ def test_what_is_damaged_or_of_another_run_is_named_and_not_used(
     ("keys", "stop", "goes_on"),
     [
         ((), None, True),
-        (("a",), None, True),
         (("other",), None, False),  # what comes later depends on it
-        (("a", "b"), None, True),
         (("a", "other"), None, True),  # from the first part
         (("other", "b"), None, False),
         (("other",), "put", True),  # this run's own
@@ -159,15 +156,12 @@ def test_the_time_left_is_that_of_all_stages(monkeypatch: pytest.MonkeyPatch, ca
         now[0] += 10
     for _ in run.stage("measuring", range(2)):
         now[0] += 10
-    for _ in run.stage("classes", range(1)):
-        now[0] += 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "reading: 1 of 10, 8 min left in all"  # 90 s, and 400 at a unit a second
     assert lines[9] == "reading: 10 of 10, 7 min left in all"
     assert lines[10:] == [
         "measuring: 1 of 2, 5 min left in all",  # 10 s, and 350 at 110 s for 125
         "measuring: 2 of 2, 5 min left in all",  # 350 at 120 s for 150
-        "classes: 1 of 1, 5 min left in all",
     ]
     for _ in run.stage("measuring", range(100)):
         now[0] += 1
