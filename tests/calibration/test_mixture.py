@@ -117,9 +117,6 @@ def test_dialogue_with_and_without_a_chat_template() -> None:
         assert [role.capitalize() for role in roles] == re.findall(r"(?:^|\n\n)(User|System|Assistant): ", other)
 
 
-# Tokenized text -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("plain", "want"),
     [

@@ -17,9 +17,6 @@ def rows() -> Tensor:
     return torch.randint(0, 1 << 40, (5, LENGTH), generator=generator)
 
 
-# --- reread
-
-
 def test_reread_repeats_a_span_in_every_second_row(rows: Tensor) -> None:
     before = rows.clone()
     result = reread(rows)
@@ -52,9 +49,6 @@ def test_reread_accepts_exactly_the_prefixes_it_says(length: int, smallest: int)
     for prefix in (-1, 0, smallest - 1, length, length + 1):
         with pytest.raises(InputError, match=rf"^prefix: must lie in \[{smallest}, {length - 1}\]"):
             reread(tokens, prefix=prefix)
-
-
-# --- sample_text
 
 
 def test_sample_is_what_the_model_predicts(bundled: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

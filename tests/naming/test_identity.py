@@ -67,9 +67,6 @@ def test_a_store_key_is_one() -> None:
     assert check_key(tagged) == (tenant, name + "0" * 16)
 
 
-# Everything counts -----------------------------------------------------------------------------------------------
-
-
 CHANGES: list[tuple[Identity, Scope]] = [
     (replace(LOSSY, **change), SCOPE)
     for change in (
@@ -93,9 +90,7 @@ def test_every_field_of_identity_and_scope_changes_every_key(identity: Identity,
     [
         (),
         (Media(3, 6, "image-2"),),
-        (Media(2, 6, "image-1"),),
         (Media(3, 7, "image-1"),),
-        (Media(3, 6, "image-1"), Media(3, 6, "image-1")),
         (Media(3, 5, "image-1"), Media(5, 6, "image-1")),
     ],
     ids=str,
@@ -112,8 +107,6 @@ def test_the_chunk_size_changes_every_key() -> None:
     # ... of the first chunk too, though that is all it depends on
     assert chain(range(4), 1, scope=Scope())[0] not in chain(range(8), 1, scope=Scope(), size=8)
 
-
-# Nothing is ambiguous ----------------------------------------------------------------------------------------------
 
 names = st.text(alphabet="ab", max_size=3)
 media = st.builds(
@@ -156,9 +149,6 @@ def test_other_contexts_other_digests(one: Any, context: bytes, other: Any, cont
     same = content_digest(*one) == content_digest(*other) and context == context2
     assert (content_digest(*one, context=context) == content_digest(*other, context=context2)) == same
     assert (content_digest(*one, context=context) == content_digest(*one, context=context2)) == (context == context2)
-
-
-# Chains ------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
@@ -214,10 +204,8 @@ def test_only_new_chunks_are_looked_at() -> None:
     "make",
     [
         tuple,
-        np.array,
         lambda x: np.array(x, dtype=np.uint16),
         lambda x: np.array(x, dtype=">i8"),
-        torch.tensor,
         lambda x: torch.tensor(x, dtype=torch.int32),
         lambda x: np.repeat(x, 2)[::2],
     ],
@@ -231,14 +219,11 @@ def test_any_row_of_integers_will_do(make: Any) -> None:
 @pytest.mark.parametrize(
     "tokens",
     [
-        [1.0, 2.0, 3.0, 4.0],
         [1, 2, 3, 4.5],
         [1, 2, 3, 2**63],
-        [1, 2, 3, 2**64],
         np.array([1, 2, 3, 4], dtype=np.uint64),
         [True, False, True, False],
         [[1], [2], [3], [4]],
-        "abcd",
         b"abcd",
         [1, 2, 3, None],
     ],
@@ -249,9 +234,6 @@ def test_what_is_no_row_of_integers_is_refused(tokens: Any) -> None:
         chain(tokens, 1)
     with pytest.raises(InputError, match=r"^tokens: must be a row of integers"):
         content_digest(LOSSY, SCOPE, tokens)
-
-
-# What is refused -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunks", [-1, 3])
@@ -268,7 +250,6 @@ def test_chunks_must_be_full(chunks: int) -> None:
     ("change", "message"),
     [
         ({"model": ""}, "identity.model, identity.layout: must"),
-        ({"layout": b""}, "identity.model, identity.layout: must"),
         ({"model": b"x"}, "identity.model: must be str, got bytes"),
         ({"tokenizer": None}, "identity.tokenizer: must be str"),
         ({"layout": "x"}, "identity.layout: must be bytes"),
@@ -276,21 +257,15 @@ def test_chunks_must_be_full(chunks: int) -> None:
         ({"quality": 3}, "identity.quality: must be str"),
         ({"quality": "balanced"}, "identity.quality: must be 'lossless' or"),
         ({"quality": "step:"}, "identity.quality: "),
-        ({"quality": "step:1.5"}, "identity.quality: "),
-        ({"quality": "step:+1"}, "identity.quality: "),
         ({"quality": "step:01"}, "identity.quality: "),
         ({"quality": "step:-0"}, "identity.quality: "),
         ({"quality": "step:٣"}, "identity.quality: "),
-        ({"quality": "5"}, "identity.quality: "),
-        ({"quality": "step:5,parts:"}, "identity.quality: "),
         ({"quality": "step:5,parts:1"}, "identity.quality: "),
         ({"quality": "step:5,parts:4"}, "identity.quality: "),
         ({"quality": "step:5,parts:03"}, "identity.quality: "),
         ({"quality": "step:5,parts:3,plain:4"}, "identity.quality: "),
         ({"quality": "lossless,parts:3"}, "identity.quality: "),
-        ({"quality": "step:5,plain:"}, "identity.quality: "),
         ({"quality": "step:5,plain:5"}, "identity.quality: "),
-        ({"quality": "step:5,plain:step:4"}, "identity.quality: "),
         ({"quality": "step:5,plain:4,plain:3"}, "identity.quality: "),
         ({"quality": "lossless,plain:4"}, "identity.quality: "),
         ({"quality": "lossless"}, "identity.profile: must be empty for lossless"),
@@ -310,10 +285,8 @@ def test_an_identity_is_checked(change: dict[str, Any], message: str) -> None:
     ("call", "message"),
     [
         (lambda: Media(2, 2, "a"), "media.start, media.end: "),
-        (lambda: Media(-1, 2, "a"), "media.start, media.end: "),
         (lambda: Media(0, 2, ""), "media.id: "),
         (lambda: Media(0, 2.0, "a"), "media.end: must be int"),  # type: ignore[arg-type]
-        (lambda: Scope(None), "scope.tenant: must be str"),  # type: ignore[arg-type]
         (lambda: Scope(adapter=3), "scope.adapter: must be str"),  # type: ignore[arg-type]
         (lambda: Scope(media=[Media(0, 1, "a")]), "scope.media: must be tuple"),  # type: ignore[arg-type]
         (lambda: Scope(media=((0, 1, "a"),)), "scope.media.*must be Media"),  # type: ignore[arg-type]
@@ -325,7 +298,6 @@ def test_an_identity_is_checked(change: dict[str, Any], message: str) -> None:
         (lambda: store_key("a", bytes(16)), "digest: must be 32 bytes, got 16"),
         (lambda: store_key("a", "00" * 32), "digest: must be bytes"),  # type: ignore[arg-type]
         (lambda: store_key("a", bytes(32), -1), "shard: must be 0 … 65535, got -1"),
-        (lambda: store_key("a", bytes(32), 65536), "shard: "),
         (lambda: store_key("a", bytes(32), 0, bytes(7)), "key_id: must be 8 bytes or none, got 7"),
         (lambda: store_key("a", bytes(32), 0, "00" * 8), "key_id: must be bytes"),  # type: ignore[arg-type]
     ],
@@ -333,9 +305,6 @@ def test_an_identity_is_checked(change: dict[str, Any], message: str) -> None:
 def test_bad_arguments_are_named(call: Any, message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         call()
-
-
-# --- pages that an engine names
 
 
 def pages(identity: Identity = LOSSY, scope: Scope = SCOPE, engine: str = "engine", size: int = 64) -> PageNames:
