@@ -61,9 +61,6 @@ class Damage:
     in_header: bool = False
 
 
-# --- the coded part
-
-
 def lossless_head(section: bytes) -> tuple[int, int]:
     """Bytes of the modes, references and tables of section 0, and of its stored planes."""
     at = stored = 0
@@ -145,8 +142,6 @@ ONE_CLASS: dict[str, tuple[int, str, int]] = {
     "a class word": (12, "<I", 1),
     "a class state": (16, "<I", (1 << 16) + 1),
 }
-
-# --- token classes
 
 
 def plan_of() -> ClassedPlan:
@@ -246,8 +241,6 @@ OTHER_CLASSES: dict[str, Callable[[U8], U8]] = {
     "each class finer by one": lambda classes: np.maximum(classes, 1) - 1,
 }
 
-# --- tables of the lossless scheme
-
 
 def lossless_table(change: Callable[[Pairs], Pairs]) -> bytes:
     """The lossless blob with another table for its first coded plane."""
@@ -277,8 +270,6 @@ TABLES: dict[str, Callable[[Pairs], Pairs]] = {
     "huge frequencies": lambda t: [(s, 0xFFFF) for s, _ in t],
     "many symbols": lambda t: t * 1000,
 }
-
-# --- header and sections
 
 
 def with_swapped_sections(scheme: str) -> bytes:

@@ -25,9 +25,6 @@ ROPE = Rope((1.0, 0.1, 0.01, 0.001))
 LAYOUT = KVLayout("tiny", (LayerLayout(1, 8, 8, ROPE), LayerLayout(2, 8, 8, ROPE)), "bfloat16", 4096)
 
 
-# --- any blob
-
-
 def sections_of(blob: bytes) -> list[bytes]:
     """The sections, without what lies before them and the tag after them."""
     header = read_header(blob)
@@ -60,8 +57,6 @@ def reseal_header(blob: bytes, count: int) -> bytes:
     end = HEADER + ENTRY * count
     return blob[:end] + struct.pack("<Q", xxh3_64_intdigest(blob[:end])) + blob[end + 8 :]
 
-
-# --- blobs of a small layout, `LAYOUT`
 
 TOKENS, START = 20, 3
 WEIGHTS = [2.0 ** (11 * t % 20 - 10) for t in range(TOKENS - 1)] + [2.0**60]  # the last token is of the finest class
