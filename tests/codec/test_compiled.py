@@ -47,18 +47,12 @@ def run(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_a_place_for_the_cache_everything_works() -> None:
     done = run(NO_PLACE + ROUND_TRIP)
     assert done.returncode == 0 and done.stdout == "coded\n", done.stderr
     assert done.stderr.count("there is no writable folder for compiled code") == 1
     assert "NUMBA_CACHE_DIR" in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_the_cache_goes_where_numba_is_told(tmp_path: Path) -> None:
-    code = "from cuvee.codec.stages.compiled.rans import _encode; print(_encode._cache.cache_path)"
-    done = run(code, NUMBA_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 0 and done.stdout.startswith(str(tmp_path)), done.stderr
 
 
 def twice(x: Any) -> Any:
@@ -73,33 +67,6 @@ def test_an_inner_function_gets_no_machine_code() -> None:
     assert overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name) == 0
     with pytest.raises(RuntimeError, match="no compiled object"):
         overload.library._get_compiled_object()
-
-
-def test_errors_of_inner_functions_reach_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also from the cache, where the outer function holds all that is left of the inner one."""
-    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-
-    def entry(x: Any, at: Any) -> Any:
-        if at >= len(x):
-            raise ValueError("beyond the end")
-        return x[at]
-
-    made = inner(entry)
-
-    def outer(x: Any, at: Any) -> Any:
-        return made(x, at)
-
-    for function in (compiled(outer), compiled(outer)):
-        assert function(np.arange(4), 3) == 3
-        with pytest.raises(ValueError, match="beyond the end"):
-            function(np.arange(4), 4)
-    assert sum(function.stats.cache_hits.values()) == 1
-
-
-def test_a_function_is_cached_where_that_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    assert compiled(twice)(np.ones(2)).tolist() == [2, 2]
-    assert list(tmp_path.rglob("*.nbc"))
 
 
 @pytest.mark.parametrize("operation", ["load_overload", "save_overload"])
