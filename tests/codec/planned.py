@@ -28,7 +28,6 @@ from cuvee.codec.format.streams import Escapes, Streams
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.columns import Coefficients
-from cuvee.codec.support.arrays import I16
 
 TABLE = class_table(class_frequencies(2.0 ** -np.abs(np.arange(CLASSES) - NEUTRAL)))
 
@@ -72,12 +71,6 @@ def planned(scales: Sequence[Sequence[int]], step: int = 0) -> Planned:
             plans.append(None)
             class_ranks.append((0,) * len(scales))
     return Planned(ClassedPlan(plans, step), tuple(class_ranks))
-
-
-def section_plan(rows: int, step: int = 0, widest: int = 300, scales: I16 | None = None) -> ClassedPlan:
-    """Components whose scales fall from `widest` (several of them wide at fine steps) to far below the step."""
-    own = np.linspace(widest, -300, rows).astype(np.int16) if scales is None else scales
-    return planned([own.tolist()], step).classed
 
 
 def decode(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from cuvee.codec.entropy.token_classes import CLASSES
-from cuvee.codec.format.streams import MAX_TOKENS_PER_STREAM
 from cuvee.codec.schemes.coefficients import streams_of_classes, tokens_per_stream
 
 
@@ -21,16 +19,3 @@ def test_a_mean_of_planes_is_not_rounded_down_by_its_order() -> None:
     orders = {int(shares @ planes), int(shares[::-1] @ planes), int((shares * planes).sum()), int(sum(shares * planes))}
     assert 511 in orders, "this is the case that floats get wrong"
     assert streams_of_classes(counts, planes, np.full(CLASSES, 1e6)) == tokens_per_stream(512, 1e6) == 1
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_order_of_classes_does_not_matter(seed: int) -> None:
-    noise = np.random.default_rng(seed)
-    counts = noise.integers(0, 90, CLASSES) + 1
-    planes = noise.integers(0, 60, CLASSES).astype(np.int32)
-    bits = noise.random(CLASSES) * 100
-    found = streams_of_classes(counts, planes, bits)
-    assert 1 <= found <= MAX_TOKENS_PER_STREAM
-    for _ in range(5):
-        order = noise.permutation(CLASSES)
-        assert streams_of_classes(counts[order], planes[order], bits[order]) == found

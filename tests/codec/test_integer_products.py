@@ -31,7 +31,7 @@ def saturated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("instructions", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (31, 64, 33), (32, 576, 40), (33, 577, 1), (200, 16, 90)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (31, 64, 33), (33, 577, 1)])
 def test_a_product_is_exact(instructions: bool, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     if instructions and not has_exact_instructions():
         pytest.skip("this CPU has no int8 instructions, or oneDNN does not use them")

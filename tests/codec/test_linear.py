@@ -21,7 +21,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.learning.calibrate import fit
 
 LAYOUT = KVLayout("mine", (LayerLayout(1, 8, 8, Rope((1.0,) * 4)),) * 2, "bfloat16", None)
-SCHEMES = ("classes", "transform", "lossless")
+SCHEMES = ("classes", "lossless")
 
 
 def chunk_of(tokens: int) -> KVChunk:
@@ -51,11 +51,10 @@ def coded(learned: Profile) -> Callable[[str, int], tuple[Codec, bytes]]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("name", "tokens"), [("reference", 1100), ("numba", 2048), ("numba", 32768)])
-def test_each_section_is_read_once(coded: Any, name: str, scheme: str, tokens: int) -> None:
-    codec, blob = coded(scheme, tokens)
+def test_each_section_is_read_once(coded: Any, scheme: str) -> None:
+    codec, blob = coded(scheme, 2048)
     header = read_header(blob)
-    stages, read, tiles = get_stages(name), Counter[int](), Counter[str]()
+    stages, read, tiles = get_stages("numba"), Counter[int](), Counter[str]()
 
     def index_sections(coding: Any, parts: Any, count: int) -> Any:
         read.update(len(data) for _, data in parts)
@@ -77,11 +76,7 @@ def test_each_section_is_read_once(coded: Any, name: str, scheme: str, tokens: i
         "decode_layers": tile("decode_layers"),
     }  # fmt: skip
     counted: Any = SimpleNamespace(**vars(stages) | watched)
-    want = codec.decode(blob)
-    read.clear()
     codec._backends._instances["cpu"] = CpuBackend(counted, 1)
-    got = codec.decode(blob)
+    codec.decode(blob)
     assert read == Counter(header.section_bytes)
     assert sum(tiles.values()) > len(header.section_bytes), "several tiles"
-    if name == "numba":
-        assert all(torch.equal(a, b) for a, b in zip((*got.keys, *got.values), (*want.keys, *want.values), strict=True))

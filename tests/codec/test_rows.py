@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.codec.test_paged import ORDERS, PERMUTED, poisoned, scattered, tensors, written
@@ -14,12 +12,7 @@ from tests.conftest import LAYOUTS, make_codec, synthetic_chunk
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.pages import PermutedPages
-from cuvee.codec.profiles.sections import partition
-from cuvee.codec.stages import transform
-from cuvee.codec.stages.compiled import transform as transform_numba
-from cuvee.codec.stages.rotation import Rotation
-from cuvee.codec.stages.rows import Rows, cache_rows, dense_rows, has_rows
-from cuvee.codec.stages.transform import Centers
+from cuvee.codec.stages.rows import cache_rows, has_rows
 
 BLOCKS, BLOCK_TOKENS = 5, 16
 CPU = torch.device("cpu")
@@ -49,6 +42,7 @@ def joined(layout: KVLayout, order: str) -> tuple[PagedCache, list[torch.Tensor]
 
 
 JOINED = ["keys, then values", "in each block", "in each block, head-major", "in each head"]
+MEMORY = [*ORDERS, PERMUTED, *JOINED]
 
 
 def make(layout: KVLayout, order: str) -> tuple[PagedCache, list[torch.Tensor]]:
@@ -65,43 +59,6 @@ def alike(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("module", [transform, transform_numba])
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-def test_place_takes_blocks_one_after_the_other(module: Any, x_dtype: torch.dtype) -> None:
-    layout = LAYOUTS["bfloat16"]
-    rotation = Rotation(500, 30, CPU)
-    order = np.random.default_rng(0).permutation(30)
-    for group in ("head", "unit", "layer"):
-        for section in partition(layout, group):
-            generator = torch.Generator().manual_seed(section.first_layer)
-            x = torch.randn(30, section.values, generator=generator).to(x_dtype)
-            mean = torch.randn(1, section.values, generator=generator)
-            results = []
-            blocks = x.unflatten(1, (len(section.blocks), -1)).transpose(0, 1).contiguous()
-            for values, by in ((x, transform), (blocks, module)):
-                units = [torch.full((30, 2, 16), 7.0, dtype=torch.bfloat16) for _ in range(6)]
-                rows: list[Rows | None] = [dense_rows(unit) for unit in units]
-                by.scatter(values, Centers(mean), section, layout, rotation, slice(0, 30), rows[:3], rows[3:], order)
-                results.append(units)
-            assert alike(*results)
-
-
-def test_rows_of_a_part_are_those_of_its_tokens() -> None:
-    tensor = torch.zeros(9, 2, 4)
-    rows = dense_rows(tensor)
-    rows.take(slice(3, 6)).write(torch.ones(3, 2, 4), slice(0, 3))
-    assert tensor[3:6].eq(1).all() and tensor.sum() == 24
-    assert dense_rows(torch.zeros(0, 2, 4)).begins.shape == (0,)
-    # A part of a larger tensor, in another order: only its own values change.
-    large = torch.zeros(9, 3, 10, dtype=torch.bfloat16)
-    part = large[1::2, 1:, 2:6]
-    dense_rows(part).write(torch.ones(4, 2, 4), slice(0, 4))
-    assert part.eq(1).all() and large.float().sum() == 32
-    turned = torch.zeros(2, 5, 4).transpose(0, 1)
-    dense_rows(turned).write(torch.arange(40.0).view(5, 2, 4), slice(0, 5))
-    assert torch.equal(turned, torch.arange(40.0).view(5, 2, 4))
-
-
 KINDS = [
     ("bfloat16", "layer"), ("bfloat16", "lossless"), ("bfloat16", "head"), ("irregular", "layer"), ("float16", "unit"),
     ("narrow-values", "lossless"),
@@ -109,10 +66,10 @@ KINDS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme", "backend"),
-    [(*kind, "numba") for kind in KINDS] + [(*kind, "reference") for kind in KINDS[:2]],
+    ("order", "name", "scheme", "backend"),
+    [(order, *KINDS[(number + other) % 6], "numba") for number, order in enumerate(MEMORY) for other in (0, 3)]
+    + [(order, *KINDS[number % 2], "reference") for number, order in enumerate(MEMORY)],
 )
-@pytest.mark.parametrize("order", [*ORDERS, PERMUTED, *JOINED])
 def test_every_order_of_memory_gets_the_same(
     order: str, name: str, scheme: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.planned import Planned, coding_of, decode, planned, same
 from tests.codec.reference import get_stages, rans, stage_names
-from tests.codec.reference.sections import check_classes, read_part
+from tests.codec.reference.sections import read_part
 from tests.codec.reference.token_order import coding_order
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL
@@ -30,7 +30,7 @@ from cuvee.codec.stages.columns import Coefficients, class_runs
 from cuvee.codec.support.arrays import F32, U8
 
 FAMILY = default_family()
-TOKENS = (1, 15, 16, 17, 255, 256, 257, 500, 513)
+TOKENS = (1, 17, 257, 513)
 # Scales of the components of each block. "deep" has more rows than are padded to; "few" is one stream of many tokens.
 SCALES: dict[str, tuple[tuple[int, ...], ...]] = {
     "deep": (tuple(range(300, -300, -15)),),
@@ -69,12 +69,13 @@ def encoded(section: Planned, classes: U8, y: F32, name: str = "numba") -> bytes
 @cache
 def coded(name: str, kind: str, tokens: int) -> tuple[Planned, bytes, F32, U8]:
     """A section, its bytes, what they hold (columns in coding order), and the classes of the tokens."""
-    section = planned(SCALES[name])
+    scales = SCALES.get(name, ((-150,) * 512,))
+    section = planned(scales)
     rng = np.random.default_rng(tokens)
     classes = np.full(tokens, NEUTRAL, np.uint8)
     if kind == "classes":
         classes = np.clip(np.rint(rng.normal(8, 3, tokens)), section.classed.finest, CLASSES - 1).astype(np.uint8)
-    y = columns_of(section, classes[coding_order(classes)], SCALES[name], tokens)
+    y = columns_of(section, classes[coding_order(classes)], scales, tokens)
     return section, encoded(section, classes, y), y, classes
 
 
@@ -127,18 +128,18 @@ def test_both_encoders_write_the_same_bytes(tokens: int) -> None:
         assert encoded(section, classes, y, "reference") == data
 
 
-@pytest.mark.parametrize("log2", range(8))
-def test_streams_of_any_length_are_decoded(log2: int) -> None:
-    """Other encoders may choose other lengths."""
-    section, data, _, classes = coded("blocks", "classes", 257)
+@pytest.mark.parametrize(("name", "log2"), [("blocks", 0), ("blocks", 3), ("blocks", 7), ("many", 7)])
+def test_streams_of_any_length_are_decoded(name: str, log2: int) -> None:
+    """Other encoders may choose other lengths; of 128 tokens with 512 planes, lengths take four bytes."""
+    section, data, _, classes = coded(name, "classes", 257)
     part, columns = read_part(memoryview(data), section.classed, 257), classes[coding_order(classes)]
     planes = rans.rans_decode(part.streams, columns, section.classed, FAMILY.tables, part.tokens_per_stream)
     (streams,) = rans.rans_encode([SectionPlanes(planes, columns, section.classed, 1 << log2)], FAMILY.tables)
     other = replace(part, streams=streams, tokens_per_stream=1 << log2)
     parts = [(0, write_coded(other, int(section.classed.planes.max())))]
     want = decode("reference", coding_of([section]), [(0, data)], 257)
-    for name in stage_names():
-        same(decode(name, coding_of([section]), parts, 257), want)
+    for stages in stage_names():
+        same(decode(stages, coding_of([section]), parts, 257), want)
 
 
 def test_a_word_that_goes_to_the_next_stream_is_missed() -> None:
@@ -211,16 +212,8 @@ def test_values_too_large_for_their_class_are_refused(value: float) -> None:
 # --- damaged bytes: `test_hostile.py` breaks each rule and flips each byte; here is what only several sections have
 
 
-def test_classes_that_the_profile_cannot_serve_are_refused() -> None:
-    section = planned((tuple(range(500, -300, -80)),), step=-300)
-    check_classes(np.array([12, 15], np.uint8), section.classed)
-    for bad in (11, 16, 255):
-        with pytest.raises(FormatError, match="outside 12 … 15"):
-            check_classes(np.array([12, bad], np.uint8), section.classed)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [-(2**31), -(2**31) + 1, 2**31 - 1, 1 << 24, 0, 1, -1, -128])
+@pytest.mark.parametrize("value", [-(2**31), 2**31 - 1, 1 << 24, 0, -1])
 def test_hostile_escape_values_come_out_alike(kind: str, value: int) -> None:
     for name in ("blocks", "wide"):
         section, data, _, _ = coded(name, kind, 257)

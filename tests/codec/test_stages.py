@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.codec.inner_loops import decode_class_stream
-from tests.codec.planned import TABLE, same_escapes, same_streams, section_plan, various_tables
+from tests.codec.planned import same_escapes, same_streams, various_tables
 from tests.codec.reference import get_stages, rans, stage_names, symbols
-from tests.codec.reference.symbols import from_planes
 from tests.codec.reference.token_order import coding_order
 
 from cuvee.codec.entropy.coding_plan import MAX_LEVEL, MAX_SHIFT, CodingPlan, Quantizer
@@ -29,14 +21,11 @@ from cuvee.codec.entropy.token_classes import (
     ClassedPlan,
     ColumnPlan,
     SectionPlanes,
-    class_frequencies,
-    class_table,
     one_class,
 )
-from cuvee.codec.errors import CorruptError, ProfileError
-from cuvee.codec.format.streams import WINDOW, Escapes, Streams
-from cuvee.codec.stages.stages import STAGES, Stages
-from cuvee.codec.support.arrays import F32, I32, U8, U16
+from cuvee.codec.format.streams import Escapes, Streams
+from cuvee.codec.stages.stages import Stages
+from cuvee.codec.support.arrays import I32, U8, U16
 
 FAMILY = default_family()
 TOKENS = (1, 15, 63, 255, 256, 257, 700)
@@ -46,87 +35,6 @@ WIDEST = TABLES - 1 + 4 * MAX_SHIFT
 @pytest.fixture(params=stage_names())
 def stages(request: pytest.FixtureRequest) -> Stages:
     return get_stages(request.param)
-
-
-def sorted_classes(tokens: int, seed: int, finest: int = 0) -> U8:
-    """Classes of columns: any, rising within each window."""
-    classes = np.random.default_rng(seed).integers(finest, CLASSES, tokens).astype(np.uint8)
-    return classes[coding_order(classes)]
-
-
-WITHOUT_A_COMPILER = """
-import sys, torch
-import tests.codec.reference
-from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile
-from cuvee.learning.calibrate import fit
-layout = KVLayout("tiny", (LayerLayout(1, 4, 4, None),), "float32", None)
-chunks = [KVChunk(*torch.randn(2, 1, 60, 1, 4), layout) for _ in range(2)]
-for profile, quality in ((Profile.unlearned(layout), "lossless"), (fit(layout, chunks, "layer"), "balanced")):
-    codec = Codec(profile, quality, backend="reference")
-    assert codec.decode(codec.encode(chunks[0])).tokens == 60
-print([name for name in sys.modules if name.split(".")[0] == "numba" or ".stages.compiled" in name])
-"""
-
-
-def test_the_reference_needs_no_compiler() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_A_COMPILER], cwd=root, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-
-
-def test_both_implementations_take_the_same_arguments() -> None:
-    for name in (name for names in STAGES.values() for name in names):
-        first, second = (inspect.signature(getattr(get_stages(own), name)).parameters for own in stage_names())
-        for one, other in zip_longest(first.values(), second.values()):
-            assert (one.name, one.kind, one.default) == (other.name, other.kind, other.default), name
-
-
-# --- the order of the columns
-
-
-def test_columns_are_sorted_by_class_within_windows() -> None:
-    classes = np.random.default_rng(1).integers(0, CLASSES, 700).astype(np.uint8)
-    order = coding_order(classes)
-    assert sorted(order.tolist()) == list(range(700))
-    for start in range(0, 700, WINDOW):
-        own = order[start : start + WINDOW]
-        assert own.min() >= start and own.max() < start + WINDOW
-        columns = classes[own]
-        assert np.all(np.diff(columns.astype(int)) >= 0)
-        for k in range(CLASSES):
-            assert np.all(np.diff(own[columns == k]) > 0), "tokens of one class keep their order"
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 63, 256, 257, 1000])
-@pytest.mark.parametrize(("rows", "known"), [(0, 3), (5, None), (5, 0), (5, 3), (5, 5), (3, 5)])
-def test_tokens_are_arranged_in_that_order(stages: Stages, tokens: int, rows: int, known: int | None) -> None:
-    rng = np.random.default_rng(tokens)
-    for classes in (rng.integers(0, CLASSES, tokens).astype(np.uint8), np.full(tokens, CLASSES - 1, np.uint8)):
-        x = torch.from_numpy(rng.normal(size=(tokens, 7)).astype(np.float32))
-        leading = None if known is None else torch.from_numpy(rng.normal(size=(known, tokens)).astype(np.float32))
-        order = coding_order(classes)
-        columns, ordered, y = stages.arrange(classes, x.clone(), leading, rows)
-        assert columns.dtype == np.uint8 and np.array_equal(columns, classes[order])
-        assert torch.equal(ordered, x[order]) and y.shape == (rows, tokens)
-        for got, want in zip(y, () if leading is None else leading[:, order], strict=False):
-            assert torch.equal(got, want)
-        y.fill_(7)
-        assert torch.equal(ordered, x[order]), "coefficients have room of their own"
-
-
-def test_a_plan_leaves_out_classes_that_are_too_fine() -> None:
-    plan = section_plan(10, step=-300, widest=500)
-    assert plan.finest == 12 and plan.plans[11] is None and plan.plans[12] is not None
-    assert np.all(plan.rows[:12] == 0)
-    with pytest.raises(ProfileError, match="class 11, which is finer"):
-        plan.of(11)
-    with pytest.raises(ProfileError, match="too small"):
-        section_plan(10, step=-900, widest=500)
-
-
-# --- the entropy coder
 
 
 @dataclass(frozen=True)
@@ -176,15 +84,6 @@ def test_any_columns_come_back(depths: list[int], tokens: int, n: int, seed: int
         same_streams(case.encode(get_stages(name)), want)
 
 
-def test_the_rarest_symbols_make_at_most_one_word_each(stages: Stages) -> None:
-    plan = one_class(np.full(5, 2, np.uint16))  # byte 250 has frequency 1
-    case = Case(SectionPlanes(np.full((5, 70), 250, np.uint8), np.zeros(70, np.uint8), plan, 8), various_tables())
-    streams = case.encode(stages)
-    same_streams(streams, case.encode(get_stages("reference")))
-    assert int(streams.lengths.max()) <= 5 * 8
-    case.check(streams)
-
-
 def test_fixed_input_gives_these_words(stages: Stages) -> None:
     """They may not change without a new format version."""
     freq = np.zeros((2, SYMBOLS), np.uint16)
@@ -232,28 +131,6 @@ def test_a_quotient_that_float32_gives_too_small_is_corrected(stages: Stages) ->
     case.check(streams)
 
 
-# --- classes
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_classes_are_one_stream(stages: Stages, tokens: int) -> None:
-    classes = np.random.default_rng(tokens).integers(0, CLASSES, tokens).astype(np.uint8)
-    for table in (TABLE, class_table(class_frequencies(np.bincount(classes, minlength=CLASSES)))):
-        stream = stages.encode_classes(classes, table)
-        same_streams(stream, rans.encode_classes(classes, table))
-        np.testing.assert_array_equal(rans.decode_classes(stream, table, tokens), classes)
-        out, data = np.empty(tokens, np.uint8), stream.words.astype("<u2").view(np.uint8)
-        arguments = data, 0, len(stream.words), int(stream.states[0]), table.slots[0], out
-        assert decode_class_stream(*arguments) and np.array_equal(out, classes)
-        bad = Streams(stream.states ^ np.uint32(1 << 17), stream.lengths, stream.words)
-        with pytest.raises(CorruptError, match="class stream of a section does not end where it must"):
-            rans.decode_classes(bad, table, tokens)
-        assert not decode_class_stream(data, 0, len(stream.words), int(bad.states[0]), *arguments[4:])
-
-
-# --- coefficients to planes and back
-
-
 def quantizer(seed: int = 0) -> Quantizer:
     """Different thresholds and reconstructions for every table."""
     rng = np.random.default_rng(seed)
@@ -269,48 +146,12 @@ def same_plan(codes: list[int], tables: U16 | None = None) -> ClassedPlan:
     return ClassedPlan([None] * NEUTRAL + [own] * (CLASSES - NEUTRAL), 0)
 
 
-def coefficients(plan: ClassedPlan, columns: U8, seed: int = 0) -> F32:
-    """Values on and next to thresholds, both zeros, tiny and huge ones, among ordinary ones."""
-    rng = np.random.default_rng(seed)
-    y = (rng.laplace(0, 3, (int(plan.rows.max()), len(columns))) * plan.steps[columns]).astype(np.float32)
-    special = np.array([0.0, -0.0, 1e-40, -1e-40, 0.5, -0.5, 0.6, 1.0, -1.0, 1.6, 127.5, -128.5, 3e4, -1e6], np.float32)
-    where = rng.permutation(y.size)[: len(special)]
-    y.ravel()[where] = special[: len(where)] * plan.steps[columns][where % len(columns)]
-    return y
-
-
 def to_planes(
     stages: Stages, levels: list[list[int]], plan: ClassedPlan, tables: EntropyTables = FAMILY.tables
 ) -> tuple[U8, Escapes]:
     """Planes and escapes of levels at step 1: of columns of the neutral class."""
     y = np.array(levels, np.float32)
     return stages.to_planes(y, np.full(y.shape[1], NEUTRAL, np.uint8), plan, FAMILY.quantizer, tables)
-
-
-@pytest.mark.parametrize("step", [-100, 0, 130])
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_planes_are_those_of_the_reference_and_come_back(stages: Stages, tokens: int, step: int) -> None:
-    plan, own = section_plan(30, step), quantizer()
-    columns = sorted_classes(tokens, tokens, plan.finest)
-    y = coefficients(plan, columns)
-    kept = y.copy()
-    planes, escapes = stages.to_planes(y, columns, plan, own, FAMILY.tables)
-    want, listed = symbols.to_planes(y, columns, plan, own, FAMILY.tables)
-    coded = np.arange(len(want))[:, None] < plan.planes[columns]
-    assert planes.shape == want.shape and np.array_equal(planes[coded], want[coded])
-    same_escapes(escapes, listed)
-    np.testing.assert_array_equal(y, kept)
-    assert (FAMILY.tables.freq[plan.tables[columns].T[: len(planes)][coded], planes[coded]] > 0).all()
-    back = from_planes(planes, columns, escapes, plan, own)
-    # A magnitude in [m - rounding, m + 1 - rounding) comes back as m - shrink; below the dead zone it comes back as 0.
-    for t, k in enumerate(columns):
-        rows, unit = int(plan.rows[k]), float(plan.steps[k])
-        dead, rounding, shrink = (a[plan.level_table[k, :rows]] for a in (own.dead_zone, own.rounding, own.shrink))
-        above, below = (1 - rounding)[:, None] + shrink, rounding[:, None] - shrink
-        got, put = back[:rows, t].numpy(), y[:rows, t]
-        bound = np.maximum(dead, np.maximum(above, below).max(1))
-        assert (np.abs(put - got) <= unit * bound + 1e-6 * np.abs(put) + 1e-4 * unit).all()
-        assert not (got * put < 0).any() and not back[rows:, t].any()
 
 
 def test_the_thresholds_themselves_are_quantized_alike(stages: Stages) -> None:

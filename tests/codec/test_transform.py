@@ -10,8 +10,7 @@ from tests.codec.reference import get_stages, stage_names
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.profiles.block_map import BlockMap
-from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
+from cuvee.codec.profiles.section_basis import eigenbasis
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.codec.stages import transform
@@ -64,13 +63,19 @@ def rows_of(outputs: tuple[list[torch.Tensor], list[torch.Tensor]]) -> tuple[lis
     return list(map(dense_rows, outputs[0])), list(map(dense_rows, outputs[1]))
 
 
-@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("means", [1, 4, 63])
-@pytest.mark.parametrize("rotary", [0, 4, 16])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_both_places_write_the_same_bits(dtype: str, x_dtype: torch.dtype, means: int, rotary: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "x_dtype", "means", "size", "rotary"),
+    [
+        ("bfloat16", torch.bfloat16, 1, 33, 0), ("bfloat16", torch.float32, 4, 64, 64),
+        ("bfloat16", torch.float32, 1, 100, 44), ("float16", torch.float32, 63, 16, 4),
+        ("float16", torch.bfloat16, 4, 16, 16), ("float32", torch.float32, 1, 100, 64),
+        ("float32", torch.bfloat16, 63, 16, 0), ("float32", torch.float32, 4, 80, 80),
+    ],
+)  # fmt: skip
+def test_both_places_write_the_same_bits(dtype: str, x_dtype: torch.dtype, means: int, size: int, rotary: int) -> None:
+    """The compiled loops take sixteen values at a time, and the rest one by one."""
     rope = Rope(tuple(0.3**i for i in range(rotary // 2)), 1.3) if rotary else None
-    layout = KVLayout("synthetic", (LayerLayout(2, 16, 5, rope),) * 2, dtype, None)
+    layout = KVLayout("synthetic", (LayerLayout(2, size, 5, rope),) * 2, dtype, None)
     (section,) = partition(layout, "all")
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(63, section.values, generator=generator) * 10 ** torch.linspace(-30, 30, section.values)).to(
@@ -102,10 +107,13 @@ def test_both_places_write_the_same_bits(dtype: str, x_dtype: torch.dtype, means
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("special", [None, (7, 1, 15), (40, 0, 1)])
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("rotary", [0, 4, 16])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "rotary", "strided", "special"),
+    [
+        (torch.bfloat16, 16, False, (7, 1, 15)), (torch.bfloat16, 4, True, None), (torch.float16, 0, False, None),
+        (torch.float16, 16, True, (40, 0, 1)), (torch.float32, 4, False, (7, 1, 15)), (torch.float32, 16, True, None),
+    ],
+)  # fmt: skip
 def test_both_moves_write_the_same_bits(
     dtype: torch.dtype, rotary: int, strided: bool, special: tuple[int, int, int] | None
 ) -> None:
@@ -161,28 +169,38 @@ def test_rotation_tables_are_held_while_values_are_gathered() -> None:
     torch.testing.assert_close(fresh, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("unit", ["keys", "values"])
-def test_what_is_gathered_is_finite(dtype: torch.dtype, bad: float, unit: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "bad", "unit", "size", "rotary"),
+    [
+        (torch.bfloat16, float("nan"), "keys", 10, 8), (torch.float16, -float("inf"), "values", 64, 64),
+        (torch.float32, float("inf"), "keys", 100, 44), (torch.float32, float("nan"), "values", 80, 80),
+        (torch.bfloat16, float("inf"), "values", 33, 0), (torch.bfloat16, float("nan"), "keys", 100, 64),
+    ],
+)  # fmt: skip
+def test_what_is_gathered_is_finite(dtype: torch.dtype, bad: float, unit: str, size: int, rotary: int) -> None:
     """Both implementations gather the same values, and refuse one that is not finite wherever it stands."""
     name = str(dtype).removeprefix("torch.")
-    layout = KVLayout("mine", (LayerLayout(2, 10, 6, Rope((1.0, 0.3, 0.1, 0.01))),) * 2, name, max_positions=None)
+    rope = Rope(tuple(1e4 ** (-2 * i / rotary) for i in range(rotary // 2)), 1.1) if rotary else None
+    layout = KVLayout("mine", (LayerLayout(2, size, 6, rope),) * 2, name, max_positions=None)
     section = partition(layout, "all")[0]
     means = torch.randn(3, section.values, generator=torch.Generator().manual_seed(1))
     for tokens, at in ((1, slice(0, 1)), (63, slice(0, 63)), (63, slice(20, 63))):
         mean, generator = means[: at.stop - at.start], torch.Generator().manual_seed(tokens)
         tensors = {
-            "keys": torch.randn(2, tokens, 2, 10, generator=generator).to(dtype),
+            "keys": torch.randn(2, tokens, 2, size, generator=generator).to(dtype),
             "values": torch.randn(2, tokens, 2, 6, generator=generator).to(dtype),
         }
         chunk = KVChunk(tensors["keys"], tensors["values"], layout, 5)
         rotation = Rotation(5, tokens, CPU, inverse=True)
-        one, other = (
-            module.gather_centered(chunk, section, rotation, at, Centers(mean)).clone()
-            for module in (transform, transform_numba)
+        guess = Predictions(
+            torch.randn(4, section.values, generator=generator).bfloat16(), np.arange(at.stop - at.start) % 4
         )
-        assert torch.equal(one, other)
+        for predictions in (None, guess):
+            one, other = (
+                module.gather_centered(chunk, section, rotation, at, Centers(mean, predictions)).clone()
+                for module in (transform, transform_numba)
+            )
+            assert torch.equal(one, other)
         for where in ((0, at.start, 0, 0), (1, at.stop - 1, 1, 5), (1, at.start, 1, 4)):
             kept = tensors[unit][where].clone()
             tensors[unit][where] = bad
@@ -190,28 +208,6 @@ def test_what_is_gathered_is_finite(dtype: torch.dtype, bad: float, unit: str) -
                 with pytest.raises(InputError, match="NaN or infinite values in layers 0 … 1"):
                     module.gather_centered(chunk, section, rotation, at, Centers(mean))
             tensors[unit][where] = kept
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_units_are_gathered_whatever_their_strides(dtype: str) -> None:
-    """The compiled loop takes the address and the strides of each; values of a head that are apart, it leaves."""
-    layout = KVLayout("mine", (LayerLayout(2, 6, 20, Rope((1.0, 0.3))),) * 2, dtype, max_positions=None)
-    sections = partition(layout, "all"), partition(layout, "heads:2"), partition(layout, "layer")
-    draw = torch.Generator().manual_seed(0)
-    tokens, at = 40, slice(3, 37)
-    wide = torch.randn(2, tokens, 5, 30, generator=draw).to(layout.torch_dtype)
-    by_head = torch.randn(2, 2, tokens, 20, generator=draw).to(layout.torch_dtype)
-    apart = torch.randn(2, tokens, 6, 2, generator=draw).to(layout.torch_dtype)
-    alike = wide[:, :, 1:3, 4:10], by_head.transpose(1, 2)
-    for keys, values in (alike, (apart.transpose(2, 3), alike[1])):
-        chunk = KVChunk(list(keys), list(values), layout, 9)
-        rotation = Rotation(9, tokens, CPU, inverse=True)
-        for section in (own for of_group in sections for own in of_group):
-            mean = torch.randn(2, section.values, generator=draw)
-            one, other = (
-                m.gather_centered(chunk, section, rotation, at, Centers(mean)) for m in (transform, transform_numba)
-            )
-            assert torch.equal(one, other)
 
 
 def random_covariance(size: int, seed: int) -> torch.Tensor:
@@ -236,73 +232,6 @@ def test_eigenbasis() -> None:
     # The squared error in y is the metric's: dx^T M dx.
     dx = torch.randn(100, size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close((dx @ forward.T).square().sum(1), ((dx @ metric) * dx).sum(1), rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("rank", [0, 1, 5])
-def test_eigenbasis_of_singular_matrices(rank: int) -> None:
-    covariance, metric = random_covariance(12, 0), random_covariance(12, 1)
-    flat = torch.linalg.eigh(metric)[1][:, :rank]
-    for c, m in ((covariance, flat @ flat.T), (flat @ flat.T, metric)):
-        inverse, deviation = eigenbasis(c, m)
-        assert bool(torch.isfinite(inverse).all() and torch.isfinite(deviation).all())
-        assert int(torch.linalg.matrix_rank(inverse)) == 12
-
-
-def hand_made_basis() -> SectionBasis:
-    generator = torch.Generator().manual_seed(0)
-    maps = tuple(BlockMap.of(torch.randn(n, n, generator=generator), np.zeros(n, np.int16)) for n in (3, 4))
-    return SectionBasis(torch.arange(7.0), torch.full((2, 7), 100.0), maps)
-
-
-def test_analysis_and_synthesis() -> None:
-    basis = hand_made_basis()
-    assert basis.block_ranks == (3, 4)
-    x = torch.randn(10, 7, generator=torch.Generator().manual_seed(1))
-    for start, at in ((0, slice(0, 10)), (0, slice(1, 5)), (1, slice(0, 4)), (2, slice(0, 4)), (0, slice(2, 9))):
-        part = x[at]
-        y = basis.analyze(part, start, at, (3, 4))
-        assert y.shape == (7, len(part)) and y.is_contiguous()
-        # Positions 0 and 1 have means of their own.
-        means = torch.stack([basis.sinks[p] if p < 2 else basis.mean for p in range(start + at.start, start + at.stop)])
-        torch.testing.assert_close(y[:3], basis.forward[0] @ (part - means)[:, :3].T)
-        torch.testing.assert_close(y[3:], basis.forward[1] @ (part - means)[:, 3:].T)
-        back = torch.cat([m @ own for m, own in zip(basis.inverse, y.split((3, 4)), strict=True)]).T
-        torch.testing.assert_close(back + basis.means(start, at), part, rtol=1e-4, atol=1e-3)
-        few = basis.analyze(part, start, at, (1, 2))
-        torch.testing.assert_close(few, torch.cat([y[:1], y[3:5]]))
-        none = basis.analyze(part, start, at, (0, 0))
-        assert none.shape == (0, len(part))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("size", "rotated"), [(16, 16), (64, 64), (80, 80), (100, 44), (100, 64), (33, 0), (7, 2)])
-def test_vectors_and_what_is_left_of_them_give_the_same_bits(dtype: str, size: int, rotated: int) -> None:
-    """The compiled loops take sixteen values at a time, and the rest one by one."""
-    rope = Rope(tuple(1e4 ** (-2 * i / rotated) for i in range(rotated // 2)), 1.1) if rotated else None
-    layout = KVLayout("sizes", (LayerLayout(2, size, size, rope),), dtype, 1000)
-    (section,) = partition(layout, "layer")
-    draw = torch.Generator().manual_seed(size)
-    tokens = 9
-    mean = torch.randn(3, section.values, generator=draw)
-    guess = Predictions(torch.randn(4, section.values, generator=draw).bfloat16(), np.arange(tokens) % 4)
-    keys, values = (torch.randn(1, tokens, 2, size, generator=draw).to(layout.torch_dtype) for _ in range(2))
-    chunk, there = KVChunk(keys, values, layout, 5), slice(0, tokens)
-    for predictions in (None, guess):
-        x = transform.gather_centered(chunk, section, Rotation(5, tokens, CPU, True), there, Centers(mean, predictions))
-        other = transform_numba.gather_centered(
-            chunk, section, Rotation(5, tokens, CPU, True), there, Centers(mean, predictions)
-        )
-        assert torch.equal(x, other)
-        placed = []
-        for module in (transform, transform_numba):
-            out = [torch.full((tokens, 2, size), 7.0).to(layout.torch_dtype) for _ in range(2)]
-            rows = [[dense_rows(unit)] for unit in out]
-            module.scatter(x, Centers(mean, predictions), section, layout, Rotation(5, tokens, CPU), there, *rows)
-            placed.append(out)
-        assert all(map(torch.equal, *placed)) and not any(bool((unit == 7).all()) for unit in placed[0])
-        torch.testing.assert_close(
-            torch.stack(placed[0]), torch.stack([chunk.keys[0], chunk.values[0]]), rtol=0.02, atol=0.02
-        )
 
 
 @pytest.mark.parametrize("name", stage_names())
