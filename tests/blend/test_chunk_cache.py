@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Nothing
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError
+from cuvee.codec.errors import CorruptError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import PREFIX, function_digest, model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill
@@ -147,8 +148,7 @@ def assert_chunk(got: KVChunk, keys: Any, values: Any, atol: float = 0.0, rtol: 
 # What is computed ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("contexts", [None, CONTEXTS], ids=["alone", "leading"])
+@pytest.mark.parametrize(("dtype", "contexts"), [(torch.float32, None), (torch.bfloat16, CONTEXTS)])
 def test_a_chunk_computed_alone_is_the_prefill(dtype: torch.dtype, contexts: torch.Tensor | None) -> None:
     model = tiny_model("llama", dtype)
     codec = exact(model)
@@ -201,16 +201,6 @@ def test_contexts_are_computed_once_and_only_when_needed(model: Any) -> None:
         assert len(seen) == 10
 
 
-def test_no_gradients_are_prepared(model: Any) -> None:
-    library = make(model, contexts=CONTEXTS)
-    modes: list[bool] = []
-    handle = model.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
-    blob_of(library, TOKENS)
-    handle.remove()
-    assert modes == [False] * 6
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
 # Stores --------------------------------------------------------------------------------------------------------------
 
 
@@ -253,31 +243,24 @@ def test_the_key_is_the_content_digest(model: Any) -> None:
     scope = Scope(tenant="acme")
     alone = store_key("acme", content_digest(identity, scope, TOKENS))
     assert key_of(library, store, leading=True) == alone
-    behind = content_digest(identity, scope, TOKENS, context=module._name(CONTEXTS))
+    data = struct.pack("<17q", *CONTEXTS.shape, *CONTEXTS.flatten().tolist())
+    name_of_contexts = hashlib.blake2b(data, digest_size=32, person=b"cuvee-contexts").digest()
+    behind = content_digest(identity, scope, TOKENS, context=name_of_contexts)
     assert key_of(library, store) == store_key("acme", behind)
     store.clear()
     exact_identity = replace(identity, profile=b"", quality="lossless")
     assert key_of(make(model, store), store) == store_key("", content_digest(exact_identity, Scope(), TOKENS))
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("llama", {"hidden_act": "relu"}), ("llama", {"rms_norm_eps": 0.1}), ("qwen3_moe", {"num_experts_per_tok": 2})],
-)
-def test_equal_weights_with_another_configuration_are_another_model(family: str, changes: dict[str, Any]) -> None:
-    store, one, other = Shelf(), tiny_model(family), tiny_model(family, **changes)
+@pytest.mark.parametrize("changes", [{"hidden_act": "relu"}, {}], ids=["configuration", "buffers"])
+def test_equal_weights_with_another_configuration_or_other_buffers_are_another_model(changes: dict[str, Any]) -> None:
+    """Frequencies of RoPE are stored with no model."""
+    store, one, other = Shelf(), tiny_model("llama"), tiny_model("llama", **changes)
     other.load_state_dict(one.state_dict())
+    if not changes:
+        other.model.rotary_emb.inv_freq[1] *= 1.5
     assert model_fingerprint(one) == model_fingerprint(other)
     first, library = blob_of(make(one, store), TOKENS), make(other, store)
-    assert blob_of(library, TOKENS) != first and library.counters.misses == 1 and len(store) == 2
-
-
-def test_other_buffers_are_another_model(model: Any) -> None:
-    """Frequencies of RoPE are stored with no model."""
-    store, edited = Shelf(), deepcopy(model)
-    edited.model.rotary_emb.inv_freq[1] *= 1.5
-    assert model_fingerprint(model) == model_fingerprint(edited)
-    first, library = blob_of(make(model, store), TOKENS), make(edited, store)
     assert blob_of(library, TOKENS) != first and library.counters.misses == 1 and len(store) == 2
 
 
@@ -302,14 +285,7 @@ def test_a_copy_from_disk_is_the_same_model(model: Any, tmp_path: Path) -> None:
     assert blob_of(copy, TOKENS) == blob and copy.counters.hits == 1
 
 
-def test_the_name_of_contexts() -> None:
-    data = struct.pack("<17q", 3, 5, *CONTEXTS.flatten().tolist())
-    assert module._name(CONTEXTS) == hashlib.blake2b(data, digest_size=32, person=b"cuvee-contexts").digest()
-
-
-@pytest.mark.parametrize(
-    "form", [tuple, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32), np.uint16]
-)
+@pytest.mark.parametrize("form", [np.array, lambda x: torch.tensor(x, dtype=torch.int32)])
 def test_any_row_of_integers_is_the_same_chunk(model: Any, form: Callable[[Any], Any]) -> None:
     store = Shelf()
     library = make(model, store)
@@ -337,32 +313,20 @@ def flipped(blob: bytes, at: int) -> bytes:
     return bytes(data)
 
 
-def entry_of(
-    model: Any, codec: Codec | None = None, start: int = 0, tokens: Any = TOKENS, dtype: str | None = None
-) -> bytes:
+def entry_of(model: Any, codec: Codec | None = None, start: int = 0, tokens: Any = TOKENS) -> bytes:
     """A blob that is well-formed, and not what is looked for."""
-    layout = layout_of(model)
     with torch.no_grad():
-        chunk = prefill(model, torch.tensor([tokens]), layout)[0]
-    if dtype is not None:
-        layout = replace(layout, dtype=dtype)
-        tensors = [[tensor.to(layout.torch_dtype) for tensor in kind] for kind in (chunk.keys, chunk.values)]
-        chunk = KVChunk(tensors[0], tensors[1], layout)
-    return (codec or lossy(model)).encode(KVChunk(chunk.keys, chunk.values, layout, start))
+        chunk = prefill(model, torch.tensor([tokens]), layout_of(model))[0]
+    return (codec or lossy(model)).encode(KVChunk(chunk.keys, chunk.values, chunk.layout, start))
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        pytest.param(lambda model, blob: b"", id="empty"),
-        pytest.param(lambda model, blob: b"nonsense" * 20, id="not-a-blob"),
         pytest.param(lambda model, blob: blob[:-1], id="truncated"),
-        pytest.param(lambda model, blob: blob + b"\0", id="tail"),
-        pytest.param(lambda model, blob: flipped(blob, 16), id="header-damaged"),
         pytest.param(lambda model, blob: flipped(blob, -1), id="section-damaged"),
         pytest.param(lambda model, blob: entry_of(model, tokens=TOKENS[:-1]), id="wrong-length"),
         pytest.param(lambda model, blob: entry_of(model, start=START), id="wrong-start"),
-        pytest.param(lambda model, blob: entry_of(model, dtype="bfloat16"), id="wrong-dtype"),
         pytest.param(lambda model, blob: entry_of(model, lossy(model, 0.2)), id="other-step"),
         pytest.param(
             lambda model, blob: entry_of(model, Codec(lossy(model).profile, step=0.1, key=bytes(32))), id="other-secret"
@@ -401,9 +365,7 @@ def test_an_entry_of_another_profile_is_left_as_it_is(model: Any, caplog: pytest
     assert "left as it is" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("layout", b"another"), ("profile", b"p" * 16), ("quality", "step:3"), ("shards", 2)]
-)
+@pytest.mark.parametrize(("field", "value"), [("layout", b"another"), ("profile", b"p" * 16), ("shards", 2)])
 def test_an_identity_names_what_is_written(model: Any, field: str, value: Any) -> None:
     """Otherwise blobs of one profile would be stored under the name of another."""
     codec = lossy(model)
@@ -471,22 +433,13 @@ def test_segments_of_a_codec_with_a_key_are_blended(model: Any) -> None:
         Blender(model, codec).blend(swapped)
 
 
-def test_a_bad_entry_that_cannot_be_deleted_is_not_used(model: Any) -> None:
-    store = Shelf()
-    library = make(model, store)
-    blob = blob_of(library, TOKENS)
-    (key,) = store
-    store[key] = blob[:-1]
-    store.faults = {"delete": StoreError("read-only"), "put": StoreError("read-only")}
-    assert blob_of(library, TOKENS) == blob
-    assert library.counters == ChunkCounters(misses=2, stored=1, rejected=1, errors=2)
-
-
 # A store that fails --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [StoreError("no route"), OSError("disk full"), RuntimeError("a bug")], ids=repr)
-@pytest.mark.parametrize("operations", [("get",), ("put",), ("get", "put")], ids=str)
+@pytest.mark.parametrize(
+    ("operations", "error"),
+    [(("get",), StoreError("no route")), (("put",), OSError("disk full")), (("get", "put"), RuntimeError("a bug"))],
+)
 def test_a_store_that_fails_costs_a_computation(
     model: Any, operations: tuple[str, ...], error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -502,8 +455,10 @@ def test_a_store_that_fails_costs_a_computation(
     assert record.levelno == logging.WARNING and str(error) in record.getMessage()
     store.faults = {}
     blob_of(library, TOKENS)
-    assert blob_of(library, TOKENS) == blob
-    assert library.counters.errors == 3 * len(operations)
+    assert blob_of(library, TOKENS) == blob and library.counters.errors == 3 * len(operations)
+    (key,) = store
+    store[key], store.faults = blob[:-1], {"delete": error}
+    assert blob_of(library, TOKENS) == blob and library.counters.rejected == 1
 
 
 # Threads -------------------------------------------------------------------------------------------------------------
@@ -575,7 +530,7 @@ def test_threads_with_many_chunks(model: Any) -> None:
     """The model runs one at a time, its contexts are computed once, everybody gets what was asked for."""
     library, alone = make(model, contexts=CONTEXTS), make(model, contexts=CONTEXTS)
     texts = [[token, *TOKENS] for token in range(6)]
-    expected = {leading: [blob_of(alone, text, leading=leading) for text in texts] for leading in (False, True)}
+    expected = [blob_of(alone, text) for text in texts]
     inside = most = 0
 
     def enter(*_: Any) -> None:
@@ -588,24 +543,13 @@ def test_threads_with_many_chunks(model: Any) -> None:
         nonlocal inside
         inside -= 1
 
-    start = threading.Barrier(4)
-
-    def work(seed: int) -> bool:
-        start.wait()
-        asked = [(index, leading) for index in range(6) for leading in (False, True)]
-        order = np.random.default_rng(seed).permutation(len(asked))
-        return all(
-            blob_of(library, texts[index], leading=leading) == expected[leading][index]
-            for index, leading in (asked[place] for place in order)
-        )
-
     handles = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
     with ThreadPoolExecutor(4) as pool, passes(model) as seen:
-        assert all(pool.map(work, range(4)))
+        assert list(pool.map(partial(blob_of, library), texts * 3)) == expected * 3
     for handle in handles:
         handle.remove()
-    assert most == 1 and len(seen) == 3 + 6 * 3 + 6
-    assert library.counters == ChunkCounters(hits=36, misses=12, stored=12)
+    assert most == 1 and len(seen) == 3 + 6 * 3
+    assert library.counters == ChunkCounters(hits=12, misses=6, stored=6)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -615,13 +559,8 @@ def test_threads_with_many_chunks(model: Any) -> None:
     ("tokens", "message"),
     [
         ([], "tokens: must be a row of at least one integer"),
-        ([[1, 2]], "tokens: must be a row"),
-        ([1.0, 2.0], "tokens: must be a row"),
-        ([True], "tokens: must be a row"),
-        ("abc", "tokens: must be a row"),
         ([1, 61], "tokens: must lie in the model's vocabulary, 0 … 60, got 61"),
         ([1, -1], "tokens: must lie in .*, got -1$"),
-        ([2**63], "tokens: must lie in .*, got -"),
         ([1] * 4092, "tokens: must end within the model's 4096 positions, got 4092 from position 5:"),
     ],
 )
@@ -633,26 +572,14 @@ def test_bad_tokens_are_refused(model: Any, tokens: Any, message: str) -> None:
     assert not store.calls and library.counters == ChunkCounters()
 
 
-def test_the_last_positions_can_be_used() -> None:
-    model = tiny_model("llama", max_position_embeddings=16)
-    assert make(model, contexts=CONTEXTS).segment(TOKENS).tokens.tolist() == TOKENS
-    with pytest.raises(InputError, match=r"^tokens: must end within the model's 16 positions, got 12 from position 5:"):
-        make(model, contexts=CONTEXTS).segment([*TOKENS, 1])
-    make(model).segment([1] * 16)
-    with pytest.raises(InputError, match=r"^tokens: must end within .*, got 17 from position 0:"):
-        make(model).segment([1] * 17)
-
-
 @pytest.mark.parametrize(
     ("contexts", "message"),
     [
         ([[1, 2], [3, 4]], r"contexts: must be an int32 or int64 tensor \[N, C\], got list"),
         (CONTEXTS.float(), r"contexts: must be an int32 or int64 tensor \[N, C\], got torch.float32"),
         (CONTEXTS[0], r"contexts: must have shape \[N, C\], both above 0, got \[5\]"),
-        (CONTEXTS[:0], r"contexts: must have shape .*, got \[0, 5\]"),
         (CONTEXTS[:, :0], r"contexts: must have shape .*, got \[3, 0\]"),
         (CONTEXTS + 1, "contexts: must lie in the model's vocabulary, 0 … 60, got 61"),
-        (CONTEXTS - 1, "contexts: must lie in .*, got -1$"),
         (torch.zeros(1, 4096, dtype=torch.int64), "contexts: must have C below the model's 4096 positions, got 4096;"),
     ],
 )
@@ -672,7 +599,7 @@ def test_a_codec_of_another_model_is_refused(model: Any) -> None:
     assert make(model, codec=codec).segment(TOKENS).chunk
 
 
-@pytest.mark.parametrize("changed", ["weights", "buffer", "configuration"])
+@pytest.mark.parametrize("changed", ["weights", "configuration"])
 def test_a_model_that_changed_since_is_refused(model: Any, changed: str) -> None:
     """One row of a step of training: what is stored would be the old model's, and what is added the new one's."""
     store = Shelf()
@@ -681,8 +608,6 @@ def test_a_model_that_changed_since_is_refused(model: Any, changed: str) -> None
     with torch.no_grad():
         if changed == "weights":
             model.get_input_embeddings().weight[3] += 1
-        elif changed == "buffer":
-            model.model.rotary_emb.inv_freq[1] *= 1.5
         else:
             model.config.hidden_act = "relu"
     with pytest.raises(InputError, match=r"^model: must keep its weights, .*: make another ChunkCache$"):
@@ -690,17 +615,6 @@ def test_a_model_that_changed_since_is_refused(model: Any, changed: str) -> None
     again = make(model, store)
     again.segment(TOKENS)
     assert again.counters.misses == 1 and len(store) == 2
-
-
-def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
-    """And are not stored."""
-    store, codec = Shelf(), lossy(model)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
-    library = make(model, store, codec=codec)
-    with pytest.raises(CuveeError):
-        blob_of(library, TOKENS)
-    assert not store and library.counters == ChunkCounters()
 
 
 # Shared with an engine -----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def drawn(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(tokens, generator=generator) ** 4, torch.rand(tokens, generator=generator) < 0.8
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_choice_at_a_price_is_the_best_of_all(seed: int) -> None:
     score, cached = drawn(seed, 10)
     generator = np.random.default_rng(seed)
@@ -51,8 +51,7 @@ def test_the_choice_at_a_price_is_the_best_of_all(seed: int) -> None:
     assert gain(found) == pytest.approx(max(gain(positions) for positions in every), abs=1e-6)
 
 
-@pytest.mark.parametrize("overhead", [0.0, 0.5, 2.0, 8.0, 1000.0])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("seed", "overhead"), list(enumerate([0.0, 2.0, 1000.0])))
 def test_the_budget_is_spent(seed: int, overhead: float) -> None:
     score, cached = drawn(seed, 300)
     leading = torch.zeros_like(cached)
@@ -62,9 +61,9 @@ def test_the_budget_is_spent(seed: int, overhead: float) -> None:
         assert bool((found.diff() > 0).all())
 
 
-@pytest.mark.parametrize("run_overhead", [0.0, 2.0])
-@pytest.mark.parametrize("context_overhead", [1e-4, 0.01, 1.0])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("seed", "context_overhead", "run_overhead"), [(0, 1e-4, 2.0), (1, 0.01, 0.0), (2, 0.01, 2.0), (3, 1.0, 2.0)]
+)
 def test_the_budget_is_what_tokens_cost_at_their_positions(
     seed: int, context_overhead: float, run_overhead: float
 ) -> None:
@@ -82,7 +81,7 @@ def test_the_budget_is_what_tokens_cost_at_their_positions(
     assert len(found) == int(cached.sum())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_higher_overhead_makes_fewer_runs_of_lower_scores(seed: int) -> None:
     score, cached = drawn(seed, 400)
     made = [best_runs(score, cached, cached & False, 60, overhead) for overhead in (0.0, 1.0, 4.0, 16.0)]
@@ -91,17 +90,6 @@ def test_a_higher_overhead_makes_fewer_runs_of_lower_scores(seed: int) -> None:
     assert sums == sorted(sums, reverse=True)
     highest = score.masked_fill(~cached, -1).topk(60).indices.sort().values
     assert torch.equal(made[0], highest), "without overhead only scores count"
-
-
-def test_what_is_left_of_the_budget_lengthens_runs_unless_a_new_one_is_worth_it() -> None:
-    worth, cached = np.zeros(12), torch.ones(12, dtype=torch.bool)
-    worth[[6, 9, 10]] = 0.3, 0.4, 0.2
-    for overhead, added in ((0.0, [9, 6]), (0.2, [9, 6]), (2.0, [6, 9])):
-        for missing in (1, 2):
-            chosen = torch.zeros(12, dtype=torch.bool)
-            chosen[5] = True
-            _fill(chosen, cached, ~cached, worth, np.ones(12), missing, overhead)
-            assert chosen.nonzero()[:, 0].tolist() == sorted([5, *added[:missing]]), (overhead, missing)
 
 
 def test_what_is_left_of_the_budget_goes_where_it_buys_most() -> None:
@@ -141,13 +129,13 @@ def test_exact_tokens_come_last_but_join_runs() -> None:
     assert best_runs(score, cached, leading, 3, 5.0).tolist() == [5, 6, 7]
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
 def test_scores_that_do_not_tell_tokens_apart(value: float) -> None:
     every = torch.ones(50, dtype=torch.bool)
     assert best_runs(torch.full((50,), value), every, ~every, 7, 3.0).tolist() == list(range(7))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_context_costs_what_attention_multiplies(family: str) -> None:
     model = tiny_model(family, intermediate_size=72)
     layer, config = model.base_model.layers[0], model.config

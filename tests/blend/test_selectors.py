@@ -66,20 +66,13 @@ TWO = (A, B, [9, 8])  # 8 cached tokens at 0 … 7, two of text
 # Boundary, Nothing ----------------------------------------------------------------------------------------------------
 
 
-def test_nothing() -> None:
-    assert chosen(Nothing(), prompt(*TWO, text=[2])) == []
-
-
 @pytest.mark.parametrize(
     ("selector", "leading", "expected"),
     [
-        (Boundary(0.25), False, [0, 4]),
+        (Nothing(), False, []),
         (Boundary(0.375), False, [0, 1, 4]),  # of equal scores the first token
-        (Boundary(0.5), False, [0, 1, 4, 5]),
         (Boundary(0.49), False, [0, 1, 4]),  # a cost is never exceeded
-        (Boundary(0.25), True, [4, 5]),  # leading tokens last
-        (Boundary(0.625), True, [0, 4, 5, 6, 7]),
-        (Boundary(1.0), True, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (Boundary(0.625), True, [0, 4, 5, 6, 7]),  # leading tokens last
         (Boundary(0.0), False, []),
     ],
     ids=repr,
@@ -120,8 +113,7 @@ def test_guided_takes_what_is_looked_at_near_the_boundary() -> None:
 @pytest.mark.parametrize(
     ("layers", "asked"),
     [
-        (1, (0,)), (2, (0, 1)), (3, (1, 2)), (4, (1, 2)), (5, (1, 2, 3)), (6, (2, 3, 4)), (30, (10, 15, 20)),
-        (33, (11, 16, 22)),
+        (1, (0,)), (2, (0, 1)), (4, (1, 2)), (6, (2, 3, 4)), (33, (11, 16, 22)),
     ],
 )  # fmt: skip
 def test_the_query_is_asked_at_a_third_a_half_and_two_thirds_of_the_depth(layers: int, asked: tuple[int, ...]) -> None:
@@ -141,7 +133,7 @@ def test_the_query_is_asked_only_if_there_is_a_choice(cost: float, tokens: int) 
     assert on.attend.calls == []  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 6])
+@pytest.mark.parametrize("layers", [1, 3])
 def test_the_default_fits_models_of_few_layers_and_prompts_that_end_in_a_chunk(layers: int) -> None:
     model = tiny_model("llama", num_hidden_layers=layers)
     tokens = torch.randint(61, (40,), generator=torch.Generator().manual_seed(1))
@@ -206,15 +198,17 @@ def test_no_cost_is_exceeded(name: str) -> None:
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [Boundary, Guided])
-@pytest.mark.parametrize("value", [-0.01, 1.01, float("nan"), float("inf"), True, "0.1", None])
-def test_costs_are_checked(make: Any, value: Any) -> None:
-    with pytest.raises(InputError, match=r"^cost: must be a number from 0 to 1, got "):
-        make(value)
-
-
-@pytest.mark.parametrize("name", ["run_overhead", "context_overhead"])
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "2", None])
-def test_overheads_are_checked(name: str, value: Any) -> None:
-    with pytest.raises(InputError, match=rf"^{name}: must be a finite number of at least 0, got "):
-        Guided(**{name: value})
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Boundary, {"cost": 1.01}, "cost: must be a number from 0 to 1, got 1.01"),
+        (Guided, {"cost": True}, "cost: must be a number from 0 to 1, got True"),
+        (Guided, {"run_overhead": float("inf")}, "run_overhead: must be a finite number of at least 0, got inf"),
+        (Guided, {"context_overhead": -1}, "context_overhead: must be a finite number of at least 0, got -1"),
+        (Guided, {"cost": float("nan")}, "cost: must be a number from 0 to 1, got nan"),
+        (Guided, {"run_overhead": "2"}, "run_overhead: must be a finite number of at least 0, got '2'"),
+    ],
+)
+def test_options_are_checked(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        make(**options)
