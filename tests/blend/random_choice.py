@@ -17,6 +17,5 @@ class Random:
     seed: int = 0
 
     def select(self, prompt: Prompt) -> torch.Tensor:
-        """See `Selector`."""
         score = torch.rand(len(prompt.tokens), generator=torch.Generator().manual_seed(self.seed))
         return prompt.best(score, round(self.share * prompt.cached_tokens))

@@ -116,11 +116,14 @@ def blob_of(library: ChunkCache, tokens: Any, leading: bool = False) -> bytes:
 
 @contextmanager
 def passes(model: Any) -> Iterator[list[int]]:
-    """Lengths of the inputs that the model is run on."""
+    """Lengths of the inputs that the model is run on, which is never for gradients."""
     seen: list[int] = []
-    handle = model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        assert not torch.is_grad_enabled()
+        seen.append(kwargs["input_ids"].shape[1])
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
     yield seen
     handle.remove()
 
