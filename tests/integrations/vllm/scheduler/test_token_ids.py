@@ -1,31 +1,51 @@
-"""Token ids go from the scheduler's side to the workers and into the blobs, so that a codec can predict from them."""
+"""What the scheduler's side tells the workers of an entry's tokens: their ids, from which a codec predicts, and how far
+they are from the end of the prompt, near which they matter more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.conftest import fitted_to
-from tests.integrations.vllm.sides import CHUNK, LAYOUT, Bench, Desk, image, make_request
+from tests.integrations.vllm.sides import CHUNK, LAYOUT, Bench, Desk, generate, image, make_request
 from tests.predicting import predicting
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.vllm.messages import Save
 from cuvee.learning.calibrate import fit
 
-LOSSY = {"quality": None, "step": 0.5}
-PLACES = list(range(100, 120))  # the engine's blocks
+LOSSY: dict[str, Any] = {"quality": None, "step": 0.5}
+
+
+@cache
+def fitted() -> Profile:
+    noise = torch.randn(2, 3, 512, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)])
 
 
 @cache
 def profile() -> Profile:
-    noise = torch.randn(2, 3, 512, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    return predicting(fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)]))
+    return predicting(fitted())
+
+
+@cache
+def of_recency() -> Profile:
+    """A profile whose steps depend on nothing but the distance from the end."""
+    one, none = np.ones(1, np.float32), np.zeros(1, np.float32)
+    recency = np.array([3.0, 2.0, 1.0, 0.0], np.float32)
+    nothing = np.empty(0, np.float32)
+    own = Predictor(np.zeros(1, np.int32), one, none, none, 0.0, 0.0, nothing, np.zeros(2, np.float32), recency)
+    learned = tuple(replace(section, predictor=own) for section in fitted().learned)
+    return Profile(LAYOUT, fitted().group, fitted().source, fitted().family, learned)
 
 
 @pytest.fixture
@@ -76,6 +96,19 @@ def test_ids_that_are_of_no_use_are_not_sent(desk: Callable[..., Desk], options:
     assert saves and set(sent(saves).values()) == {None}
 
 
+def following(saves: list[Save]) -> dict[tuple[str, int], int]:
+    return {(save.entry.kind, save.entry.start): save.following for save in saves}
+
+
+def test_what_follows_in_the_prompt_is_counted(desk: Callable[..., Desk]) -> None:
+    d, request = desk(profile=of_recency()), make_request(tokens=45)
+    d.matched(request)
+    assert following(d.plan((request, 0, 45)).saves) == {("chunk", 0): 29, ("chunk", 16): 13, ("tail", 32): 5}
+    generate(request, 25)
+    generated = d.plan((request, 45, 24), new=False).saves
+    assert following(generated) == {("chunk", 32): 0, ("chunk", 48): 0}, "the answer may end anywhere"
+
+
 # A worker ------------------------------------------------------------------------------------------------------------
 
 
@@ -99,16 +132,21 @@ def test_blobs_hold_the_ids_that_were_sent(bench: Callable[..., Bench]) -> None:
     assert b.store.entries[b.key(0)] == b.codec.encode(b.sequence.slice(0, CHUNK).with_token_ids(range(16)))
 
 
-def test_an_id_outside_the_vocabulary_costs_only_its_own_entry(bench: Callable[..., Bench]) -> None:
-    b = bench(profile=profile(), codec=LOSSY, threads=1)
+def with_ids(save: Save, token_ids: list[int]) -> Save:
+    return Save(save.tenant, save.entry, token_ids)
+
+
+def test_blobs_are_coded_by_what_follows(bench: Callable[..., Bench]) -> None:
+    b = bench(profile=of_recency(), codec=LOSSY, threads=1)
     blocks = list(range(4))
     b.fill(blocks, 2 * CHUNK)
     first, second = b.saves(blocks, range(2))
-    b.worker.saves.save([with_ids(first, [10**6] * CHUNK), with_ids(second, [3] * CHUNK)])
+    b.worker.saves.save([replace(first, following=CHUNK), second])
     b.drain()
-    assert list(b.store.entries) == [b.key(1)]
-    assert b.counts()["failures{encode}"] == 1
+    inside, last = followed(b.sequence.slice(0, CHUNK), CHUNK), followed(b.sequence.slice(CHUNK, 2 * CHUNK), 0)
+    assert b.store.entries == {b.key(0): b.codec.encode(inside), b.key(1): b.codec.encode(last)}
+    assert b.codec.encode(inside) != b.codec.encode(followed(inside, 0))
 
 
-def with_ids(save: Save, token_ids: list[int]) -> Save:
-    return Save(save.tenant, save.entry, token_ids)
+def followed(chunk: KVChunk, tokens: int) -> KVChunk:
+    return KVChunk(chunk.keys, chunk.values, LAYOUT, chunk.start, following=tokens)

@@ -97,16 +97,10 @@ def stored(b: Bench) -> Bench:
 # What is stored ------------------------------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_stored_in_parts(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    assert set(b.store.entries) == {key for chunk in range(8) for key in keys_of(b, chunk)}
-    counts = b.counts()
-    assert counts["stored{chunk}"] == 8
-    assert counts["stored_bytes"] == sum(map(len, b.store.entries.values()))
-
-
 def test_a_chunk_without_its_last_part_is_stored_again(bench: Callable[..., Bench]) -> None:
     b = stored(bench())
+    assert set(stored_before) == {key for chunk in range(8) for key in keys_of(b, chunk)}
+    assert b.counts()["stored_bytes"] == sum(map(len, stored_before.values()))
     del b.store.entries[keys_of(b, 2)[-1]], b.store.entries[keys_of(b, 5)[0]]
     b.fill(BLOCKS, 8 * CHUNK)
     puts = b.store.calls.count("put")
@@ -166,21 +160,25 @@ def test_parts_are_expected_to_be_as_large_as_the_profile_says(bench: Callable[.
         assert sizes == pytest.approx([CHUNK * LAYOUT.values_per_token * bits / 8 for bits in expected])
 
 
-# Loads without a plan ------------------------------------------------------------------------------------------------
-
-
-def test_a_load_takes_all_parts_that_are_there(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    del b.store.entries[keys_of(b, 2)[1]]
-    delivery = delivered(run(b))
-    assert delivery == Delivery("r", 0, (CHUNK,) * 4, (2, 2, 1, 2), True)
-    assert [holds(b, chunk, parts) for chunk, parts in enumerate(delivery.parts)] == [True] * 4
-    counts = b.counts()
-    assert counts["loaded_at{2}"] == 3 * CHUNK and counts["loaded_at{1}"] == CHUNK
+# Loads, with a plan and without --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("planned", [None, aim()], ids=["load", "plan"])
-@pytest.mark.parametrize("how", ["damaged", "another's"])
+def test_a_load_takes_all_parts_that_are_there(bench: Callable[..., Bench], planned: Aim | None) -> None:
+    b = stored(bench())
+    del b.store.entries[keys_of(b, 2)[1]]
+    report = run(b, planned=planned)
+    delivery = delivered(report)
+    assert delivery == Delivery("r", 0, (CHUNK,) * 4, (2, 2, 1, 2), True)
+    assert [holds(b, chunk, parts) for chunk, parts in enumerate(delivery.parts)] == [True] * 4
+    assert not report.failed and not report.unsaved and b.worker.loads.take_invalid_blocks() == set()
+    assert bool(report.restored) == (planned is None), "the time of a plan says nothing of the store"
+    counts = b.counts()
+    assert counts["loaded{chunk}"] == 4 and counts["loaded_tokens"] == 4 * CHUNK and "loaded_at{0}" not in counts
+    assert counts["loaded_at{2}"] == 3 * CHUNK and counts["loaded_at{1}"] == CHUNK
+
+
+@pytest.mark.parametrize(("planned", "how"), [(None, "damaged"), (aim(), "another's")], ids=["load", "plan"])
 def test_a_bad_refinement_is_left_out_and_deleted(bench: Callable[..., Bench], planned: Aim | None, how: str) -> None:
     b = stored(bench())
     bad = keys_of(b, 1)[1]
@@ -194,19 +192,22 @@ def test_a_bad_refinement_is_left_out_and_deleted(bench: Callable[..., Bench], p
     assert b.counts()["failures{refinement}"] == 1
 
 
-@pytest.mark.parametrize("planned", [None, aim()], ids=["load", "plan"])
+@pytest.mark.parametrize(("planned", "gone"), [(None, False), (aim(), False), (aim(), True)])
 def test_a_bad_base_ends_the_load_before_it_and_takes_its_refinements_along(
-    bench: Callable[..., Bench], planned: Aim | None
+    bench: Callable[..., Bench], planned: Aim | None, gone: bool
 ) -> None:
     b = stored(bench())
     blob = b.store.entries[keys_of(b, 2)[0]]
     b.store.entries[keys_of(b, 2)[0]] = blob[:-9] + bytes(9)
+    if gone:
+        for key in keys_of(b, 2):
+            del b.store.entries[key]
     report = run(b, planned=planned)
     assert report.failed == {"r"} and delivered(report).parts == (2, 2)
     assert b.worker.loads.take_invalid_blocks() == set(BLOCKS[4:8])
     assert not set(keys_of(b, 2)) & set(b.store.entries)
     assert b.counts()["failures{load}"] == 1 and "failures{refinement}" not in b.counts()
-    assert b.digests[2] in report.unsaved
+    assert b.digests[2] in report.unsaved and b.counts()["recomputed_tokens"] == 2 * CHUNK
 
 
 def test_parts_are_bound_to_their_place_and_older_secrets_are_tried(bench: Callable[..., Bench]) -> None:
@@ -222,13 +223,16 @@ def test_parts_are_bound_to_their_place_and_older_secrets_are_tried(bench: Calla
     assert delivered(run(b, planned=aim(), request="copied")).parts == ()
 
 
-def test_a_lack_of_memory_deletes_no_refinement(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OutOfMemoryError("decode: none left"), ZeroDivisionError()])
+def test_an_error_that_is_not_of_the_bytes_deletes_nothing(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     b = stored(bench())
     opened = Codec.open
 
     def full(codec: Codec, blob: bytes, *, refinements: Sequence[bytes] = (), **given: Any) -> Any:
         if refinements:
-            raise OutOfMemoryError("decode: none left")
+            raise error
         return opened(codec, blob, refinements=refinements, **given)
 
     monkeypatch.setattr(Codec, "open", full)
@@ -237,40 +241,7 @@ def test_a_lack_of_memory_deletes_no_refinement(bench: Callable[..., Bench], mon
     assert b.store.entries == stored_before
 
 
-def test_an_error_that_is_not_of_the_bytes_deletes_nothing(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    b = stored(bench())
-
-    def fails(*given: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(b.worker.loads._restorer, "restore", fails)
-    report = run(b, planned=aim())
-    assert delivered(report).parts == () and report.failed == {"r"}
-    assert b.store.entries == stored_before
-
-
 # Planned loads -------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_with_time_loads_everything(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    report = run(b, planned=aim())
-    assert delivered(report).parts == (2,) * 4 and delivered(report).complete
-    assert all(holds(b, chunk, 2) for chunk in range(4))
-    assert not report.failed and not report.restored, "its time says nothing of the store"
-    assert b.worker.loads.take_invalid_blocks() == set()
-    counts = b.counts()
-    assert counts["loaded{chunk}"] == 4 and counts["loaded_tokens"] == 4 * CHUNK and "loaded_at{0}" not in counts
-
-
-def test_a_plan_makes_do_with_the_parts_that_are_there(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    del b.store.entries[keys_of(b, 1)[1]]
-    report = run(b, planned=aim())
-    assert delivered(report).parts == (2, 1, 2, 2) and not report.failed
-    assert not report.unsaved, "it was not computed, so there is nothing better to store"
 
 
 def test_refinements_that_hang_are_left_out_by_the_deadline(bench: Callable[..., Bench]) -> None:
@@ -307,16 +278,6 @@ def test_where_there_is_time_to_compute_nothing_is_loaded_coarsely(bench: Callab
     counts = b.counts()
     assert counts["loaded_at{0}"] == 4 * CHUNK and "failures{load}" not in counts
     assert "recomputed_tokens" not in counts
-
-
-def test_a_chunk_that_is_gone_is_computed_with_all_behind_it(bench: Callable[..., Bench]) -> None:
-    b = stored(bench())
-    for key in keys_of(b, 1):
-        del b.store.entries[key]
-    report = run(b, planned=aim())
-    assert delivered(report).parts == (2,) and report.failed == {"r"}
-    assert b.worker.loads.take_invalid_blocks() == set(BLOCKS[2:8])
-    assert b.counts()["recomputed_tokens"] == 3 * CHUNK
 
 
 def test_a_store_that_fails_has_everything_computed(bench: Callable[..., Bench]) -> None:

@@ -150,20 +150,6 @@ def test_what_a_step_costs(latest: LateDevice, bench: Callable[..., Bench], chun
     assert all(copy.pinned and not copy.blocking for copy in copies)
 
 
-def test_threads_keep_their_streams(latest: LateDevice, bench: Callable[..., Bench]) -> None:
-    """PyTorch's allocator keeps scratch by stream: every new one would take as much again."""
-    own = bench()
-    blocks = list(range(16))
-    for _ in range(6):
-        own.fill(blocks, 2 * CHUNK)
-        own.store.entries.clear()
-        own.worker.saves.save(own.saves(blocks, range(2)))
-        own.drain()
-        own.load_now([own.load(blocks, 0, 2 * CHUNK)])
-        own.wait()
-    assert len(latest.streams) <= 2 + 2 * own.options.threads
-
-
 def test_nothing_is_loaded_or_stored_while_a_graph_is_captured(
     latest: LateDevice, bench: Callable[..., Bench], contained: list[tuple[str, BaseException]]
 ) -> None:
