@@ -121,6 +121,7 @@ def test_a_tail_whose_blocks_are_overwritten_in_any_group_is_not_copied(
     d.side.finished(request, d.tables)
     last = d.plan(overwritten=[overwritten]).last_saves
     assert [save.entry.tables for save in last] == [((102,), (122,))] * copied
+    assert d.unstored() == ({} if copied else {"overwritten": BLOCK})
 
 
 def test_chunks_before_the_window_of_all_layers_are_not_fetched(desk: Callable[..., Desk]) -> None:

@@ -71,6 +71,8 @@ def _queued(d: Desk, request: SimpleNamespace) -> None:
             break
     else:
         pytest.fail("it never queues")
+    d.now += 1e-3
+    assert d.side.matched_tokens(request, 0)[0] is None, "computing it takes longer"
     d.now += 1e-3 * TOKENS + 1.0
     assert d.matched(request)[0] == 0
 
@@ -166,15 +168,11 @@ def test_weights_without_a_name_are_a_reason_and_all_are_tested(desk: Callable[.
     assert set(REASONS) - tested == {"unnamed"}
 
 
-@pytest.mark.parametrize("params", [None, {"cuvee": {}}, {"cuvee": {"explain": False}}, {"other": 1}])
-def test_who_does_not_ask_is_not_told(desk: Callable[..., Desk], params: Any) -> None:
-    d, request = desk(), make_request(kv_transfer_params=params)
-    d.matched(request)
-    assert d.side.explanation(request) is None
-
-
-def test_beside_another_connector_nobody_is_told(desk: Callable[..., Desk]) -> None:
-    d, request = desk(setup={"other_connectors": True}), make_request(kv_transfer_params=ASKS)
+@pytest.mark.parametrize(("params", "beside"), [(None, False), ({"cuvee": {"explain": False}}, False), (ASKS, True)])
+def test_who_does_not_ask_or_has_another_connector_is_not_told(
+    desk: Callable[..., Desk], params: Any, beside: bool
+) -> None:
+    d, request = desk(setup={"other_connectors": beside}), make_request(kv_transfer_params=params)
     d.matched(request)
     assert d.side.explanation(request) is None
 
@@ -190,11 +188,12 @@ def test_another_tenants_entries_change_no_word(desk: Callable[..., Desk]) -> No
 
 
 def test_saved_seconds_and_first_tokens_are_counted(desk: Callable[..., Desk]) -> None:
+    """A load that fails saves nothing."""
     d = desk()
     for tokens in (16, 32, 64, 96) * 3:
         d.side._pays.prefill.observe(tokens, 0.0, tokens * 0.01)
     never = d.now  # requests arrive now, on any clock
-    for name, chunks in (("r", 4), ("cold", 0)):
+    for name, chunks in (("r", 4), ("cold", 0), ("failed", 4)):
         request = make_request(name, ids=[(7 * at + len(name)) % 61 for at in range(TOKENS)], arrival_time=1e12)
         d.put(request, chunks)
         tokens = d.matched(request)[0]
@@ -202,20 +201,12 @@ def test_saved_seconds_and_first_tokens_are_counted(desk: Callable[..., Desk]) -
         d.side.allocated(request, d.tables, tokens)
         d.plan()
         if tokens:
-            d.side.take(Report(ended=[name]))
+            d.side.take(Report(ended=[name], failed={name} & {"failed"}))
         d.now += 3.0
         step = d.plan((request, tokens, TOKENS - tokens))
         d.side.take(Report([step.step]))
     totals = d.recorder.totals()
     assert totals["saved_seconds_estimate", ""] == pytest.approx(0.64, rel=0.05)
-    assert totals["ttft_loaded_seconds", ""] == totals["ttft_computed_seconds", ""] == 1
+    assert (totals["ttft_loaded_seconds", ""], totals["ttft_computed_seconds", ""]) == (1, 2)
     drained = d.recorder.drain() or {}
     assert {"ttft_loaded_seconds|3", "ttft_computed_seconds|3"} <= set(drained) and never < d.now
-
-
-def test_a_failed_load_saves_nothing(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request()
-    for tokens in (16, 32, 64, 96) * 3:
-        d.side._pays.prefill.observe(tokens, 0.0, tokens * 0.01)
-    _failed(d, request)
-    assert ("saved_seconds_estimate", "") not in d.recorder.totals()

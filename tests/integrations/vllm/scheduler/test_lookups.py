@@ -3,50 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.integrations.vllm.sides import CHUNK, Desk, make_request
 
-from cuvee.integrations.core.entry_keys import EntryKeys
 from cuvee.integrations.stores.breaker import GuardedStore
-from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.scheduler import lookups
-from cuvee.integrations.vllm.scheduler.lookups import CALL_KEYS, Lookup
+from cuvee.integrations.vllm.scheduler.lookups import CALL_KEYS
 from cuvee.naming.identity import store_key
 
 SEGMENTS = {"segment_tokens": 12}
-
-
-@pytest.mark.parametrize("shards", [1, 4, 100])
-def test_a_question_of_any_length_is_asked_in_bounded_calls(shards: int) -> None:
-    """Each asks for the parts of all ranks."""
-    asked: list[int] = []
-    missed: list[int] = []
-
-    def holds(keys: Sequence[str]) -> list[bool]:
-        asked.append(len(keys) // shards)
-        return [int(key.split("/")[1][:2], 16) % 2 == 0 for key in keys]
-
-    def find(lookup: Lookup[list[int]]) -> list[int]:
-        return [sum(lookup.contains([bytes([at] * 32) for at in range(count)], [], 20)) for count in (130, 0, 2)]
-
-    pool = ThreadPool(1, "test", 60.0)
-    state: Any = SimpleNamespace(
-        holders=range(shards), keys=EntryKeys([]), store=SimpleNamespace(holds=holds, missed=missed.append),
-        clock=time.monotonic, lookup_threads=pool,
-    )  # fmt: skip
-    nothing: list[int] = []
-    lookup = Lookup(state, "a", find, nothing, 1)
-    assert lookup.answer.result(20) == [65, 0, 1]
-    most = max(CALL_KEYS // shards, 1)
-    assert lookup.batch == most and all(count <= most for count in asked)
-    assert len(asked) == -(-130 // most) + -(-2 // most)
-    assert sum(missed) == 55 * shards, "of 110 chunks; the last 20, and those of the short question, are guesses"
-    assert pool.dismiss(20)
 
 
 # In the scheduler's side ---------------------------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -148,8 +146,6 @@ class Day:
             d.side.take(Report(ended=["r"]))
         elif event == "fail":
             d.side.take(Report(failed={"r"}))
-        elif event == "fill":  # ranks have as many loads as they may
-            d.side._records.admitted += 16
         elif event == "cut":
             d.side.take(Report(delivered=[Delivery("r", 0, (16,), (1,), False)]))
 
@@ -212,23 +208,3 @@ def test_a_change_that_is_not_possible_is_kept_from_the_engine(
     assert "cannot follow" in str(error) and made.record.phase is RequestPhase.OVER and not made.record.cached
     (load,) = made.d.plan().loads
     assert not load.entries and load.blocks == made.d.tables[0]
-
-
-@pytest.mark.parametrize("name", ["loaded and preempted", "blended", "given up"])
-def test_a_match_changes_nothing(name: str, day: Callable[[str], Day]) -> None:
-    made = day(name)
-    for event in [*(event.split()[0] for event in DAYS[name].split(", ")), "fill"]:
-        made.do(event)
-        before = _state(made)
-        answers = [made.d.side._match(made.record, computed, asks) for computed in (0, 16, 0) for asks in (True, False)]
-        assert _state(made) == before and answers[:2] == answers[4:]
-
-
-def _state(made: Day) -> Any:
-    """What is known of the request, and what was counted."""
-    known = {field.name: getattr(made.record, field.name, None) for field in fields(RequestRecord)}
-    return copy.deepcopy({
-        **{name: value for name, value in known.items() if name not in ("chain", "lookup", "learned", "naming")},
-        "segmented": repr(made.record.segmented), "totals": made.d.recorder.totals(),
-        "slow": made.d.side._pays._slow, "admitted": made.d.side._records.admitted,
-    })  # fmt: skip
