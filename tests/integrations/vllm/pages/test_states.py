@@ -105,20 +105,6 @@ def test_a_state_is_stored_as_its_step_left_it(bench: Callable[..., Bench]) -> N
             assert same(tensor[target], was[source])
 
 
-def test_a_state_is_bound_to_its_key_by_the_secret(bench: Callable[..., Bench]) -> None:
-    """Another sequence's state under this key is none of this one's."""
-    held = caches()
-    b = stored(bench, held, codec={"key": b"s" * 32})
-    b.load_now([load()])
-    assert b.ended() == {"r": False}, "its own"
-    other = place(Entry("state", OTHER, STATE.start, BLOCK), HELD)
-    b.worker.saves.save([Save(TENANT, other)])
-    b.drain()
-    b.store.entries[state_key(b)] = b.store.entries[store_key(TENANT, OTHER, b.rank, *b.codec.key_ids[:1])]
-    b.load_now([load()])
-    assert b.ended() == {"r": True}
-
-
 def missing(b: Bench) -> None:
     del b.store.entries[state_key(b)]
 
@@ -127,13 +113,6 @@ def damaged(b: Bench) -> None:
     blob = bytearray(b.store.entries[state_key(b)])
     blob[-40] ^= 1
     b.store.entries[state_key(b)] = bytes(blob)
-
-
-def of_another_step(b: Bench) -> None:
-    other = place(Entry("state", OTHER, STATE.start - BLOCK, BLOCK), [[5] * 6] * 3)
-    b.worker.saves.save([Save(TENANT, other)])
-    b.drain()
-    b.store.entries[state_key(b)] = b.store.entries[store_key(TENANT, OTHER, b.rank)]
 
 
 def of_other_layers(b: Bench) -> None:
@@ -145,12 +124,19 @@ def a_chunk_is_missing(b: Bench) -> None:
     del b.store.entries[b.key(1)]
 
 
-@pytest.mark.parametrize("fault", [missing, damaged, of_another_step, of_other_layers, a_chunk_is_missing])
+def of_another_sequence(b: Bench) -> None:
+    """By its secret alone, a state is bound to its key."""
+    b.worker.saves.save([Save(TENANT, place(Entry("state", OTHER, STATE.start, BLOCK), HELD))])
+    b.drain()
+    b.store.entries[state_key(b)] = b.store.entries[store_key(TENANT, OTHER, b.rank, *b.codec.key_ids[:1])]
+
+
+@pytest.mark.parametrize("fault", [missing, damaged, of_another_sequence, of_other_layers, a_chunk_is_missing])
 def test_without_its_state_or_a_chunk_a_load_fails_as_a_whole(
     bench: Callable[..., Bench], fault: Callable[[Bench], None]
 ) -> None:
     """By its request: a part of it would be of no use, and the numbers of its blocks mean nothing."""
-    b = stored(bench, caches())
+    b = stored(bench, caches(), **({"codec": {"key": b"s" * 32}} if fault is of_another_sequence else {}))
     fault(b)
     b.load_now([load()])
     assert b.ended() == {"r": True}
@@ -221,32 +207,10 @@ def test_states_are_stored_at_ends_of_chunks_and_of_prompts(desk: Callable[..., 
     assert [planned(saves) for saves in steps] == [[]] * (BLOCK - 4) + [[(6 * CHUNK, ((52,), (111,), (82,)))]]
 
 
-def test_a_state_whose_last_token_is_not_known_yet_is_stored_with_the_next_step(desk: Callable[..., Desk]) -> None:
-    """Where the engine plans ahead, it computes a token before the connector is told which one it is."""
-    d, request = desk(groups=GROUPS, setup=SETUP, min_tokens=1), make_request(tokens=CHUNK - 1)
-    d.side.arrived(request)
-    d.tables = tables(CHUNK)
-    d.plan((request, 0, CHUNK - 1))
-    assert planned(d.plan((request, CHUNK - 1, 1), new=False).saves) == []
-    generate(request, 1)
-    d.tables = tables(CHUNK, CHUNK + BLOCK)
-    assert planned(d.plan((request, CHUNK, 1), new=False).saves) == [(CHUNK, ((42,), (101,), (72,)))]
-
-
-def test_one_group_without_the_state_is_enough_to_store_none(desk: Callable[..., Desk]) -> None:
-    d, request = desk(groups=GROUPS, setup=SETUP), make_request(tokens=CHUNK + 1)
-    d.side.arrived(request)
-    d.tables = tables(CHUNK)
-    d.tables[2][1] = NULL_BLOCK
-    saves = d.plan((request, 0, CHUNK)).saves
-    assert planned(saves) == [] and [save.entry.kind for save in saves] == ["chunk"]
-
-
 @pytest.mark.parametrize(
     ("ends", "found"),
     [
         ((), 0),
-        ((2 * CHUNK,), 2 * CHUNK),
         ((CHUNK, 3 * CHUNK), 3 * CHUNK),
         ((3 * CHUNK, 3 * CHUNK + BLOCK), 3 * CHUNK + BLOCK),  # within the last chunk, of which a part is used
         ((2 * CHUNK, 3 * CHUNK + 2 * BLOCK), 2 * CHUNK),  # the prompt's last token is computed in any case
@@ -286,16 +250,13 @@ def test_the_engine_ends_a_step_with_the_chunks_that_were_found(
     assert request.shared_prefix_boundary == boundary
 
 
-def test_every_rank_must_have_the_state(desk: Callable[..., Desk]) -> None:
-    d, request = desk(groups=GROUPS, setup=SETUP, shards=2), make_request(tokens=3 * CHUNK + 1)
-    d.put(request, 3)
-    put_states(d, request, CHUNK, ranks=2)
-    put_states(d, request, 2 * CHUNK, ranks=1)
-    assert d.matched(request) == (CHUNK, True)
-
-
 def test_a_state_that_the_store_has_lost_is_stored_again(desk: Callable[..., Desk]) -> None:
     d = desk(groups=GROUPS, setup=SETUP, min_tokens=1)
+    d.tables = tables(CHUNK)
+    d.tables[2][1] = NULL_BLOCK  # one group without it is enough to store none
+    request = make_request("without", tokens=CHUNK + 1)
+    d.side.arrived(request)
+    assert planned(d.plan((request, 0, CHUNK)).saves) == []
     d.tables = tables(CHUNK)
     for name in ("first", "second"):
         request = make_request(name, tokens=CHUNK + 1)
