@@ -88,13 +88,12 @@ class SmallEngine:
 
     Args:
         store: of both sides.
-        permuted: pages whose values lie in no order.
         options: of the connector.
     """
 
-    def __init__(self, store: DictStore | None = None, permuted: bool = False, **options: Any) -> None:
+    def __init__(self, store: DictStore | None = None, **options: Any) -> None:
         options = {"decide": "always", "min_tokens": 16, "blend": BLENDING, "lookup_timeout": 5.0, **options}
-        self.bench = Bench(store=store, permuted=permuted, setup={"remote_workers": True}, **options)
+        self.bench = Bench(store=store, setup={"remote_workers": True}, **options)
         self.store, self.worker = self.bench.store, self.bench.worker
         self.cache: PagedCache = self.bench.cache
         self.recorder = Recorder()

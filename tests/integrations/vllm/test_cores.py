@@ -67,15 +67,13 @@ def test_an_engine_that_is_not_bound_changes_nothing(monkeypatch: pytest.MonkeyP
     before = os.sched_getaffinity(0)
     move_to(frozenset())
     assert os.sched_getaffinity(0) == before
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on other systems
-    assert free_cores() == frozenset()
 
-
-def test_a_parent_that_is_gone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(process: int) -> set[int]:
         raise ProcessLookupError(process)
 
-    monkeypatch.setattr(os, "sched_getaffinity", refuse)
+    monkeypatch.setattr(os, "sched_getaffinity", refuse)  # a parent that is gone
+    assert free_cores() == frozenset()
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on other systems
     assert free_cores() == frozenset()
 
 

@@ -211,6 +211,7 @@ def test_loads_without_a_deadline_tell_that_a_link_has_become_faster(
     assert simulation.run(0.4, token)[1] == [], "computing everything is late by least"
     simulation.now += 10
     simulation.load()
+    assert simulation.state.rates("memory") == pytest.approx(4 * bases, rel=0.3), "of all of the link"
     end, parts, _ = simulation.run(0.4, token)
     assert end <= 0.4 and len(parts) > CHUNKS / 2
 
@@ -261,34 +262,7 @@ def test_only_one_load_asks_a_tier_again_and_what_fails_or_is_gone_tells_nothing
     assert "get" in b.store.calls and simulation.state.rates("memory") == pytest.approx(1.0)
 
 
-def test_requests_that_share_a_link_tell_how_fast_all_of_it_is(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    b = bench()
-    b.store_all(CHUNKS)
-    bases, _ = bytes_of(b)
-    simulation = Simulation(b, {"memory": lambda at: bases}, 0.5, monkeypatch)
-    simulation.run(60.0, 1.0)
-    assert simulation.state.rates("memory") == pytest.approx(bases, rel=0.1)
-
-
-def test_a_load_from_several_tiers_tells_the_speed_of_none(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    b = bench()
-    b.store_all(CHUNKS)
-    bases, _ = bytes_of(b)
-    far, near = DictStore(), b.store
-    far.name = "far"
-    far.entries[keys_of(b, 1)[0]] = near.entries.pop(keys_of(b, 1)[0])
-    b.worker._state.store = tiers = TieredStore([near, far])
-    simulation = Simulation(b, {"memory": lambda at: bases / 0.01, "far": lambda at: bases / 9}, 1.0, monkeypatch)
-    simulation.load()
-    assert simulation.state.rates("memory") == bases / 0.01
-    tiers.close()
-
-
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(6))
 def test_two_tiers_that_fail_at_random_cost_no_more_than_computing(
     bench: Callable[..., Bench], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,6 @@ from tests.waiting import wait_until
 
 from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.stores.base import TierCounters
-from cuvee.integrations.vllm.messages import Report, Seen
 from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import side as scheduler
@@ -157,41 +156,26 @@ def test_what_always_fails_costs_no_request_either(
     assert len(e.done) == 7
 
 
-def test_the_guard_lets_out_what_ends_the_process(contained: Contained) -> None:
-    guard = Guard(Recorder())
+def test_the_guard_lets_out_what_ends_the_process_alone(
+    contained: Contained, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "cuvee")
+    recorder = Recorder()
+    guard = Guard(recorder)
     for error in (KeyboardInterrupt, SystemExit):
         with pytest.raises(error), guard("plan"):
             raise error
     assert not contained
-
-
-def test_errors_are_counted_and_logged_once_per_kind(caplog: pytest.LogCaptureFixture, contained: Contained) -> None:
-    recorder = Recorder()
-    guard = Guard(recorder)
-    caplog.set_level(logging.DEBUG, "cuvee")
-    for error in (KeyError("a"), KeyError("b"), OSError("c")):
+    with guard("plan", then=lambda: 1 / 0):  # which may fail, too
+        raise KeyError("a")
+    monkeypatch.setattr(recorder, "count", None)
+    for _ in range(2):
         with guard("plan"):
-            raise error
-    with guard("take"):
-        raise KeyError("d")
-    assert recorder.totals() == {("contained", "plan"): 3, ("contained", "take"): 1}
-    assert [record.levelname for record in caplog.records] == ["ERROR", "DEBUG", "ERROR", "ERROR"]
-    assert all(record.exc_info for record in caplog.records)
-
-
-def test_what_follows_an_error_may_fail_too(contained: Contained, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    guard = Guard(recorder)
-
-    def fail() -> None:
-        raise OSError("again")
-
-    with guard("plan", then=fail):
-        raise KeyError("first")
-    assert [type(error) for _, error in contained] == [KeyError, OSError]
-    monkeypatch.setattr(recorder, "count", lambda *args, **more: fail())
-    with guard("plan"):
-        raise KeyError("nobody can count it")
+            raise OSError("nobody can count it")
+    assert [type(error) for _, error in contained] == [KeyError, ZeroDivisionError, OSError, OSError]
+    assert recorder.totals() == {("contained", "plan"): 2}
+    levels = [record.levelname for record in caplog.records]
+    assert levels.count("DEBUG") == 1 and all(record.exc_info for record in caplog.records), "once per kind"
 
 
 # What clients and stores may say -------------------------------------------------------------------------------------
@@ -202,17 +186,12 @@ def _item(name: Any = "x", start: Any = 3, tokens: Any = 8) -> SimpleNamespace:
 
 
 MEDIA: dict[str, list[SimpleNamespace]] = {
-    "empty uuid": [_item("")],
     "no uuid": [_item(None)],
-    "number as uuid": [_item(7)],
-    "bytes as uuid": [_item(b"x")],
     "huge uuid": [_item("x" * 5000)],
     "no tokens": [_item(tokens=0)],
-    "fewer than no tokens": [_item(tokens=-4)],
     "before the prompt": [_item(start=-1)],
     "beyond the prompt": [_item(start=35)],
     "beyond all numbers": [_item(start=1 << 70)],
-    "no place": [_item(start=None)],
     "half a token": [_item(start=0.5)],
     "the second is bad": [_item(), _item("")],
 }
@@ -235,17 +214,7 @@ def test_media_without_name_or_place_are_computed(
     assert e.store.entries.keys() == alone.store.entries.keys(), "what r computed was stored"
 
 
-@pytest.mark.parametrize("media", [[_item(), _item("y")], [_item(), _item("x", 5, 9)], [_item("\ud800\0| \n")]])
-def test_media_may_overlap_and_have_any_name(media: list[SimpleNamespace], engine: Callable[..., SmallEngine]) -> None:
-    e = engine()
-    e.submit("r", B, mm_features=media)
-    e.run()
-    e.submit("again", [*B, 1], mm_features=media)
-    e.run()
-    assert _loads(e) == 1
-
-
-@pytest.mark.parametrize("salt", [7, 1.5, ["x"], {"a": 1}, b"x", 0, False, "x" * 5000])
+@pytest.mark.parametrize("salt", [7, ["x"], b"x", False, "x" * 5000])
 def test_salts_that_are_no_text_are_not_cached(salt: Any, engine: Callable[..., SmallEngine]) -> None:
     """Not even one that is false: it must not get the cache of those without a salt."""
     e = engine()
@@ -259,16 +228,6 @@ def test_salts_that_are_no_text_are_not_cached(salt: Any, engine: Callable[..., 
     assert e.recorder.totals()["uncached", "salt"] == 1 and e.store.entries == stored
 
 
-@pytest.mark.parametrize("salt", ["", " ", "\ud800", "\0", "|", "../..", "x" * 4096])
-def test_salts_of_any_text_are_cached(salt: str, engine: Callable[..., SmallEngine]) -> None:
-    e = engine()
-    e.submit("r", B, cache_salt=salt)
-    e.run()
-    e.submit("again", [*B, 1], cache_salt=salt)
-    e.run()
-    assert _loads(e) == 1
-
-
 def _deep(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -278,17 +237,24 @@ def _deep(depth: int) -> Any:
 
 DEEP = _deep(100_000)
 # `test_blend_options.py` has what may be wrong with a field.
-PARAMETERS: list[Any] = [None, "x", [1], {"cuvee": DEEP}, {"cuvee": {"segments": [DEEP]}}, {"cuvee": {"cost": DEEP}}]
-PARAMETERS += [{"cuvee": {name: 1}} for name in ("", "x" * 100_000, "\ud800", "segment")]
+PARAMETERS: list[Any] = ["x", [1], {"cuvee": DEEP}, {"cuvee": {"segments": [DEEP]}}, {"cuvee": {"cost": DEEP}}]
+PARAMETERS += [{"cuvee": {name: 1}} for name in ("", "x" * 100_000, "\ud800")]
+# Names and places that are odd, and yet all right.
+ODD_REQUESTS: list[dict[str, Any]] = [
+    *({"cache_salt": salt} for salt in ("", "\ud800", "\0", "../..", "x" * 4096)),
+    *({"mm_features": [_item("\ud800\0| \n"), *more]} for more in ([_item("y")], [_item("x"), _item("x", 5, 9)])),
+    *({"kv_transfer_params": params} for params in PARAMETERS),
+]
 
 
-@pytest.mark.parametrize("at", range(len(PARAMETERS)))
-def test_transfer_parameters_of_any_kind_are_harmless(at: int, engine: Callable[..., SmallEngine]) -> None:
-    e = engine()
-    e.submit("r", A, kv_transfer_params=PARAMETERS[at])
-    e.submit("s", A[::-1])
+@pytest.mark.parametrize("at", range(len(ODD_REQUESTS)))
+def test_odd_requests_are_cached(at: int, engine: Callable[..., SmallEngine]) -> None:
+    e, odd = engine(), ODD_REQUESTS[at]
+    e.submit("r", B, **odd)
     e.run()
-    assert sorted(e.done) == ["r", "s"]
+    e.submit("again", [*B, 1], **odd)
+    e.run()
+    assert sorted(e.done) == ["again", "r"] and (_loads(e) == 1 or "kv_transfer_params" in odd)
 
 
 @pytest.mark.parametrize("adapter", [("", ""), ("\ud800", "x"), (7, "x"), ("x", None), ("x", "\0")])
@@ -344,8 +310,8 @@ ODD: tuple[Any, ...] = (-5, "text", b"abc", None, [], float("nan"), float("inf")
         *({name: TierCounters(hits=3)} for name in ("a|b", "\ud800", "x" * 10_000)),
         *(
             {"disk": replace(TierCounters(), **{field: odd})}
-            for field in ("hits", "errors", "queued", "bytes")
-            for odd in ODD
+            for field, odds in (("hits", ODD), ("queued", ODD[:3]), ("bytes", ODD[3:6]))
+            for odd in odds
         ),
     ],
 )
@@ -422,19 +388,6 @@ def test_a_reset_that_fails_stops_the_cache(contained: Contained) -> None:
     d.identity = d.side._requests.identity
     d.put(make_request(), 6)
     assert d.matched(make_request("again")) == (96, True)
-
-
-def test_a_sleep_does_not_undo_a_reset_that_failed(contained: Contained) -> None:
-    d = Desk()
-    d.put(make_request(), 6)
-    d.side._forget = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    assert d.side.reset() is False
-    del d.side._forget
-    d.side.take(Report([d.plan().step]))
-    assert d.side.reset() is True
-    slept = d.plan().step
-    d.side.take(Report([slept], seen=[Seen(slept, 0, b"w", b"x")]))
-    assert d.matched(make_request()) == (0, False)
 
 
 def test_one_load_that_cannot_begin_does_not_take_the_others_along(contained: Contained) -> None:

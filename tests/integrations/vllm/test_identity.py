@@ -16,8 +16,6 @@ from tests.integrations.vllm.sides import Desk, image, make_request
 from tests.integrations.vllm.small_engine import SmallEngine
 from tests.waiting import wait_until
 
-from cuvee.integrations.identity import lora_files as adapters
-from cuvee.integrations.vllm.scheduler import media_names
 from cuvee.integrations.vllm.scheduler.media_names import MediaNames
 
 
@@ -63,29 +61,6 @@ def test_a_name_that_stood_for_two_images_is_not_trusted_again() -> None:
     assert names.name(item("yours", pixels=torch.ones(3)))
 
 
-def test_an_image_that_is_repeated_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Any] = []
-    real = media_names._hexdigest
-
-    def counted(value: Any) -> str:
-        read.append(value)
-        return real(value)
-
-    monkeypatch.setattr(media_names, "_hexdigest", counted)
-    names, cat = MediaNames(), item(pixels=torch.zeros(3))
-    assert len({names.name(cat) for _ in range(3)}) == len(read) == 1
-    del cat, read[:]
-    assert names._digests == {}, "as long as vLLM holds it"
-
-
-def test_few_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_names, "_MOST_NAMES", 3)
-    names = MediaNames()
-    for number in range(9):
-        names.name(item(f"{number}", pixels=torch.zeros(3)))
-    assert list(names._by_name) == ["6", "7", "8"]
-
-
 # Requests ------------------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +86,7 @@ def test_a_client_that_reuses_a_name_is_not_cached(desk: Callable[..., Desk], ca
     assert caplog.text.count("a client gave two images one name") == 1
 
 
-@pytest.mark.parametrize("why", [{"prompt_embeds": "tensor"}, {"resumable": True}, {"cache_salt": 7}])
+@pytest.mark.parametrize("why", [{"resumable": True}, {"cache_salt": 7}])
 def test_names_of_requests_that_are_not_cached_count_as_well(desk: Callable[..., Desk], why: dict[str, Any]) -> None:
     """vLLM keeps what it computed for them, too."""
     d = desk()
@@ -140,101 +115,39 @@ def adapter(folder: Path, seed: int) -> SimpleNamespace:
 IDS = [3 * at % 53 for at in range(40)]
 
 
-def test_an_adapter_that_changes_before_its_first_step_is_not_stored(
-    engine: Callable[..., SmallEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["its files change", "it is loaded anew", "it is dropped", "its disk hangs"])
+def test_an_adapter_that_changes_after_its_request_was_named_is_not_stored(
+    engine: Callable[..., SmallEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """The engine reads its weights in that step; the request was named before."""
-    e = engine()
-    request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
-    wait_until(lambda: e.side._requests.is_named(e.side._records.of(request)), "the request is named")
-    adapter(tmp_path / "a", 2)
-    e.submit("s", IDS)
-    e.run()
-    assert sorted(e.done) == ["r", "s"]
-    alone = engine()
-    alone.submit("s", IDS)
-    alone.run()
-    assert e.store.entries.keys() == alone.store.entries.keys()
-    assert f"the files in {tmp_path / 'a'} have changed" in caplog.text
-    e.submit("t", IDS, lora_request=adapter(tmp_path / "a", 2))
-    e.run()
-    assert e.recorder.totals()["uncached", "adapter"] == 1, "nobody knows which weights the engine has"
-
-
-def test_an_adapter_that_is_loaded_anew_while_its_request_is_named(
-    engine: Callable[..., SmallEngine], tmp_path: Path
-) -> None:
-    e, folder = engine(), tmp_path / "a"
-    request = e.submit("r", IDS, lora_request=adapter(folder, 1))
-    wait_until(lambda: e.side._requests.is_named(e.side._records.of(request)), "the request is named")
-    with e.side._requests._adapters.loading(1, str(folder), again=True):
-        pass
-    e.run()
-    assert e.recorder.totals()["uncached", "adapter"] == 1 and not e.store.entries
-
-
-def test_an_adapter_that_is_dropped_while_its_request_is_named(
-    engine: Callable[..., SmallEngine], tmp_path: Path
-) -> None:
-    """The engine reads its old weights in that request's first step; the next request finds other files."""
-    e = engine()
-    request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
-    wait_until(lambda: e.side._requests.is_named(e.side._records.of(request)), "the request is named")
-    e.side._requests._adapters.unloaded(1)
-    e.run()
-    e.submit("s", IDS, lora_request=adapter(tmp_path / "a", 2))
-    e.run()
-    assert e.recorder.totals()["uncached", "adapter"] == 2 and not e.store.entries
-
-
-def test_the_adapter_of_requests_that_wait_together_is_looked_at_once(
-    engine: Callable[..., SmallEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    e, go, looked, signature = engine(), threading.Event(), list[str](), adapters._signature
-    tuned = adapter(tmp_path / "a", 1)
-
-    def noting(path: str) -> Any:
-        looked.append(path)
-        return signature(path)
-
-    monkeypatch.setattr(adapters, "_signature", noting)
-
-    def submitted(name: str, count: int) -> int:
-        """How often the adapter's files are looked at for so many requests."""
-        looked.clear()
-        blocked = e.side._requests._thread.submit(go.wait)
-        waiting = [e.submit(f"{name}{number}", IDS, lora_request=tuned) for number in range(count)]
-        go.set()
-        blocked.result()
-        records = [e.side._records.of(request) for request in waiting]
-        wait_until(lambda: all(map(e.side._requests.is_named, records)), "the requests are named")
-        go.clear()
-        return len(looked)
-
-    alone = [submitted("first", 1), submitted("later", 1)]
-    assert [submitted("several", 8), submitted("again", 8)] == [alone[1]] * 2 and 0 < alone[1] <= alone[0]
-    adapter(tmp_path / "a", 2)
-    submitted("changed", 8)
-    e.run()
-    assert e.recorder.totals()["uncached", "adapter"] == 8
-
-
-def test_an_adapter_that_is_not_named_in_time(engine: Callable[..., SmallEngine], tmp_path: Path) -> None:
-    """The engine has its old weights when the next request finds other files."""
+    """The engine reads its weights in the request's first step, or has its old ones when the next request finds other
+    files.
+    """
     e, read = engine(), threading.Event()
     requests = e.side._requests
-    blocked = requests._thread.submit(read.wait)  # what a disk that hangs does
+    hangs = requests._thread.submit(read.wait) if how == "its disk hangs" else None
     request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
     record = e.side._records.of(request)
-    assert record.naming is not None
-    record.naming = record.naming._replace(begun=record.naming.begun - 2 * requests._state.options.lookup_timeout)
-    assert requests.is_named(record)
+    if hangs is not None:
+        assert record.naming is not None
+        record.naming = record.naming._replace(begun=record.naming.begun - 2 * requests._state.options.lookup_timeout)
+    wait_until(lambda: requests.is_named(record), "the request is named, or late")
+    if how == "its files change":
+        adapter(tmp_path / "a", 2)
+    elif how == "it is loaded anew":
+        with requests._adapters.loading(1, str(tmp_path / "a"), again=True):
+            pass
+    elif how == "it is dropped":
+        requests._adapters.unloaded(1)
     e.run()
-    read.set()
-    blocked.result()
+    if hangs is not None:
+        read.set()
+        hangs.result()
     e.submit("s", IDS, lora_request=adapter(tmp_path / "a", 2))
     e.run()
-    assert e.recorder.totals()["uncached", "adapter"] == 2 and not e.store.entries
+    assert sorted(e.done) == ["r", "s"] and not e.store.entries
+    changes = how == "its files change"
+    assert (f"the files in {tmp_path / 'a'} have changed" in caplog.text) == changes
+    assert e.recorder.totals()["uncached", "adapter"] == 2 - changes, "nobody knows which weights the engine has"
 
 
 def test_an_adapter_that_stays_the_same_is_cached(engine: Callable[..., SmallEngine], tmp_path: Path) -> None:

@@ -99,22 +99,6 @@ def test_an_engine_made_anew_in_its_process_has_metrics_of_its_own(client: Any) 
     assert sample("raw_bytes_total", 0) not in rendered
 
 
-def test_stats_as_vllm_uses_them() -> None:
-    kind = real("cuvee.integrations.vllm.prometheus").CuveeStats
-    stats = kind()
-    assert stats.is_empty() and stats.to_dict() == {}
-    later = kind({"raw_bytes|": 1, "pending_bytes|": 2})
-    assert stats.aggregate(later) is stats
-    assert stats.to_dict() == {"raw_bytes|": 1, "pending_bytes|": 2} and not stats.is_empty()
-    stats.aggregate(kind({"raw_bytes|": 1, "pending_bytes|": 1}))
-    assert stats.to_dict() == {"raw_bytes|": 2, "pending_bytes|": 1}
-    assert later.to_dict() == {"raw_bytes|": 1, "pending_bytes|": 2}
-    assert stats.reduce() == {"raw_bytes": 2, "pending_bytes": 1}
-    assert not kind({"pending_bytes|": 0}).is_empty(), "vLLM would drop it, and the gauge stay what it was"
-    stats.reset()
-    assert stats.is_empty() and kind().is_empty()
-
-
 def test_from_the_scheduler_to_the_text_and_the_log(client: Any) -> None:
     hooks, serial = real("vllm.distributed.kv_transfer.kv_connector.v1.metrics"), real("vllm.v1.serial_utils")
     own, stats_kind = (

@@ -71,15 +71,7 @@ class SlidingWindowSpec(FullAttentionSpec):
     """Likewise."""
 
 
-class ChunkedLocalAttentionSpec(FullAttentionSpec):
-    """Likewise."""
-
-
 class MambaSpec(FullAttentionSpec):
-    """Likewise."""
-
-
-class RSWASpec(FullAttentionSpec):
     """Likewise."""
 
 
@@ -167,37 +159,21 @@ def test_a_ratio_is_that_of_the_engines_cache(tmp_path: Path) -> None:
             Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra | {"ratio": 100}))
 
 
-def test_what_is_supported_starts() -> None:
-    made = Setup.of_engine(*_engine(kv_transfer__is_kv_producer=False))
-    assert made.layout.fingerprint == LAYOUT.fingerprint
-    assert (made.block_tokens, made.shards, made.loads, made.stores) == (32, 1, True, False)
-    assert made.profile.source == "unlearned"
-    assert made.quality == "lossless" and made.codec(0).lossless, "nothing else is exact without a profile"
-    assert made.codec(0).profile.layout == made.layout
-
-
-@pytest.mark.parametrize(("free", "gb"), [(64e9, 4.0), (1e9, 0.5)])
-def test_the_default_store_is_one_that_all_ranks_reach(
-    free: float, gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr("cuvee.integrations.vllm.setup.shutil.disk_usage", lambda path: SimpleNamespace(total=free))
-    (url,) = Setup.of_engine(*_engine(parallel__distributed_executor_backend="mp")).options.store
-    assert url == f"file://{tmp_path}/cuvee-{os.getuid()}?max_gb={gb:g}"
-    assert ("--shm-size" in caplog.text) == (gb < 4)
-    store = open_store(url)
-    assert store.shared and store.put("ab/01", b"blob") and open_store(url).get("ab/01") == b"blob"
-    given = _engine(parallel__distributed_executor_backend="mp", extra={"store": "memory://?max_gb=4"})
-    assert Setup.of_engine(*given).options.store == ("memory://?max_gb=4",), "refused when the store is opened"
-    assert Setup.of_engine(*_engine()).options.store == ("memory://?max_gb=4",)
-
-
-@pytest.mark.parametrize("taken", ["file", "link", "writable", "other user"])
-def test_what_others_put_in_the_default_stores_place_stops_no_engine(
+@pytest.mark.parametrize("taken", ["", "file", "link", "writable", "other user"])
+def test_what_others_put_in_the_place_of_the_store_that_all_ranks_reach_stops_no_engine(
     taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is the default where there are several. Of one, it is the RAM."""
     monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
     place = tmp_path / f"cuvee-{os.getuid()}"
+    if not taken:
+        assert Setup.of_engine(*_engine()).options.store == ("memory://?max_gb=4",)
+        for free, gb in ((64e9, 4), (1e9, 0.5)):
+            disk = SimpleNamespace(total=free)
+            monkeypatch.setattr("cuvee.integrations.vllm.setup.shutil.disk_usage", lambda path, disk=disk: disk)
+            (url,) = Setup.of_engine(*_engine(parallel__distributed_executor_backend="mp")).options.store
+            assert url == f"file://{place}?max_gb={gb}" and ("--shm-size" in caplog.text) == (gb < 4)
+        return
     if taken == "file":
         place.touch()
     elif taken == "link":
@@ -223,6 +199,12 @@ def _hybrid(dtype: torch.dtype = torch.bfloat16, mode: str = "align", **changes:
     return {"specs": [states, _spec()], "model__hf_text_config": HYBRID, **changes}
 
 
+def test_what_is_supported_starts() -> None:
+    made = Setup.of_engine(*_engine(kv_transfer__is_kv_producer=False, cache__gpu_memory_utilization=0.75))
+    assert (made.block_tokens, made.shards, made.loads, made.stores, made.left) == (32, 1, True, False, 0.25)
+    assert Setup.of_engine(*_engine(cache__kv_cache_memory_bytes=10**9)).left == 1.0, "as much as the driver says"
+
+
 def test_recurrent_layers_keep_states_in_place_of_tokens() -> None:
     made = Setup.of_engine(*_engine(**_hybrid()))
     assert made.layout.states and made.layout.num_layers == 1
@@ -230,11 +212,6 @@ def test_recurrent_layers_keep_states_in_place_of_tokens() -> None:
     assert made.block_tokens == 64 and not made.loads_in_part
     with pytest.raises(InputError, match="chunk_tokens: must be a multiple of the engine's block size 64, got 96"):
         Setup.of_engine(*_engine(**_hybrid(extra={"chunk_tokens": 96})))
-
-
-def test_what_the_engine_leaves_of_a_devices_memory() -> None:
-    assert Setup.of_engine(*_engine(cache__gpu_memory_utilization=0.75)).left == 0.25
-    assert Setup.of_engine(*_engine(cache__kv_cache_memory_bytes=10**9)).left == 1.0, "as much as the driver says"
 
 
 def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
@@ -259,24 +236,10 @@ def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
         Setup.of_engine(*_engine(**latents, extra={"profile": str(tmp_path / "p")}))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
-def test_fp8_codes_are_stored_in_pairs(dtype: torch.dtype) -> None:
-    """Without a profile. A chunk of another fp8 dtype, or of values, has another name."""
-    made = Setup.of_engine(*_engine([_spec(dtype=dtype)], cache__cache_dtype="fp8"))
-    assert (made.codes, made.quality) == (torch.float8_e4m3fn, "lossless")
-    assert made.layout_of_pages(0) == LAYOUT
-    assert made.codec(0).profile.layout == made.layout
-    assert made.layout.bytes_per_token == LAYOUT.values_per_token
-    other = Setup.of_engine(*_engine([_spec(dtype=torch.uint8)], cache__cache_dtype="fp8_e5m2"))
-    assert len({made.layout.fingerprint, other.layout.fingerprint, LAYOUT.fingerprint}) == 3
-
-
 @pytest.mark.parametrize(
     ("method", "drafter"),
     [
-        ("ngram", []),
         ("suffix", []),
-        ("draft_model", ["draft_model.model.layers.0.attn", "draft_model.model.layers.1.attn"]),
         ("eagle", ["model.layers.2.attn"]),
         ("mtp", ["model.layers.2.mtp_block.attn"]),
     ],
@@ -375,11 +338,8 @@ def test_layers_with_a_cache_that_the_scheduler_does_not_know_are_refused(shared
     "rope",
     [
         {"rope_type": "default"},
-        {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "linear", "factor": 1.3},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
-         "high_freq_factor": 4.0},
         None,
     ],
     ids=lambda rope: f"{rope['rope_type']}-{rope.get('factor')}" if rope else "gemma3",
@@ -481,14 +441,8 @@ def test_what_is_refused(changes: dict[str, Any], error: type[CuveeError], messa
         Setup.of_engine(*_engine(**changes))
 
 
-def test_a_profile_of_another_layout_is_refused(tmp_path: Path) -> None:
-    _profile("head", replace(LAYOUT, max_positions=512)).save(tmp_path / "p")
-    with pytest.raises(ProfileMismatchError):
-        Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")}))
-
-
-@pytest.mark.parametrize("group", ["head", "heads:2"])
-def test_ranks_code_their_own_heads(tmp_path: Path, group: str) -> None:
+def test_ranks_code_their_own_heads(tmp_path: Path) -> None:
+    group = "head"
     for learned in (group, "layer"):
         _profile(learned).save(tmp_path / learned)
     two: dict[str, Any] = {"parallel__tensor_parallel_size": 2, "specs": [_spec(num_kv_heads=1)]}
@@ -515,13 +469,25 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return say
 
 
-def test_a_profile_of_other_weights_is_refused(tmp_path: Path, checkpoint: Callable[..., None]) -> None:
+def test_a_profile_of_other_weights_or_another_layout_is_refused(
+    tmp_path: Path, checkpoint: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
     """Also one that is named in a collection."""
+    _profile("head", replace(LAYOUT, max_positions=512)).save(tmp_path / "p")
+    with pytest.raises(ProfileMismatchError):
+        Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")}))
     _profile("head").save(tmp_path / "p")
     where = f"file://{tmp_path}/collection"
     for name in (str(tmp_path / "p"), f"{where}#{_push(_profile('head'), where).hex()}"):
         config, cache = _engine(extra={"profile": name})
-        made = Setup.of_engine(config, cache)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "cuvee"):
+            made = Setup.of_engine(config, cache)
+            assert Setup.of_engine(config, cache).profile.id == made.profile.id
+            assert caplog.text.count("took profile") == ("#" in name), "both roles of a process have the same one"
+            checkpoint("unknown: no weights")
+            made.identity(config)
+        assert "unknown: no weights" in caplog.text, "it could not be checked"
         checkpoint()
         made.identity(config)
         checkpoint("mismatch")
@@ -544,21 +510,6 @@ def _push(profile: Profile, where: str) -> bytes:
     return profile.id
 
 
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_the_profile_of_an_id_is_taken_from_a_collection(
-    tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    where = f"{scheme}{tmp_path}/collection"
-    pushed = _push(_profile("head"), where)
-    named = f"{where}#{pushed.hex()}"
-    with caplog.at_level(logging.INFO, "cuvee"):
-        engine = _engine(extra={"profile": named})
-        for _ in range(2):
-            assert Setup.of_engine(*engine).profile.id == pushed
-    (line,) = [record.message for record in caplog.records if "took profile" in record.message]
-    assert line.endswith(f"from {named}"), "both roles of a process have the same one"
-
-
 def test_without_the_profile_that_is_named_the_engine_does_not_start(tmp_path: Path) -> None:
     for where, error in ((str(tmp_path / "missing"), FileNotFoundError), (f"file://{tmp_path}/missing", InputError)):
         with pytest.raises(error, match=r"^(no profile at|profile: must name a file, or a place and an id) "):
@@ -567,33 +518,10 @@ def test_without_the_profile_that_is_named_the_engine_does_not_start(tmp_path: P
         Setup.of_engine(*_engine(extra={"profile": "redis://user:secret@127.0.0.1:1"}))
 
 
-def test_what_could_not_be_checked_is_said(
-    tmp_path: Path, checkpoint: Callable[..., None], caplog: pytest.LogCaptureFixture
+def test_what_names_a_blob(
+    tmp_path: Path, checkpoint: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _profile("head").save(tmp_path / "p")
-    checkpoint("unknown: no weights")
-    with caplog.at_level(logging.INFO, "cuvee"):
-        for extra in ({"profile": str(tmp_path / "p")}, {}):
-            config, cache = _engine(extra=extra)
-            Setup.of_engine(config, cache).identity(config)
-    assert "unknown: no weights" in caplog.text
-    assert "no profile is configured, so the quality is lossless" in caplog.text
-
-
-def test_a_tokenizer_that_is_nowhere_is_left_out(
-    checkpoint: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def nowhere(path: str, **_: Any) -> str:
-        raise InputError("path: no tokenizer")
-
-    monkeypatch.setattr(setup, "tokenizer_identity", nowhere)
-    config, cache = _engine()
-    with caplog.at_level(logging.INFO, "cuvee"):
-        assert Setup.of_engine(config, cache).identity(config).tokenizer == ""
-    assert "path: no tokenizer" in caplog.text
-
-
-def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> None:
+    caplog.set_level(logging.INFO)
     _profile("head").save(tmp_path / "p")
 
     def identity(**changes: Any) -> Any:
@@ -604,7 +532,6 @@ def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> N
     with_profile = identity(extra={"profile": str(tmp_path / "p")})
     others = [
         with_profile,
-        identity(extra={"profile": str(tmp_path / "p"), "quality": "high"}),
         identity(extra={"profile": str(tmp_path / "p"), "quality": "small"}),
         identity(extra={"model_id": "mine"}),
         identity(model__dtype=torch.float32),
@@ -634,9 +561,14 @@ def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> N
     checkpoint(weights="others")
     assert identity() != base
 
+    def nowhere(path: str, **_: Any) -> str:
+        raise InputError("path: no tokenizer")
 
-@pytest.mark.parametrize("extra", [{}, {"step": 1.0}, {"quality": "lossless"}, {"model_id": "mine"}])
-@pytest.mark.parametrize("tokenizer", [True, False])
+    monkeypatch.setattr(setup, "tokenizer_identity", nowhere)
+    assert identity().tokenizer == "" and "path: no tokenizer" in caplog.text
+
+
+@pytest.mark.parametrize(("extra", "tokenizer"), [({"step": 1.0}, True), ({"model_id": "mine"}, False)])
 def test_the_library_names_blobs_as_a_plain_engine_does(
     checkpoint: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
