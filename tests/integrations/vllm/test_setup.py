@@ -159,21 +159,23 @@ def test_a_ratio_is_that_of_the_engines_cache(tmp_path: Path) -> None:
             Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra | {"ratio": 100}))
 
 
-@pytest.mark.parametrize("taken", ["", "file", "link", "writable", "other user"])
-def test_what_others_put_in_the_place_of_the_store_that_all_ranks_reach_stops_no_engine(
+@pytest.mark.parametrize(("free", "gb"), [(64e9, 4.0), (1e9, 0.5)])
+def test_the_default_store_is_one_that_all_ranks_reach(
+    free: float, gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("cuvee.integrations.vllm.setup.shutil.disk_usage", lambda path: SimpleNamespace(total=free))
+    (url,) = Setup.of_engine(*_engine(parallel__distributed_executor_backend="mp")).options.store
+    assert url == f"file://{tmp_path}/cuvee-{os.getuid()}?max_gb={gb:g}" and ("--shm-size" in caplog.text) == (gb < 4)
+    assert Setup.of_engine(*_engine()).options.store == ("memory://?max_gb=4",), "of one process"
+
+
+@pytest.mark.parametrize("taken", ["file", "link", "writable", "other user"])
+def test_what_others_put_in_the_default_stores_place_stops_no_engine(
     taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is the default where there are several. Of one, it is the RAM."""
     monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
     place = tmp_path / f"cuvee-{os.getuid()}"
-    if not taken:
-        assert Setup.of_engine(*_engine()).options.store == ("memory://?max_gb=4",)
-        for free, gb in ((64e9, 4), (1e9, 0.5)):
-            disk = SimpleNamespace(total=free)
-            monkeypatch.setattr("cuvee.integrations.vllm.setup.shutil.disk_usage", lambda path, disk=disk: disk)
-            (url,) = Setup.of_engine(*_engine(parallel__distributed_executor_backend="mp")).options.store
-            assert url == f"file://{place}?max_gb={gb}" and ("--shm-size" in caplog.text) == (gb < 4)
-        return
     if taken == "file":
         place.touch()
     elif taken == "link":

@@ -273,7 +273,7 @@ def test_the_same_blend_has_the_same_names_and_another_has_others(desk: Callable
     exact = ask(d, "e", segments=[])
     generate(exact, 20)
     d.put_segments([5] * 20)
-    moved = [names(d, 5 + start, ids=[5] * 60, segments=[(start, start + 20)]) for start in (10, 11)]
+    moved = [names(d, start, ids=[5] * 60, segments=[(10, 30), (start, start + 20)]) for start in (35, 36)]
     others = [one_piece, both, other_cost, exact.block_hashes, tenant.block_hashes, *moved]
     for mine, other in itertools.combinations(others, 2):
         assert set(mine[1:]).isdisjoint(other[1:]), "generated ones included"
@@ -304,6 +304,15 @@ def test_a_last_block_without_a_name_gets_no_reused_tokens(
     before = list(request.block_hashes)
     assert d.matched(request, 40) == (0, False)
     assert request.block_hashes == before and refused(d) == {"hashes": 1}
+
+
+def test_without_names_there_is_no_blend(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d)
+    del request.block_hashes[8:]
+    assert d.matched(request) == (0, False)
+    assert refused(d) == {"hashes": 1} and d.side.outcome(request) == {"blended": False, "refused": "hashes"}
 
 
 # Nothing approximate is stored ---------------------------------------------------------------------------------------
@@ -392,6 +401,15 @@ def test_requests_that_cannot_be_blended_are_told_so_if_they_asked(
     assert saves and segments_of(saves) == [], "its prefix is stored"
 
 
+def test_a_request_with_a_deadline_is_not_blended(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    wants = {"segments": [[10, 39], [44, 65]], "deadline_ms": 500}
+    request = ask(d, chunks=2, kv_transfer_params={"cuvee": wants})
+    assert d.record().due is not None
+    assert d.matched(request) == (32, True) and refused(d) == {}
+
+
 # Lookups that go wrong -----------------------------------------------------------------------------------------------
 
 
@@ -467,6 +485,19 @@ def test_blends_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     assert off.matched(ask(off, cost=7)) == (0, False) and off.side.outcome(off.record().request) is None
 
 
+def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST)
+    load(d, ask(d))
+    other = make_request("p", tokens=64)
+    d.matched(other)
+    d.side.take(Report(placed=["r"]))
+    plan = d.plan((other, 0, 32))
+    assert plan.blends == ["r"] and plan.step not in d.side._pays._timed_steps
+    d.side.take(Report(ended=["r"]))
+    assert d.plan((other, 32, 32), new=False).step in d.side._pays._timed_steps
+
+
 # Resets --------------------------------------------------------------------------------------------------------------
 
 
@@ -485,6 +516,36 @@ def test_reset_finds_no_segment_that_was_there(desk: Callable[..., Desk]) -> Non
 
 
 # The planner by itself -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "least"), [({}, False, 128), ({"min_context": 7}, False, 7), ({}, True, 0)]
+)
+def test_segments_that_are_found_need_text_before_them(
+    desk: Callable[..., Desk], options: dict[str, Any], named: bool, least: int
+) -> None:
+    d = desk(blend=options)
+    request = ask(d, ids=[3 * (at * at) % 997 for at in range(300)], segments=[(0, 20)] if named else None)
+    segmented = d.record().segmented
+    assert segmented is not None
+    spans = [(start, end - start) for start, end in segmented.spans if start >= least]
+    assert spans and segments_of(d.plan((request, 0, 300)).saves) == spans
+
+
+def test_blends_get_what_a_step_leaves(desk: Callable[..., Desk]) -> None:
+    """They share what the engine's own requests do not take, and have a quarter of a step in any case."""
+    d = desk()
+    d.side._blends._step_tokens = 400
+    d.put_segments(FIRST, SECOND)
+    names = ["a", "b", "c"]
+    for name in names:
+        load(d, ask(d, name))
+    d.side.take(Report([1], placed=list(names)))
+    other = make_request("other", 400)
+    d.side.arrived(other)
+    for scheduled, left in ((0, 400), (150, 250), (299, 101), (301, 100), (400, 100)):
+        plan = d.plan((other, 0, scheduled)) if scheduled else d.plan()
+        assert (plan.blends, plan.blend_tokens) == (names, left)
 
 
 def test_a_blend_is_named_until_its_load_is_over(desk: Callable[..., Desk]) -> None:

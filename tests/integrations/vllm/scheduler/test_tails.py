@@ -193,6 +193,7 @@ def test_the_load_of_a_tail(desk: Callable[..., Desk]) -> None:
     d.put(request, 1)
     d.put_tails(request, 96)
     d.side.allocated(request, [list(range(50, 66))], d.matched(request, 24)[0])
+    assert d.store.calls.count("contains") == 1, "tails are asked for along with the whole chunks"
     (load,) = d.plan().loads
     assert (load.start, load.end, load.blocks) == (24, 96, list(range(53, 62)))
     assert load.prefix == [
@@ -211,6 +212,18 @@ def test_the_last_block_of_a_prompt_is_left_out_of_what_is_loaded(desk: Callable
     (load,) = d.plan().loads
     assert (load.start, load.end, load.blocks) == (0, 88, list(range(50, 61)))
     assert load.prefix[-1] == Entry("tail", d.tail(request, 96), CHUNK, 32, ((58, 59, 60),)), "without the last block"
+
+
+def test_a_tail_that_another_request_loads_is_waited_for(desk: Callable[..., Desk]) -> None:
+    d, first, second = desk(), make_request("a", tokens=50), make_request("b", tokens=60)
+    d.put_tails(first, 48)
+    d.side.allocated(first, [BLOCKS], d.matched(first)[0])
+    plan = d.plan()
+    for _ in range(5):
+        assert d.side.matched_tokens(second, 0) == (None, False)
+        d.plan()
+    d.side.take(Report([plan.step], ["a"], [Restored("load", 48, 0, 0.1)]))
+    assert d.matched(second, 48) == (0, False)
 
 
 def test_what_a_lookup_says_of_tails_is_believed(desk: Callable[..., Desk]) -> None:

@@ -737,41 +737,47 @@ def test_a_load_may_end_inside_a_tail(bench: Callable[..., Bench]) -> None:
     assert b.held([9, 4], 0, 2 * BLOCK) and not b.worker.loads.take_invalid_blocks()
 
 
-@pytest.mark.parametrize("start", [BLOCK, 2 * CHUNK])
-@pytest.mark.parametrize("damage", ["", "missing", "longer"])
-def test_a_tail_comes_back_after_its_chunks_and_a_bad_one_costs_no_more_than_itself(
-    bench: Callable[..., Bench], damage: str, start: int
-) -> None:
-    b, end = bench(), 2 * CHUNK + BLOCK
-    table = list(range(end // BLOCK))
-    b.fill(table, end)
-    b.worker.saves.save([*b.saves(table, range(2)), b.save_tail(table, end)])
+def _store_tail(b: Bench, end: int) -> None:
+    """Put the chunks and the tail of the sequence's first `end` tokens into the store, in one batch."""
+    blocks = list(range(end // BLOCK))
+    b.fill(blocks, end)
+    b.worker.saves.save([*b.saves(blocks, range(end // CHUNK)), b.save_tail(blocks, end)])
     b.drain()
     poison(b.cache)
+
+
+@pytest.mark.parametrize("start", [BLOCK, 2 * CHUNK])
+def test_a_tail_comes_back_after_its_chunks(bench: Callable[..., Bench], start: int) -> None:
+    b, end = bench(), 2 * CHUNK + BLOCK
+    _store_tail(b, end)
     assert (b.counts()["stored{chunk}"], b.counts()["stored{tail}"]) == (2, 1)
     assert b.counts()["raw_bytes"] == end * LAYOUT.bytes_per_token
     blocks = [20, 3, 17, 4, 9][start // CHUNK * 2 :]
-    load = b.load_tail(blocks, start, end)
+    b.load_now([b.load_tail(blocks, start, end)])
+    sizes = [CHUNK] * (2 - start // CHUNK) + [BLOCK]
+    assert [done.decoded for done in b.worker.report(1).restored] == [decoding_work(sizes, CHUNK)]
+    assert b.held(blocks, start, end, first=start // CHUNK * CHUNK)
+    written = {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()}
+    assert written == set(blocks[start % CHUNK // BLOCK :]) and not b.worker.loads.take_invalid_blocks()
+    assert (b.counts()["loaded_tokens"], b.counts()["loaded{tail}"]) == (end - start, 1)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_bad_tail_costs_no_more_than_itself(bench: Callable[..., Bench], missing: bool) -> None:
+    b, end = bench(), 2 * CHUNK + BLOCK
+    _store_tail(b, end)
+    load = b.load_tail([20, 3, 17, 4, 9], 0, end)
     key = store_key(TENANT, load.prefix[-1].digest)
-    if damage == "missing":
+    if missing:
         del b.store.entries[key]
-    elif damage:  # an entry of another place, which holds more tokens than a tail of this length
+    else:  # an entry of another place, which holds more tokens than a tail of this length
         b.store.entries[key] = b.store.entries[b.key(0)]
     b.load_now([load])
-    if not damage:
-        sizes = [CHUNK] * (2 - start // CHUNK) + [BLOCK]
-        assert [done.decoded for done in b.worker.report(1).restored] == [decoding_work(sizes, CHUNK)]
-        assert b.held(blocks, start, end, first=start // CHUNK * CHUNK)
-        written = {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()}
-        assert written == set(blocks[start % CHUNK // BLOCK :]) and not b.worker.loads.take_invalid_blocks()
-        assert (b.counts()["loaded_tokens"], b.counts()["loaded{tail}"]) == (end - start, 1)
-        return
     assert b.worker.loads.take_arrived() == {"r"}
-    assert start == 2 * CHUNK or b.held(blocks, start, 2 * CHUNK)
-    assert b.worker.loads.take_invalid_blocks() == {9}
+    assert b.held([20, 3, 17, 4, 9], 0, 2 * CHUNK) and b.worker.loads.take_invalid_blocks() == {9}
     report = b.worker.report(1)
     assert report.failed == {"r"} and report.unsaved == {load.prefix[-1].digest} and not report.restored
-    assert b.counts()["recomputed_tokens"] == BLOCK and b.counts().get("loaded_tokens", 0) == 2 * CHUNK - start
+    assert b.counts()["recomputed_tokens"] == BLOCK and b.counts()["loaded_tokens"] == 2 * CHUNK
     assert key not in b.store.entries, "what can never be loaded is deleted"
 
 
