@@ -5,6 +5,7 @@ command finds what they wrote by the flags of `vllm serve` alone.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
     planned_engines_are_found(folder, model, third["hf_overrides"])
     assert "which differ in: dtype (1)" in ran["second"].log
     assert ran["first"].metric("vllm:cuvee_ttft_loaded_seconds_count") == 2
-    assert "watchdog: []" in ran["first"].log
+    hooks, bites, bitten = re.findall(r"watchdog: (.*)", ran["first"].log)
+    assert bites == "[]" and hooks.count("CuveeConnector.") >= 12, "no file, socket or long hash on its thread"
+    assert "('stat', 'CuveeConnector.build_connector_meta')" in bitten, "it would be seen"
 
 
 def planned_engines_are_found(folder: Path, model: Path, overrides: Any) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tests.integrations.stores.redis_server import redis_server
-from tests.integrations.vllm.engines import Engine, Step, ids, need_vllm, run_engines, transfer
 from tests.integrations.vllm.sides import image
 from tests.integrations.vllm.small_engine import SmallEngine
 from tests.integrations.vllm.test_identity import IDS, adapter
 from tests.integrations.vllm.watchdog import LONGEST, Watchdog, watched
 
-from cuvee.calibration.bundled import bundled_model_path
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm.scheduler.side import SchedulerSide
 from cuvee.integrations.vllm.worker.loads import WorkerLoads
@@ -73,23 +69,3 @@ def test_the_engines_thread_opens_nothing_and_hashes_little(
     assert loads >= 3 and len(e.done) >= 9
     assert len(watchdog.hooks) >= 13
     assert watchdog.bites == []
-
-
-def test_nor_does_the_thread_of_a_real_engine(books: Any, tmp_path: Path) -> None:
-    """With a profile and a budget on disk: a cold prompt, several at once, loads, an answer's tail, and a reset."""
-    need_vllm()
-    books.profile.save(tmp_path / "profile")
-    options = transfer(tmp_path, "kv?max_gb=1", quality="balanced", profile=str(tmp_path / "profile"))
-    prompts = [ids(200, name) for name in "abc"]
-    steps = [
-        Step(prompts, settles=True), Step(prompts, together=True, forget=True), Step([[0, 0, ids(100, "d")]]),
-        Step([prompts[0][:150], *prompts], together=True, forget=True, settles=True),
-    ]  # fmt: skip
-    engine = Engine("watched", bundled_model_path(), steps, options, watched=True)
-    ran = run_engines(tmp_path / "run", [engine])["watched"]
-    assert [answer.cached for answer in ran.steps[1]] == [192] * 3 and ran.metric("vllm:cuvee_stored") >= 9
-    ran.assert_sound()
-    hooks, bites, bitten = re.findall(r"watchdog: (.*)", ran.log)
-    assert bites == "[]"
-    assert "('stat', 'CuveeConnector.build_connector_meta')" in bitten, "it works here"
-    assert hooks.count("CuveeConnector.") >= 12
