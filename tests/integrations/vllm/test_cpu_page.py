@@ -31,6 +31,7 @@ def test_it_installs_what_make_test_does() -> None:
     assert f'"{engine}"' in install and f"pip uninstall --yes {removed}\n" in makefile
 
 
+@pytest.mark.nightly
 def test_every_line_runs(tmp_path: Path) -> None:
     need_vllm()
     port = free_port()
