@@ -26,7 +26,8 @@ def asked(given: Any, tokens: int = 100) -> BlendRequest:
 
 def test_defaults() -> None:
     assert Options.from_dict({}).blend is None and Options.from_dict({"blend": None}).blend is None
-    for params in (None, {"cuvee": None}, {"other": {"cost": 7}}, [], "cuvee"):
+    nothing: list[Any] = [None, {"cuvee": None}, {"other": {"cost": 7}}, [], "cuvee"]
+    for params in nothing:
         assert BlendRequest.of(params, 100) == BlendRequest(True, None, None)
     options = BlendOptions()
     assert Options.from_dict({"blend": {}}).blend == options

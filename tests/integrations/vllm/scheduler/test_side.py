@@ -85,7 +85,7 @@ def test_a_gap_ends_the_prefix(desk: Callable[..., Desk]) -> None:
     d.put(request, 6)
     del d.store.entries[store_key("", d.digests(request)[2])]
     missed: list[int] = []
-    d.store.missed = missed.append  # type: ignore[method-assign]
+    d.store.missed = missed.append  # type: ignore[method-assign, assignment]
     assert d.matched(request) == (32, True) and d.lookups() == {"partial": 1}
     assert sum(missed) == 1, "a tail in its place is a guess"
 
