@@ -25,8 +25,7 @@ from cuvee.integrations.identity.records import IdentityRecord, about_model, ide
 from cuvee.integrations.identity.weights_name import Make, Named, WeightsName
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages import opaque
-from cuvee.integrations.pages.entries import Note, no_note
-from cuvee.integrations.pages.page_store import PageStore
+from cuvee.integrations.pages.page_store import Note, PageStore, no_note
 from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profiles.collection import find_profile
 from cuvee.integrations.profiles.location import shown_profile

@@ -27,7 +27,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.integrations.identity.file_digests import file_digests
 from cuvee.integrations.identity.weight_fingerprints import _fingerprints
-from cuvee.integrations.pages.entries import Entries
+from cuvee.integrations.pages import PageStore
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.disk import DiskStore
 
@@ -371,7 +371,7 @@ def test_a_store_that_fails_is_a_miss_that_is_counted(make: Make, store: DictSto
     assert a.counters["unsaved_pages"] == 2
 
 
-@pytest.mark.parametrize("method", ["_held", "in_order", "save"])
+@pytest.mark.parametrize("method", ["_held", "_in_order", "_save_missing"])
 def test_an_error_of_ours_is_a_miss(
     make: Make, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -381,10 +381,10 @@ def test_an_error_of_ours_is_a_miss(
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Entries, method, fail)
+    monkeypatch.setattr(PageStore, method, fail)
     a.save(2, sequence=1)
     loaded = a.load(2), a.load(2, sequence=1)
-    assert loaded in {"_held": [(0, 0), (2, 0)], "in_order": [(0, 0)], "save": [(2, 0)]}[method]
+    assert loaded in {"_held": [(0, 0), (2, 0)], "_in_order": [(0, 0)], "_save_missing": [(2, 0)]}[method]
     assert any(name.startswith("contained") for name in a.counters) and "planted" in caplog.text
 
 

@@ -26,7 +26,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.arrays import I64
 from cuvee.integrations.core import chunk_io
 from cuvee.integrations.identity.weights_name import WeightsName
-from cuvee.integrations.pages import Counts, PageStore, entries
+from cuvee.integrations.pages import Counts, PageStore, page_store
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
@@ -241,7 +241,7 @@ def test_nothing_behind_a_missing_page_is_loaded(
     desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it is in what is fetched at a time, and though the pages of the next such batch are there."""
-    monkeypatch.setattr(entries, "_BATCH_TOKENS", 8 * PAGE)
+    monkeypatch.setattr(page_store, "_BATCH_TOKENS", 8 * PAGE)
     d = desk()
     d.save(range(16))
     for gone in (0, 5, 7, 8, 12):
@@ -277,9 +277,7 @@ def test_what_was_begun_under_a_name_that_no_longer_holds_does_not_count(
     d.save(range(4))
     weights = WeightsName.given("w")
     named = weights.current
-    d.pages = d.pages.sibling(
-        d.pages._entries.io.codec, d.pages._names, d.pages.layout, valid=lambda: weights.holds(named)
-    )
+    d.pages = d.pages.sibling(d.pages._io.codec, d.pages._names, d.pages.layout, valid=lambda: weights.holds(named))
     assert d.load(range(4), range(20, 24)) == [True] * 4
 
     def change(operation: str) -> None:
@@ -399,7 +397,7 @@ def test_a_save_waits_once_for_a_store_that_hangs(
 ) -> None:
     """Not once per entry: its engine may wait for it."""
     waited: list[float] = []
-    monkeypatch.setattr("cuvee.integrations.pages.entries._BATCH_TOKENS", 8 * PAGE)
+    monkeypatch.setattr("cuvee.integrations.pages.page_store._BATCH_TOKENS", 8 * PAGE)
     d, result = desk(load_timeout=0.2), Future.result
 
     def noting(self: Future[Any], timeout: float | None = None) -> Any:

@@ -11,7 +11,7 @@ from tests.integrations.readme_tables import check_options, rows
 from tests.integrations.sglang.real_sglang import need_sglang, real
 
 from cuvee.integrations.identity import identity_records
-from cuvee.integrations.pages import COUNTED, entries, opening
+from cuvee.integrations.pages import COUNTED, opening, page_store
 from cuvee.integrations.sglang import host_pool
 
 README = (Path(__file__).parents[3] / "integrations" / "sglang" / "README.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def test_the_command_is_what_sglang_takes() -> None:
 
 def test_every_failure_that_is_counted_is_documented() -> None:
     calls = r'[.]_fail\(\s*"([a-z]+)"|wait_for[(,]\s*"[a-z_]+", "([a-z]+)"|[.]_ask\("[a-z_]+", "([a-z]+)"'
-    counted = {next(filter(None, each)) for each in re.findall(calls, inspect.getsource(entries))}
+    counted = {next(filter(None, each)) for each in re.findall(calls, inspect.getsource(page_store))}
     counted |= set(
         re.findall(r'"failures", label="([a-z]+)"', inspect.getsource(opening) + inspect.getsource(identity_records))
     )
