@@ -152,7 +152,7 @@ def test_a_saved_cache_is_checked(codec: cuvee.Codec, books: Books, tmp_path: Pa
         assert done.exit_code == 1 and message in " ".join(done.stderr.split()), done.output
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3-sliding-first", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3-sliding-first", "gpt2"])
 def test_right_caches_of_other_models_pass(family: str) -> None:
     model = tiny_model(family)
     rows = torch.randint(1, 61, (60, 40), generator=torch.Generator().manual_seed(0))

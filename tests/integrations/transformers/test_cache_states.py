@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from cuvee.codec.format.container import Kind, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.states import States
 from cuvee.integrations.transformers.cache_states import ATTENTION
-from cuvee.integrations.transformers.caches import chunks_from_cache, decode_cache, encode_cache
-from cuvee.learning.calibrate import fit
+from cuvee.integrations.transformers.caches import decode_cache, encode_cache
 
 TOKENS = 40  # of the caches that `build` returns
 
@@ -119,21 +117,6 @@ def test_rows_of_a_batch_bound_to_their_names(hybrid: tuple[Any, torch.Tensor, A
         decode_cache(codec, swapped, model, associated_data=names)
 
 
-def test_keys_and_values_of_a_hybrid_can_be_lossy(hybrid: tuple[Any, torch.Tensor, Any]) -> None:
-    model, ids, cache = hybrid
-    layout = KVLayout.of(model, states=True)
-    texts = [prefilled(model, torch.randint(3, 200, (1, TOKENS))) for _ in range(12)]
-    profile = fit(layout, [chunks_from_cache(each, layout)[0] for each in texts])
-    codec = Codec(profile, step=0.02)
-    back: Any = decode_cache(codec, encode_cache(codec, cache, ids), model)
-    for own, other in zip(back.layers, cache.layers, strict=True):
-        if hasattr(other, "keys"):
-            assert not torch.equal(own.keys, other.keys)
-            assert (own.keys - other.keys).abs().mean() < 0.1 * other.keys.abs().mean()
-        else:
-            assert torch.equal(own.recurrent_states[0], other.recurrent_states[0])
-
-
 def test_a_layout_tells_of_states_only_if_asked(hybrid: tuple[Any, torch.Tensor, Any]) -> None:
     model, _, _ = hybrid
     layout = KVLayout.of(model, states=True)
@@ -219,13 +202,6 @@ def test_caches_with_room_are_refused(hybrid: tuple[Any, torch.Tensor, Any]) -> 
         encode_cache(Codec.without_profile(model), cache)
 
 
-def t5() -> Any:
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=3, num_heads=4
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config), {"input_ids": torch.randint(3, 60, (2, 9))}
-
-
 def whisper() -> Any:
     config = transformers.WhisperConfig(
         vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -235,11 +211,10 @@ def whisper() -> Any:
     return transformers.WhisperForConditionalGeneration(config), {"input_features": torch.randn(2, 8, 20)}
 
 
-@pytest.mark.parametrize("make", [t5, whisper])
-def test_cross_attention_comes_back(make: Callable[[], Any]) -> None:
+def test_cross_attention_comes_back() -> None:
     """A decoder goes on from blobs without what its encoder said: the cache holds keys and values of that."""
     torch.manual_seed(0)
-    model, inputs = make()
+    model, inputs = whisper()
     model.eval()
     ids = torch.randint(3, 60, (2, 21))
     with torch.no_grad():

@@ -128,7 +128,7 @@ def prefill_at(model: Any, rows: torch.Tensor, layout: KVLayout, start: int) -> 
         del model.forward
 
 
-@pytest.mark.parametrize("name", ["hybrid", "latents", "latents with index keys", "windows"])
+@pytest.mark.parametrize("name", ["hybrid", "latents with index keys"])
 def test_calibration(made: dict[str, Kind], name: str, tmp_path: Path) -> None:
     """A profile with gradients: a sane curve, a file that codes the same, and nothing lost without loss."""
     kind = made[name]
