@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,3 +15,11 @@ def wait_until(condition: Callable[[], object], what: str = "what the test waits
     while not condition():
         assert time.monotonic() < end, f"not within {PATIENCE:g} s: {what}"
         time.sleep(0.005)
+
+
+def let_name(go: threading.Event) -> None:
+    """Set what the threads wait for that name an engine's weights; return once they have ended."""
+    naming = [each for each in threading.enumerate() if each.name == "cuvee-weights"]
+    go.set()
+    for each in naming:
+        each.join(PATIENCE)

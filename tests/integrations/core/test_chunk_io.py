@@ -27,25 +27,6 @@ def pool() -> Iterator[ThreadPool]:
     made.dismiss(10)
 
 
-def test_older_secrets_are_asked_for_what_the_first_has_not() -> None:
-    keys, asked = EntryKeys([NEW, OLD], 5), list[list[str]]()
-    stored = {
-        keys.written("t", DIGESTS[0]): b"new",
-        keys.all("t", DIGESTS[1])[1]: b"old",
-        keys.all("t", DIGESTS[0])[1]: b"x",
-    }
-
-    def ask(_: Sequence[int], names: list[str]) -> list[bytes | None]:
-        asked.append(names)
-        return [stored.get(name) for name in names]
-
-    found = keys.find("t", DIGESTS, ask)
-    assert [blob for _, blob in found] == [b"new", b"old", None]
-    assert asked == [[keys.all("t", digest)[0] for digest in DIGESTS], [keys.all("t", each)[1] for each in DIGESTS[1:]]]
-    assert [key for key, _ in found] == [asked[0][0], *asked[1]]
-    assert keys.find("t", [], ask) == [] and len(asked) == 2
-
-
 def test_an_empty_entry_is_there_and_no_parts_are_not() -> None:
     """An empty blob is damaged, and is to be deleted under the key that has it."""
     keys = EntryKeys([NEW, OLD])
@@ -128,6 +109,10 @@ def test_works_in_a_row_end_before_the_first_that_failed(pool: ThreadPool) -> No
 
     with pytest.raises(ZeroDivisionError):
         io.in_a_row([bug, last])
+    assert ended.is_set()
+    ended.clear()
+    with pytest.raises(ZeroDivisionError):  # before the second of them
+        io.in_a_row(last if number else bug() for number in (1, 0))
     assert ended.is_set()
 
 

@@ -72,14 +72,14 @@ def test_time_is_used_and_not_exceeded(deadline: float) -> None:
     assert last <= deadline and (choice.refined == 4 or last + 0.2 > deadline)
 
 
+# Rates ---------------------------------------------------------------------------------------------------------------
+
+
 def test_of_hundreds_of_chunks_a_few_numbers_are_compared() -> None:
     choice = chosen(12.0, count=300, refinement=9.0, compute=1e-4)
     assert choice.chunks < 300
     exact = 12.0 - 1e-4 * (300 * TOKENS + 16)  # left for loading, which saves less time than it takes
     assert choice.chunks * (0.1 - 1e-4 * TOKENS) <= exact
-
-
-# Rates ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("true", "told"), [(2 * MB, 20 * MB), (20 * MB, 2 * MB)])

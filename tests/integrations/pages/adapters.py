@@ -58,7 +58,6 @@ class Adapter:
         self.open(given, dtype)
 
     def open(self, options: dict[str, Any], dtype: torch.dtype) -> None:
-        """Make the engine's side and the adapter."""
         raise NotImplementedError
 
     def submit(self, count: int, sequence: int = 0) -> None:
@@ -113,8 +112,6 @@ class Adapter:
 
 
 class Tier(Adapter):
-    """vLLM's offloading tier."""
-
     page = real_tiers.CHUNK
 
     def open(self, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -160,8 +157,6 @@ class Tier(Adapter):
 
 
 class L2(Adapter):
-    """LMCache's L2 adapter."""
-
     page = real_lmcache.CHUNK
 
     def open(self, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -213,8 +208,6 @@ class L2(Adapter):
 
 
 class HiCache(Adapter):
-    """SGLang's storage backend of HiCache."""
-
     def open(self, options: dict[str, Any], dtype: torch.dtype) -> None:
         layer = self.layout.layers[0]
         pool = real_sglang.host_pool(

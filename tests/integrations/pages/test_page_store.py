@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -21,14 +20,11 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.arrays import I64
-from cuvee.integrations.core import chunk_io
 from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.pages import Counts, PageStore, page_store
 from cuvee.integrations.stores import StoreError
-from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
 
 PAGE = 8  # tokens
@@ -67,11 +63,9 @@ class Desk:
         self.pages = PageStore(self.codec, store, self.names, counts=self.counts, **options)
 
     def at(self, pages: range) -> torch.Tensor:
-        """Slots of some pages of the permutation."""
         return self.slots[pages.start * PAGE : pages.stop * PAGE]
 
     def tokens(self, pages: range) -> list[torch.Tensor]:
-        """A copy of what these pages of the memory hold."""
         chunk = self.cache.read(self.at(pages), 0)
         return [*chunk.keys, *chunk.values]
 
@@ -223,20 +217,6 @@ def test_pages_whose_position_is_not_recognized_are_not_stored(caplog: pytest.Lo
     told.pages.close()
 
 
-def test_what_is_encoded_knows_what_follows(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
-    d = desk()
-    following: list[int] = []
-    encode = Codec.encode_parts
-
-    def noting(self: Codec, chunks: PagedChunks, **options: Any) -> Any:
-        following.extend(chunks.following or [])
-        return encode(self, chunks, **options)
-
-    monkeypatch.setattr(Codec, "encode_parts", noting)
-    d.save(range(10))
-    assert sorted(following) == list(range(0, 10 * PAGE, PAGE))
-
-
 def test_nothing_behind_a_missing_page_is_loaded(
     desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,25 +228,6 @@ def test_nothing_behind_a_missing_page_is_loaded(
         kept = store.entries.pop(d.key(gone))
         assert d.load(range(16), range(20, 36)) == [True] * gone + [False] * (16 - gone)
         store.entries[d.key(gone)] = kept
-
-
-def test_large_pages_are_fetched_few_at_a_time(
-    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What loads hold of fetched bytes is bounded."""
-    d, fetch, counts = desk(), store.get_many, list[int]()
-    d.save(range(6))
-
-    def noting(keys: Sequence[str]) -> list[bytes | None]:
-        counts.append(len(keys))
-        return fetch(keys)
-
-    monkeypatch.setattr(store, "get_many", noting)
-    for most, together in ((6, [6]), (2, [2, 2, 2]), (0, [1] * 6)):
-        monkeypatch.setattr(chunk_io, "_FETCHED", most * 1.1 * max(map(len, store.entries.values())) + 1)
-        counts.clear()
-        assert d.load(range(6), range(20, 26)) == [True] * 6
-        assert counts == together
 
 
 def test_what_was_begun_under_a_name_that_no_longer_holds_does_not_count(
@@ -328,30 +289,6 @@ def test_pages_that_may_still_be_there_are_not_deleted(desk: Callable[..., Desk]
 
 
 # Stores that fail -----------------------------------------------------------------------------------------------------
-
-
-def test_a_store_that_hangs_is_given_up_and_told_so(desk: Callable[..., Desk], store: DictStore) -> None:
-    desk().save(range(8))
-    d, go, late = desk(lookup_timeout=0.5, load_timeout=0.5), threading.Event(), []
-    store.report_overdue = lambda operation, seconds: late.append(operation)  # type: ignore[method-assign]
-
-    def hang(hanging: str) -> Callable[[str], None]:
-        def before(operation: str) -> None:
-            if operation == hanging:
-                go.wait(30)
-
-        return before
-
-    try:
-        store.before = hang("contains")
-        assert d.pages.stored(named(range(4))) == [False] * 4 and late == ["contains"]
-        store.before = hang("get")
-        assert d.load(range(4), range(20, 24)) == [False] * 4 and late[-1] == "get_many"
-        store.before = hang("put")
-        assert d.save(range(20, 24)) == [False] * 4 and late[-1] == "put"
-    finally:
-        go.set()
-    assert d.counts.snapshot()["failures{store}"] == 4
 
 
 @pytest.mark.parametrize("busy", ["put", "get", "contains"])
@@ -439,41 +376,6 @@ def test_a_page_that_cannot_be_coded_costs_no_other(desk: Callable[..., Desk]) -
     assert d.save(range(12)) == [page != 5 for page in range(12)]
     failures = {name: count for name, count in d.counts.snapshot().items() if name.startswith("failures")}
     assert failures == {"failures{encode}": 1}
-
-
-@pytest.mark.parametrize("direction", ["save", "load"])
-def test_the_memory_is_left_alone_once_a_call_has_ended(
-    desk: Callable[..., Desk], direction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even one that ends in an error, because the engine gives its pages to somebody else then."""
-    d, begun, busy = desk(), threading.Event(), []
-    d.save(range(8))
-    method = "encode_parts" if direction == "save" else "decode_paged"
-    code, submit = getattr(Codec, method), ThreadPool.submit
-
-    def slowly(self: Codec, *arguments: Any, **options: Any) -> Any:
-        busy.append(1)
-        begun.set()
-        time.sleep(0.3)
-        result = code(self, *arguments, **options)
-        busy.pop()
-        return result
-
-    def refuse(self: ThreadPool, work: Callable[..., Any], *arguments: Any) -> Any:
-        touches_pages = getattr(getattr(work, "func", None), "__name__", "") in ("_encode", "_place")
-        if touches_pages and begun.is_set():
-            raise RuntimeError("no thread can be started")
-        future = submit(self, work, *arguments)
-        if touches_pages:
-            assert begun.wait(30)
-        return future
-
-    monkeypatch.setattr(Codec, method, slowly)
-    monkeypatch.setattr(ThreadPool, "submit", refuse)
-    with pytest.raises(RuntimeError, match="no thread"):
-        d.save(range(8, 16)) if direction == "save" else d.load(range(8), range(20, 28))
-    assert begun.is_set() and not busy
-    monkeypatch.setattr(ThreadPool, "submit", submit)
 
 
 def test_slots_of_another_number_are_refused(desk: Callable[..., Desk]) -> None:

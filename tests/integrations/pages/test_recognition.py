@@ -69,12 +69,6 @@ def test_tokens_may_lie_anywhere(recognizer: Recognizer, chunk: KVChunk) -> None
     assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_are_enough(dtype: torch.dtype, recognizer: Recognizer) -> None:
-    found = recognizer.recognize(PagedCache.of_chunk(cached(small_model(), dtype)), slots(TOKENS))
-    assert found.start == 0 and found.token_ids is not None and found.token_ids.tolist() == ids_of(range(TOKENS))
-
-
 @pytest.mark.parametrize("name", ["gqa", "mqa", "partial", "interleaved", "yarn", "irregular", "bfloat16"])
 @pytest.mark.parametrize("group", ["layer", "head", "layers:3"])
 def test_positions_are_recognized_without_a_token_table(name: str, group: str) -> None:
