@@ -163,7 +163,6 @@ def _where_windows_are(attend: Any) -> Any:
 
 
 def _install() -> None:
-    """Let this process run engines with HiCache on a CPU."""
     for kind in ("mha", "mla", "mamba"):
         _, pools = pool_modules(kind)
         for transfer in (
@@ -190,8 +189,6 @@ def _install() -> None:
 
 
 class _Served:
-    """An engine, and what is asked of it."""
-
     def __init__(self, **arguments: Any) -> None:
         if ranks := arguments.get("tp_size"):  # SGLang wants to know each one's cores, and leaves them alone
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
@@ -301,7 +298,6 @@ class Engine:
         assert done, message
 
     def clear_storage(self) -> None:
-        """Delete what is stored."""
         assert self._call("control", "clear_hicache_storage")[0]
 
     def detach(self) -> dict[str, float]:
@@ -314,7 +310,6 @@ class Engine:
 
     @property
     def log(self) -> str:
-        """What its processes wrote so far."""
         return self._log.read_text(errors="replace")
 
     def wait_for_log(self, text: str, times: int) -> None:
@@ -325,7 +320,6 @@ class Engine:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """End its processes at once."""
         self._call("stop")
 
     def _call(self, name: str, *given: Any) -> Any:

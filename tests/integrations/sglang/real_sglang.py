@@ -137,7 +137,6 @@ def latent_pool(
 
 
 def storage_config(pool: Any, extra: dict[str, Any], **changes: Any) -> Any:
-    """Return SGLang's `HiCacheStorageConfig`."""
     storage = real("sglang.srt.mem_cache.hicache_storage")
     given = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,

@@ -130,7 +130,7 @@ def test_pages_of_other_weights_are_not_served(ran: Ran) -> None:
     assert ran.counters["saved_pages"] == ran.counters["loaded_pages"] == 2 * PAGES
 
 
-@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first", "page_first", "page_head"])
+@pytest.mark.parametrize("layout", ["page_first_direct", "page_head"])
 @pytest.mark.serves(where="engine")
 def test_after_a_restart_a_load_answers_as_a_hit_in_the_engines_own_cache(
     engines: Engines, ran: Ran, layout: str
@@ -268,7 +268,6 @@ def test_two_ranks(engines: Engines, ran: Ran, tmp_path: Path) -> None:
 
 
 def entries(folder: Path) -> list[str]:
-    """The keys of pages in a store of files."""
     paths = [path for path in folder.glob("*/*/*") if path.is_file() and path.parts[-3] != RECORDS]
     return sorted(f"{path.parts[-3]}/{path.name}" for path in paths)
 

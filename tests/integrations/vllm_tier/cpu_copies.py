@@ -55,7 +55,6 @@ class Stream:
         self._thread = ThreadPoolExecutor(1, "copies")
 
     def enqueue(self, work: Callable[[], object]) -> None:
-        """Do this after all before it."""
         self._thread.submit(work)
 
     def wait_stream(self, computing: None) -> None:
@@ -83,15 +82,12 @@ class Event:
         stream.enqueue(reach)
 
     def query(self) -> bool:
-        """Whether the stream got there."""
         return self._reached.is_set()
 
     def synchronize(self) -> None:
-        """Wait until it does."""
         self._reached.wait()
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds to another."""
         return 1000 * (other._time - self._time)
 
 
@@ -175,7 +171,6 @@ def _get_worker(self: Any, kv_caches: Any) -> Any:
 
 @cache
 def install() -> None:
-    """Let this process offload from a CPU."""
     worker: Any = importlib.import_module("vllm.v1.kv_offload.cpu.gpu_worker")
     spec: Any = importlib.import_module("vllm.v1.kv_offload.cpu.spec")
     worker.ops = SimpleNamespace(swap_blocks_batch=_swap_blocks_batch)

@@ -45,7 +45,6 @@ def real(name: str) -> ModuleType:
 
 
 def key_of(number: int, group: int = 0) -> bytes:
-    """vLLM's name of a chunk."""
     made: bytes = real("vllm.v1.kv_offload.base").make_offload_key(number.to_bytes(32, "big"), group)
     return made
 
@@ -77,7 +76,6 @@ def same(one: KVChunk | torch.Tensor, other: KVChunk | torch.Tensor) -> bool:
 
 @cache
 def engine_config() -> Any:
-    """vLLM's configuration of the bundled model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return real("vllm.engine.arg_utils").EngineArgs(
@@ -166,19 +164,15 @@ class Engine:
         return getattr(self.tier._rows, "cache", None)
 
     def request(self) -> Any:
-        """A new request."""
         self._requests += 1
         context = self.base.ReqContext(f"request {self._requests}")
         self.manager.on_new_request(context)
         return context
 
     def step(self) -> None:
-        """The end of a step of the scheduler."""
         self.manager.on_schedule_end(self.base.ScheduleEndContext((), ()))
 
     def settle(self) -> None:
-        """Step until vLLM knows of no job."""
-
         def settled() -> bool:
             self.step()
             return not self.manager._jobs
@@ -289,7 +283,6 @@ class Engine:
 
     @property
     def counters(self) -> dict[str, float]:
-        """What the tier counted."""
         found: dict[str, float] = self.tier.counters()
         return found
 

@@ -36,7 +36,7 @@ from tests.integrations.vllm.engines import (
     run_engines,
     save_tiny_model,
 )
-from tests.integrations.vllm.faults import BLOCK, CHUNK
+from tests.integrations.vllm.faults import CHUNK
 from tests.integrations.vllm_tier import cpu_copies, tier_faults
 from tests.integrations.vllm_tier.tier_faults import KILLED, SCENARIOS, offloading
 from tests.recognizing import small_model, text
@@ -51,23 +51,18 @@ CHUNKS = 6 + 3
 PASSAGES = text(2, 4 * CHUNK + 5, 5).tolist()
 ASK = Step(PROMPTS, forget=True)
 RANKS_NOISE = 1e-3  # of logits in float32: two ranks add up in another order than one
-# On a CPU, vLLM 0.32 and 0.33 raise where a step of Mamba 2 crosses a block's end.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"worker_cls": cpu_copies.WORKER},
-    "gemma3": {},
     "mistral": {},
     "gemma4": {},
     "llama4": {},
-    "granite": {"enable_prefix_caching": True, "max_num_batched_tokens": BLOCK},
     "qwen3_next": {"enable_prefix_caching": True, "dtype": "bfloat16"},
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
 }
 OPAQUE = {
-    "gemma3": ("FullAttentionSpec", "SlidingWindowSpec"),
     "mistral": ("SlidingWindowSpec",),
     "gemma4": ("FullAttentionSpec", "SlidingWindowSpec"),
     "llama4": ("FullAttentionSpec", "ChunkedLocalAttentionSpec"),
-    "granite": ("FullAttentionSpec", "MambaSpec"),
     "qwen3_next": ("FullAttentionSpec", "MambaSpec"),
     "fp8_e4m3": ("FullAttentionSpec",),
 }
@@ -131,7 +126,6 @@ def entries_of_killed(folder: Path) -> dict[Path, bytes]:
 
 @pytest.fixture(scope="module")
 def survived(folder: Path, faulty: faults.Outcome) -> dict[Path, bytes]:
-    """The entries that the killed engine left."""
     return entries_of_killed(folder)
 
 

@@ -129,7 +129,6 @@ class Offloading(Driven):
             vars(pages).update(zip(names, usual, strict=True))
 
     def counted(self, name: str) -> float:
-        """A counter of the tier, so far."""
         return float(self.tier.counters().get(name, 0))
 
     def expect_all_stored(self, prompt: list[int]) -> None:
