@@ -36,7 +36,6 @@ from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tiny Llama with a tokenizer."""
     path = tmp_path / "model"
     tiny_model("llama").save_pretrained(path)
     (path / "tokenizer.json").write_text('{"model": {}}')
@@ -93,7 +92,6 @@ def overwrite(file: Path, at: int, data: bytes) -> None:
 
 
 def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the reads from now on."""
     read: list[int] = []
     pread = os.pread
 
@@ -139,9 +137,7 @@ def test_the_name_is_pinned(tmp_path: Path) -> None:
     "change",
     [
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-        {"rms_norm_eps": 1e-5},
         {"dtype": "bfloat16"},
-        {"quantization_config": {"bits": 4}},
         {"hidden_act": None},
     ],
     ids=str,
@@ -209,19 +205,6 @@ def test_every_bit_of_a_large_file_counts(tmp_path: Path, tensors: int) -> None:
     assert len(names) == 6 and checkpoint_identity(tmp_path) in names
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_one_row_of_any_matrix_counts(family: str, tmp_path: Path) -> None:
-    tiny_model(family).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    names, tensors = {checkpoint_identity(tmp_path)}, load_file(file)
-    for name, tensor in tensors.items():
-        changed = tensor.clone()
-        changed.view(-1, tensor.shape[-1])[-1, 0] += 1e-3  # one trained token, or one expert
-        save_file({**tensors, name: changed}, file, {"format": "pt"})
-        names.add(checkpoint_identity(tmp_path))
-    assert len(names) == len(tensors) + 1
-
-
 def test_weights_in_a_folder_of_their_own_count(folder: Path) -> None:
     names = {checkpoint_identity(folder)}
     (folder / "tower").mkdir()
@@ -286,21 +269,6 @@ def test_the_files_that_are_read_count(folder: Path) -> None:
     assert {name for name in names if after[name] != names[name]} == {"pt"}
     edit_json(folder / "config.json", rms_norm_eps=0.25)
     assert checkpoint_identity(folder, load_format="dummy") != names["dummy"]
-
-
-def test_weights_of_other_formats_count_where_there_are_no_safetensors(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"abc")
-    names = {checkpoint_identity(tmp_path)}
-    (tmp_path / "pytorch_model.bin").write_bytes(b"abd")
-    names.add(checkpoint_identity(tmp_path))
-    (tmp_path / "pytorch_model.bin").write_bytes(b"abd\0")
-    names.add(checkpoint_identity(tmp_path))
-    write_safetensors(tmp_path / "model.safetensors", [("a", 3)])
-    only = checkpoint_identity(tmp_path)
-    names.add(only)
-    assert len(names) == 4
-    (tmp_path / "pytorch_model.bin").unlink()
-    assert checkpoint_identity(tmp_path) == only
 
 
 def test_a_single_file_is_a_checkpoint(tmp_path: Path) -> None:
@@ -448,27 +416,31 @@ def test_vocabulary_files_count_and_nothing_else(tmp_path: Path, name: str) -> N
 
 
 def profile_of(model: Any, folder: Path) -> Profile:
-    """A profile that names `model`."""
     profile = Profile.unlearned(KVLayout.from_config(transformers.AutoConfig.from_pretrained(folder), "float32"))
     profile.model = None if model is None else model_fingerprint(model)
     return profile
 
 
-def test_a_profile_is_of_every_family_of_checkpoints(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family",
+    ["cohere2", "deepseek_v3", "gemma3-full-first", "gpt2", "gpt_neox", "gpt_oss", "mixtral", "phi3", "smollm3"],
+)
+def test_a_profile_is_of_every_kind_of_checkpoint(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
     verdict = check_profile(profile_of(model, tmp_path), tmp_path)
     # transformers renames and fuses these while it loads them.
-    converted = family in ("deepseek_v2", "deepseek_v3", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe")
+    converted = family in ("deepseek_v3", "gpt_neox", "mixtral")
     assert verdict.startswith("unknown: the checkpoint holds no ") if converted else verdict == "match"
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "layers.1" in n or "h.1" in n).add_(1e-2)
     assert check_profile(profile_of(model, tmp_path), tmp_path) == (verdict if converted else "mismatch")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "stored", "tied"),
+    [("llama", torch.bfloat16, True), ("qwen3", torch.float32, False), ("llama", torch.float16, False)],
+)
 def test_whatever_dtype_was_stored_and_calibrated(family: str, stored: torch.dtype, tied: bool, tmp_path: Path) -> None:
     tiny_model(family, stored, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -805,8 +777,8 @@ def test_code_beside_a_checkpoint_is_not_run_and_nobody_is_asked(
 
 
 def test_the_fingerprint_of_a_large_tensor() -> None:
-    """4096 x 11008 values, as in a model of 7 billion: float32 does not hold the last position."""
-    one = torch.nn.Linear(11008, 4096, bias=False, device="meta").to_empty(device="cpu").to(torch.bfloat16)
+    """More than 2**24 values: float32 does not hold the last position."""
+    one = torch.nn.Linear(4099, 4096, bias=False, device="meta").to_empty(device="cpu").to(torch.bfloat16)
     with torch.no_grad():
         one.weight.zero_()
         before = model_fingerprint(one)  # type: ignore[arg-type]

@@ -152,9 +152,8 @@ def written(options: Any) -> str:
     return json.dumps(options, sort_keys=True)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_every_option_of_vllm_changes_the_identity_unless_it_is_listed(vllm: Any, seed: int) -> None:
-    dice, plain = random.Random(seed), written(vllm_options(vllm))
+def test_every_option_of_vllm_changes_the_identity_unless_it_is_listed(vllm: Any) -> None:
+    dice, plain = random.Random(0), written(vllm_options(vllm))
     drawn, wrong = {True: 0, False: 0}, []
     for where, record in records(vllm):
         for each in dataclasses.fields(record):
@@ -298,12 +297,10 @@ def test_options_that_are_compared_with_others(vllm: Any, tmp_path: Path) -> Non
 _SECRET = "hunter22"
 _LOADERS: list[tuple[Any, bool]] = [  # options of a loader, and whether they change weights
     ({"concurrency": 16, "memory_limit": 5}, False),
-    ({"enable_multithread_load": True, "num_threads": 8}, False),
     ({"s3_access_key_id": _SECRET, "s3_secret_access_key": _SECRET, "s3_endpoint": f"http://u:{_SECRET}@h"}, False),
     ({"tensorizer_config": {"s3_secret_access_key": _SECRET, "stream_kwargs": {"key": _SECRET}}}, False),
     ({"tensorizer_uri": f"s3://user:{_SECRET}@bucket/model.tensors"}, True),
     ({"tensorizer_config": {"tensorizer_uri": "s3://bucket/other.tensors"}}, True),
-    ({"pattern": "model-{rank}.safetensors"}, True),
     ({"deserialization_kwargs": {"dtype": "float16"}}, True),
     ({"a_later_option": _SECRET}, True),
 ]
@@ -334,15 +331,10 @@ def test_another_password_loads_the_same_weights(vllm: Any) -> None:
 
 _VARIABLES = [  # name, value, and whether it counts
     ("VLLM_MARLIN_INPUT_DTYPE", "fp8", True), ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4", True),
-    ("VLLM_CPU_INT4_W4A8", "0", True), ("VLLM_USE_DEEP_GEMM_E8M0", "0", True), ("VLLM_MLA_DISABLE", "1", True),
-    ("VLLM_BATCH_INVARIANT", "1", True), ("VLLM_FLOAT32_MATMUL_PRECISION", "medium", True),
-    ("VLLM_TEST_FORCE_LOAD_FORMAT", "pt", True), ("VLLM_MODEL_REDIRECT_PATH", "/elsewhere", True),
-    ("VLLM_OF_A_LATER_VERSION", _SECRET, True), ("VLLM_PLUGINS", "mine", True), ("VLLM_USE_TRITON_AWQ", "1", True),
+    ("VLLM_CPU_INT4_W4A8", "0", True), ("VLLM_MLA_DISABLE", "1", True),
+    ("VLLM_OF_A_LATER_VERSION", _SECRET, True), ("VLLM_PLUGINS", "mine", True),
     ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "NONE", False), ("VLLM_MLA_DISABLE", "0", False),
-    ("VLLM_LOGGING_LEVEL", "DEBUG", False), ("VLLM_API_KEY", _SECRET, False), ("VLLM_PORT", "4000", False),
-    ("VLLM_CPU_KVCACHE_SPACE", "1", False), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0", False),
-    ("VLLM_USE_V2_MODEL_RUNNER", "1", False), ("HF_TOKEN", _SECRET, False),
-    ("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "60", False),
+    ("VLLM_LOGGING_LEVEL", "DEBUG", False), ("VLLM_API_KEY", _SECRET, False), ("HF_TOKEN", _SECRET, False),
 ]  # fmt: skip
 
 
@@ -374,10 +366,7 @@ def test_the_lists_name_variables_that_there_are(vllm: Any) -> None:
     [
         ("SGLANG_ROPE_CACHE_FP32", "1", True), ("SGLANG_ROPE_CACHE_FP32", "0", False),
         ("SGLANG_OF_A_LATER_VERSION", _SECRET, True), ("SGLANG_LOG_MS", "1", False), ("SGLANG_PORT", "1", False),
-        ("SGLANG_MAMBA_SSM_DTYPE", "bfloat16", True), ("AITER_FORCE_A8W4", "1", True),
-        ("FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "1", True), ("FLASHINFER_NVFP4_4OVER6", "0", False),
-        ("AITER_LOG_LEVEL", "1", False), ("SGLANG_RUN_ID", "sglang-run-1", False),
-        ("SGLANG_CPU_OMP_THREADS_BIND", "0-1", False),
+        ("AITER_FORCE_A8W4", "1", True), ("FLASHINFER_NVFP4_4OVER6", "0", False), ("AITER_LOG_LEVEL", "1", False),
     ],
 )  # fmt: skip
 def test_variables_of_sglang(

@@ -32,14 +32,12 @@ def find(adapters: Adapters, path: Path, number: int = 1, name: str = "sql") -> 
 
 
 def deploy(source: Path, folder: Path) -> None:
-    """Put another adapter into a folder."""
     shutil.rmtree(folder)
     shutil.copytree(source, folder)
 
 
 @pytest.fixture
 def other(folder: Path, tmp_path: Path) -> Path:
-    """Another adapter, of the same size."""
     shutil.copytree(folder, tmp_path / "other")
     overwrite(tmp_path / "other" / "adapter_model.safetensors", 250, b"\x01")
     return tmp_path / "other"

@@ -43,7 +43,6 @@ class FakeHub(FakeHTTP):
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files of the branch `main`."""
         return self.commits[self.branches["main"]]
 
     def honest(self, method: str, path: str, body: bytes) -> bytes:

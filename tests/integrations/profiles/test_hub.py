@@ -120,16 +120,6 @@ def test_a_hub_that_sends_more_or_less_than_it_says_is_refused(hub: FakeHub, pro
     refuses("failed, or cannot be reached")
 
 
-@pytest.mark.parametrize("status", ["403 Forbidden", "418 I'm a teapot"])
-def test_a_hub_that_fails_is_named(hub: FakeHub, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    push()
-    hub.tell = lambda method, path: answer(status)
-    refuses("^hf://mine/profiles: failed, or cannot be reached: ")
-    with pytest.raises(StoreError, match=r"^hf://mine/profiles: failed, or cannot be reached: "):
-        push(1)
-
-
 def test_a_hub_that_is_down_is_no_missing_profile(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is one that refuses: huggingface_hub then serves what is in its cache."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between its retries

@@ -53,7 +53,6 @@ def rank_of(chunk: KVChunk, rank: int, ranks: int) -> KVChunk:
 
 
 def fill(store: Store, given: Sequence[KVChunk], ranks: int = 1, tenant: str = "", key: bytes | None = None) -> None:
-    """Store chunks as the ranks of an engine do."""
     for at, chunk in enumerate(given):
         for rank in range(ranks):
             own, digest = rank_of(chunk, rank, ranks), bytes([at]) * 32

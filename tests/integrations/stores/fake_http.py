@@ -16,7 +16,6 @@ def answer(status: str = "200 OK", body: bytes = b"", **headers: str) -> bytes:
 
 
 def head(**fields: str) -> bytes:
-    """Make header fields and the blank line."""
     return "".join(f"{name.replace('_', '-')}: {text}\r\n" for name, text in fields.items()).encode() + b"\r\n"
 
 
@@ -38,7 +37,6 @@ class FakeHTTP(LoopbackServer):
 
     @property
     def url(self) -> str:
-        """The URL for `ObjectStore`."""
         return f"http://127.0.0.1:{self.port}/kv"
 
     def serve(self, connection: socket.socket, stream: BinaryIO) -> None:

@@ -20,7 +20,6 @@ Reply = Said | Callable[[list[bytes]], Said]
 
 
 def bulk(text: bytes) -> bytes:
-    """Encode a string in RESP."""
     return b"$%d\r\n%s\r\n" % (len(text), text)
 
 
@@ -40,11 +39,9 @@ class FakeRedis(LoopbackServer):
 
     @property
     def url(self) -> str:
-        """The URL for `open_store` and redis-py."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def serve(self, connection: socket.socket, stream: BinaryIO) -> None:
-        """Reply to each command."""
         while line := stream.readline():
             command = []
             for _ in range(int(line[1:])):

@@ -44,7 +44,6 @@ class LoopbackServer:
             self.sent += len(part)
 
     def close(self) -> None:
-        """Stop listening and close all connections."""
         self._over = True
         for sock in (self._listener, *tuple(self._open)):
             with suppress(OSError):

@@ -55,16 +55,13 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """The URL for redis-py."""
         return f"redis://{f':{self.password}@' if self.password else ''}127.0.0.1:{self.port}/0"
 
     @property
     def unix_url(self) -> str:
-        """The URL of the server's socket."""
         return f"unix://{f':{self.password}@' if self.password else ''}{self.socket}"
 
     def client(self) -> Any:
-        """Make a plain redis-py client."""
         import redis
 
         return redis.Redis.from_url(self.url, socket_timeout=_PATIENCE, protocol=2)
@@ -88,7 +85,6 @@ class RedisServer:
         pytest.fail(f"redis-server does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}")
 
     def kill(self) -> None:
-        """Kill the server."""
         self._signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()

@@ -75,7 +75,6 @@ def age(path: Path, seconds: float) -> None:
 
 
 def opened(entry: bytes, **limits: float) -> bytes:
-    """Return the blob of an entry under KEY."""
     verify(KEY, entry[:HEADER_BYTES], entry[HEADER_BYTES:], **limits)
     return entry[HEADER_BYTES:]
 

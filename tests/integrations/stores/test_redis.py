@@ -6,7 +6,6 @@ import importlib
 import itertools
 import os
 import socket
-import socketserver
 import subprocess
 import sys
 import threading
@@ -172,25 +171,17 @@ def test_a_timeout_is_not_tried_again(open_redis: Open) -> None:
 # Passwords
 
 
-def test_a_server_that_sends_the_password_back(open_redis: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_sends_the_password_back(
+    peer: FakeRedis, open_redis: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     """Proxies and servers without AUTH repeat its arguments. Neither the error nor its causes may show the password."""
-    with socketserver.TCPServer(("127.0.0.1", 0), Echo) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        store = open_redis(f"redis://:open%20sesame@127.0.0.1:{server.server_address[1]}/0")
-        with pytest.raises(StoreError, match="unknown command") as caught:
-            store.get(KEY)
-        server.shutdown()
+    for name in ("HELLO", "AUTH", "GETRANGE"):
+        peer.replies[name] = lambda command: b"-ERR unknown command, with args: " + b" ".join(command) + b"\r\n"
+    store = open_redis(f"redis://:open%20sesame@127.0.0.1:{peer.port}/0")
+    with pytest.raises(StoreError, match="unknown command") as caught:
+        store.get(KEY)
     told = "".join(traceback.format_exception(caught.value))
     assert "sesame" not in told + caplog.text and "***" in told
-
-
-class Echo(socketserver.StreamRequestHandler):
-    """Replies to every command with an error that contains its arguments."""
-
-    def handle(self) -> None:
-        while line := self.rfile.readline():
-            parts = [self.rfile.readline() and self.rfile.readline().strip() for _ in range(int(line[1:]))]
-            self.wfile.write(b"-ERR unknown command, with args beginning with: " + b" ".join(parts) + b"\r\n")
 
 
 def test_passwords(open_redis: Open, caplog: pytest.LogCaptureFixture) -> None:
