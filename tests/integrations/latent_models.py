@@ -13,8 +13,6 @@ from cuvee.codec.models.forward import prefill
 
 
 class Latents:
-    """A checkpoint with multi-head latent attention."""
-
     def __init__(self, model: Any, folder: Path) -> None:
         self.model, self.path = model, str(folder / "model")
         model.save_pretrained(self.path)

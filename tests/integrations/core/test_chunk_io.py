@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -111,8 +111,13 @@ def test_works_in_a_row_end_before_the_first_that_failed(pool: ThreadPool) -> No
         io.in_a_row([bug, last])
     assert ended.is_set()
     ended.clear()
-    with pytest.raises(ZeroDivisionError):  # before the second of them
-        io.in_a_row(last if number else bug() for number in (1, 0))
+
+    def interrupted() -> Iterator[Callable[[], int]]:
+        yield last
+        bug()
+
+    with pytest.raises(ZeroDivisionError):
+        io.in_a_row(interrupted())
     assert ended.is_set()
 
 
