@@ -12,6 +12,19 @@ import pytest
 from cuvee.integrations.identity.weights_name import WeightsName
 
 
+def test_the_same_text_again_is_another_name() -> None:
+    weights = WeightsName.given("a")
+    first = weights.current
+    assert first is not None and first.number == 1
+    weights.withdraw("of a test")
+    assert weights.current is None and not weights.holds(first)
+    again = weights.use("a")
+    assert weights.holds(again) and not weights.holds(first) and again != first and again.number == 2
+    weights.make(lambda stop: "b")
+    made = weights.wait(60)
+    assert made is not None and made.text == "b" and not weights.holds(again)
+
+
 def test_weights_that_cannot_be_named_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     def make(stop: threading.Event) -> str:
         raise OSError("no such file")

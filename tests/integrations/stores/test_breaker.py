@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -182,26 +181,6 @@ def test_errors_of_the_caller_are_raised_and_prove_nothing(
     inner.read_fault = down()
     assert store.get(KEY) is None and figures(store) == (2, 0)  # another probe was possible, and the circuit still open
     assert store.get(KEY) is None and figures(store) == (2, 1)
-
-
-def test_operations_that_fail_together_open_the_circuit_once(
-    inner: FakeStore, store: GuardedStore, clock: Clock
-) -> None:
-    inner.read_fault = down()
-    together = threading.Barrier(8)
-
-    def meet(call: str) -> None:
-        together.wait(LONG)
-
-    inner.before = meet
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(store.get, [KEY] * 8))
-    inner.before = lambda call: None
-    mend(inner)
-    assert figures(store) == (8, 0)
-    clock.now += 1  # the backoff was not doubled eight times
-    store.get(KEY)
-    assert len(inner.calls) == 9 and store.contains([KEY]) == [False] and len(inner.calls) == 10
 
 
 def test_what_hangs_is_a_failure_once_somebody_gives_it_up(

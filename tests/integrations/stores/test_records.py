@@ -12,6 +12,8 @@ from tests.integrations.stores.redis_server import redis_server
 from cuvee.integrations.identity.records import MOST_RECORDS, IdentityRecord, RecordStore
 from cuvee.integrations.stores.base import RECORDS, Store, StoreError
 from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.memory import MemoryStore
+from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.stores.urls import open_store
 from cuvee.naming.identity import store_key
 
@@ -92,6 +94,15 @@ def test_hostile_records_cost_no_more_than_a_line_each(tmp_path: Path) -> None:
     found, problems = RecordStore(store).read()
     assert len(found) <= 1 and 0 < len(problems) <= 4 * MOST_RECORDS and all("\n" not in line for line in problems)
     store.close()
+
+
+def test_a_store_of_one_process_has_no_records() -> None:
+    memory = MemoryStore(10**6)
+    assert not RecordStore(memory).shared
+    both = TieredStore([memory, MemoryStore(10**6)])
+    RecordStore(both).write(record())
+    assert RecordStore(both).read() == ([], []) and not list(memory.keys(RECORDS))
+    both.close()
 
 
 def test_a_tier_that_is_down_leaves_the_records_of_others(tmp_path: Path) -> None:

@@ -46,13 +46,15 @@ def alive(name: str = "pool-") -> int:
     return sum(thread.name.startswith(name) for thread in threading.enumerate())
 
 
-def test_no_more_at_a_time_than_threads(pool: ThreadPool, hang: Callable[[], Held]) -> None:
-    one, two, three = hang(), hang(), hang()
-    futures = [pool.submit(job) for job in (one, two, three)]
-    assert one.begun.wait(LONG) and two.begun.wait(LONG) and not three.begun.wait(0.05)
-    assert pool.waiting == 1 and alive() == 2
-    one.set()
-    assert three.begun.wait(LONG) and futures[0].result(LONG) == "late"
+def test_jobs_are_done_and_their_errors_kept(pool: ThreadPool) -> None:
+    futures = [pool.submit(lambda x, y: x * y, number, 3) for number in range(50)]
+    assert [future.result(LONG) for future in futures] == [3 * number for number in range(50)]
+
+    def fail() -> None:
+        raise KeyError("x")
+
+    assert isinstance(pool.submit(fail).exception(LONG), KeyError)
+    assert pool.submit(lambda: 1).result(LONG) == 1 and alive() <= 2
 
 
 def test_a_stuck_thread_is_replaced(

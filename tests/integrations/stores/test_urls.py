@@ -162,7 +162,7 @@ def test_a_bad_tier_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> N
         ("unix://host/path", r"^url: must be unix:///path/of/socket"),
         ("redis://host?timeout=0", r"^timeout: must be a number of seconds above 0, got '0'"),
         ("redis://host?db=1", r"^db: must be an option of redis:// stores"),
-        ("s3://", r"^url: must be s3://bucket/prefix"),
+        ("s3:///x", r"^url: must be s3://bucket/prefix"),
         ("s3://b?max_gb=1", r"^max_gb: must not be given for object storage; let a lifecycle rule"),
         ("tiered:", r"^url: must name one or more tiers by non-empty URLs, got tiered:$"),
         ("tiered:memory://,,memory://", r"^url: must name one or more tiers"),
