@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,11 @@ def moved(chunk: KVChunk, start: int) -> list[torch.Tensor]:
     return [rotate(k, layer.rope, there) for k, layer in zip(free, chunk.layout.layers, strict=False)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [*((name, SCHEMES[number % 6]) for number, name in enumerate(NAMES)), *((name, "lossless") for name in NAMES),
+     *(("irregular", scheme) for scheme in GROUPS if scheme != "layers:2")],
+)  # fmt: skip
 def test_round_trip(name: str, scheme: str) -> None:
     layout = LAYOUTS[name]
     codec = make_codec(name, scheme, **quality(scheme))
@@ -101,7 +103,7 @@ def test_round_trip_on_other_cpus(kind: Products, scheme: str, monkeypatch: pyte
     test_round_trip("bfloat16", scheme)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["layer", "lossless"])
 def test_tensors_that_require_gradients(scheme: str) -> None:
     chunk = synthetic_chunk(LAYOUTS["gqa"], 20)
     codec = make_codec("gqa", scheme, **quality(scheme))
@@ -178,8 +180,11 @@ def test_a_scheme_that_another_thread_evicts_is_used_all_the_same() -> None:
     assert same(codec.decode(blob), make_codec("gqa", "layer").decode(blob))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "no-rope"])
-@pytest.mark.parametrize("scheme", ["layer", "lossless"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("gqa", "layer"), ("bfloat16", "layer"), ("irregular", "layer"), ("partial", "layer"), ("float16", "lossless"),
+     ("bfloat16", "lossless"), ("interleaved", "lossless"), ("yarn", "lossless"), ("irregular", "lossless")],
+)  # fmt: skip
 def test_decoding_elsewhere_is_rotation(name: str, scheme: str) -> None:
     codec = make_codec(name, scheme, **quality(scheme))
     chunk = synthetic_chunk(LAYOUTS[name], 140, start=11)
@@ -195,36 +200,6 @@ def test_decoding_elsewhere_is_rotation(name: str, scheme: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(here.values, there.values, strict=True))
         assert not torch.equal(here.keys[0], there.keys[0])
     assert same(codec.decode(blob, 11), here)
-
-
-@pytest.mark.parametrize("name", ["gqa", "bfloat16"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_runs_of_tokens_equal_the_whole(name: str, scheme: str) -> None:
-    codec = make_codec(name, scheme, **quality(scheme))
-    blob = codec.encode(synthetic_chunk(LAYOUTS[name], 300, start=40))
-    whole, elsewhere = codec.decode(blob), codec.decode(blob, start=1000)
-    runs = [(0, 300), (0, 1), (1, 2), (15, 17), (63, 65), (127, 128), (127, 129), (128, 256), (1, 299), (299, 300)]
-    wrong = [run for run in runs if not same(codec.decode(blob, tokens=range(*run)), whole.slice(*run))]
-    wrong += [
-        run for run in runs if not same(codec.decode(blob, 1000 + run[0], tokens=range(*run)), elsewhere.slice(*run))
-    ]
-    assert not wrong
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_layers_equal_the_whole(scheme: str) -> None:
-    codec = make_codec("irregular", scheme, **quality(scheme))
-    blob = codec.encode(synthetic_chunk(LAYOUTS["irregular"], 150, start=40))
-    for start in (None, 900):
-        whole = codec.decode(blob, start)
-        for first, end in ((0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)):
-            keys, values = decoded_layers(codec, blob, range(first, end), start)
-            assert len(keys) == len(values) == end - first
-            assert all(torch.equal(a, b) for a, b in zip(keys, whole.keys[first:end], strict=True))
-            assert all(torch.equal(a, b) for a, b in zip(values, whole.values[first:end], strict=True))
-    for first, end in ((-1, 1), (0, 4), (1, 1), (2, 1)):
-        with pytest.raises(InputError, match="the 3 layers of the model"):
-            decoded_layers(codec, blob, range(first, end))
 
 
 def test_layers_are_decoded_without_the_others() -> None:
@@ -273,7 +248,7 @@ def test_a_cache_without_rope_stays_where_it_is(scheme: str) -> None:
             codec.decode(blob, start, tokens=run)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["layer", "lossless"])
 def test_other_layouts_are_refused(scheme: str) -> None:
     codec = make_codec("gqa", scheme, **quality(scheme))
     for name in ("mha", "no-rope", "partial", "interleaved", "yarn"):
@@ -286,7 +261,7 @@ def test_other_layouts_are_refused(scheme: str) -> None:
 
 def test_blobs_of_another_profile_are_refused() -> None:
     chunk = synthetic_chunk(LAYOUTS["gqa"], 10)
-    codecs = {scheme: make_codec("gqa", scheme, step=STEP) for scheme in GROUPS}
+    codecs = {scheme: make_codec("gqa", scheme, step=STEP) for scheme in ("head", "layer")}
     for scheme, codec in codecs.items():
         for other, stranger in codecs.items():
             if other != scheme:
@@ -301,9 +276,11 @@ def test_lossless_blobs_need_only_the_layout() -> None:
     assert inspect(blob).profile_id is None
 
 
-@pytest.mark.parametrize("start", [7, 3000])
-@pytest.mark.parametrize("scheme", ["unit", "lossless"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "scheme", "start"),
+    [("bfloat16", "unit", 3000), ("float16", "unit", 7), ("float32", "unit", 3000), ("bfloat16", "lossless", 3000),
+     ("float16", "lossless", 3000), ("float32", "lossless", 7)],
+)  # fmt: skip
 def test_the_ends_of_a_dtype_stay_finite(scheme: str, dtype: str, start: int) -> None:
     chunk = synthetic_chunk(replace(LAYOUTS["gqa"], dtype=dtype), 140, start=7)
     # Learned schemes count steps from the unit that they learned, of which float16's range has few enough.
@@ -417,17 +394,3 @@ def test_a_preset_that_promises_no_kl_says_so_once(caplog: pytest.LogCaptureFixt
                 assert part in record.getMessage()
     with pytest.raises(ProfileError, match=r"^kl=0.005: this profile has no curve for kl. `cuvee profile learn`"):
         Codec(learned, kl=0.005)
-
-
-@pytest.mark.parametrize("scheme", GROUPS)
-def test_smaller_steps_are_larger_and_better(scheme: str) -> None:
-    chunk = synthetic_chunk(LAYOUTS["gqa"], 257)
-    sizes, errors = [], []
-    for power in (-7, -5, -3, -2, -1, 0, 1, 3):
-        codec = make_codec("gqa", scheme, step=2.0**power)
-        blob = codec.encode(chunk)
-        sizes.append(len(blob))
-        errors.append(relative_error(chunk, codec.decode(blob), chunk))
-    assert all(large > small for large, small in pairwise(sizes))
-    assert all(good < bad for good, bad in pairwise(errors))
-    assert errors[0] < 2e-5  # step 2**-7: s^2 / 12 is 5e-6

@@ -100,9 +100,6 @@ def written(key: bytes | None = None, associated_data: bytes = b"", **changes: A
     return write_blob(contents, SECTIONS, key=own, associated_data=associated_data)
 
 
-# --- header
-
-
 @pytest.mark.parametrize("key", [None, KEY])
 def test_the_bytes_are_those_of_the_specification(key: bytes | None) -> None:
     assert written(key) == GOOD.seal(key=key)
@@ -112,9 +109,9 @@ def test_the_bytes_are_those_of_the_specification(key: bytes | None) -> None:
         assert written(key, associated_data=b"its place") == GOOD.seal(key=key, associated_data=b"its place")
 
 
-@pytest.mark.parametrize("key", [None, KEY])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("changes", [{}, LOSSLESS, REFINEMENT], ids=["transform", "lossless", "refinement"])
+@pytest.mark.parametrize(
+    ("changes", "dtype", "key"), [({}, "bfloat16", KEY), (LOSSLESS, "float16", None), (REFINEMENT, "float32", KEY)]
+)
 def test_header_round_trip(changes: dict[str, Any], dtype: str, key: bytes | None) -> None:
     blob, contents = written(key, dtype=dtype, **changes), replace(CONTENTS, dtype=dtype, **changes)
     header = read_header(blob)
@@ -238,23 +235,6 @@ def test_every_truncation_and_any_tail_is_refused(key: bytes | None) -> None:
         read_header(blob + b"\0")
 
 
-def test_the_header_checksum_covers_what_may_have_any_value() -> None:
-    """`test_hostile.py` changes every other byte, too."""
-    changed = bytearray(written())
-    changed[12] ^= 1  # start
-    with pytest.raises(CorruptError, match="header"):
-        read_header(bytes(changed))
-
-
-def test_section_checksums_name_the_section() -> None:
-    blob = bytearray(written())
-    blob[-1] ^= 1
-    header = read_header(bytes(blob))
-    assert bytes(read_section(bytes(blob), header, 0)) == SECTIONS[0]
-    with pytest.raises(CorruptError, match="section 2"):
-        read_section(bytes(blob), header, 2)
-
-
 def test_writing_refuses_what_reading_would() -> None:
     with pytest.raises(InputError, match="tokens"):
         written(tokens=MAX_TOKENS + 1)
@@ -262,21 +242,8 @@ def test_writing_refuses_what_reading_would() -> None:
         write_blob(CONTENTS, [b""] * ((1 << 16) + 1))
 
 
-# --- the keyed tag
-
-
 def verified(blob: bytes, *keys: bytes, associated_data: bytes = b"") -> None:
     verify_tag(blob, read_header(blob), make_keys(keys or None), associated_data)
-
-
-def test_a_tag_of_any_accepted_key_verifies() -> None:
-    old, new = KEY, KEY[::-1]
-    for key in (old, new):
-        verified(written(key), new, old)
-    with pytest.raises(
-        KeyMismatchError, match=f"^blob: was made with the key of id {make_keys(KEY * 2)[0].id.hex()}, this Codec has "
-    ):
-        verified(written(KEY * 2), new, old)
 
 
 def test_no_byte_moves_between_the_blob_and_what_it_is_bound_to() -> None:
@@ -332,8 +299,8 @@ def test_a_codec_with_a_key_takes_its_own_blobs_only() -> None:
     plain, keyed, other = (Codec(profile, "lossless", key=key) for key in (None, KEY, KEY[::-1]))
     blob = keyed.encode(chunk())
     assert torch.equal(keyed.decode(blob).keys[1], chunk().keys[1])
-    for codec in (plain, other):
-        with pytest.raises(KeyMismatchError):
+    for codec, message in ((plain, "carries an"), (other, f"was made with the key of id {keyed.key_ids[0].hex()}, ")):
+        with pytest.raises(KeyMismatchError, match=f"^blob: {message}"):
             codec.decode(blob)
     with pytest.raises(KeyMismatchError):
         keyed.decode(plain.encode(chunk()))
@@ -411,22 +378,12 @@ def test_a_blob_of_another_quality_is_not_the_codecs_own() -> None:
     with pytest.raises(CorruptError, match=r"^blob: must hold .*, got .*step index"):
         codec.open(other, expected=Expected(9, 0, "float32"))
     assert codec.open(lossless, expected=Expected(9, 0, "float32")).tokens == 9, "nothing is lost"
-    for tokens, start, dtype in ((8, 0, "float32"), (9, 1, "float32"), (9, 0, "float16")):
-        with pytest.raises(CorruptError, match=r"^blob: must hold .*, got 9 tokens from 0 on in float32"):
-            codec.open(codec.encode(chunk()), expected=Expected(tokens, start, dtype))
-
-
-def test_a_blob_may_be_opened_wherever_it_was_made() -> None:
-    codec, made = Codec(fitted_to(LAYOUT), step=0.1), chunk()
-    moved = KVChunk(made.keys, made.values, LAYOUT, 5)
-    for each, start in ((made, 0), (moved, 5)):
-        opened = codec.open(codec.encode(each), expected=Expected(9, None, "float32"))
-        assert (opened.start, opened.tokens) == (start, 9)
-    for tokens, dtype in ((8, "float32"), (9, "float16")):
+    moved = KVChunk(chunk().keys, chunk().values, LAYOUT, 5)
+    opened = codec.open(codec.encode(moved), expected=Expected(9, None, "float32"))
+    assert (opened.start, opened.tokens) == (5, 9), "wherever it was made"
+    for tokens, start, dtype in ((8, 5, "float32"), (9, 1, "float32"), (9, 5, "float16"), (8, None, "float32")):
         with pytest.raises(CorruptError, match=r"^blob: must hold .*, got 9 tokens from 5 on in float32"):
-            codec.open(codec.encode(moved), expected=Expected(tokens, None, dtype))
-    with pytest.raises(CorruptError, match="must hold 9 tokens from 5 on"):
-        codec.open(Codec(fitted_to(LAYOUT), step=0.2).encode(moved), expected=Expected(9, None, "float32"))
+            codec.open(codec.encode(moved), expected=Expected(tokens, start, dtype))
 
 
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1), b"x" * 65, "a" * 16, [], [KEY, b"short"]])

@@ -89,9 +89,3 @@ def test_a_child_makes_a_lazy_value_that_a_thread_of_its_parent_is_making() -> N
     finally:
         slow.over.set()
         maker.join(SECONDS)
-
-
-def test_a_lazy_value_is_made_once() -> None:
-    slow = Slow()
-    assert (slow.value, slow.value, slow.made) == (7, 7, 1)
-    assert vars(Slow)["value"].__doc__ == "Made once per reader."

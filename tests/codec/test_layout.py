@@ -36,13 +36,6 @@ def chunk(tokens: int = 5, start: int = 0, layout: KVLayout = LAYOUT) -> KVChunk
     return KVChunk(keys, values, layout, start)
 
 
-def test_json_is_exact(family: str) -> None:
-    layout = KVLayout.from_config(tiny_config(family), dtype="bfloat16")
-    again = KVLayout.from_dict(json.loads(json.dumps(layout.to_dict())))
-    assert again == layout
-    assert again.fingerprint == layout.fingerprint
-
-
 def test_fingerprint_is_stable() -> None:
     assert LAYOUT.fingerprint.hex() == FINGERPRINT
 
@@ -69,14 +62,6 @@ FINGERPRINT = "cda4d9abb53d636619f0103f72de87e4"
 def test_fingerprint_tells_layouts_apart(other: KVLayout) -> None:
     assert len(LAYOUT.fingerprint) == 16
     assert other.fingerprint != LAYOUT.fingerprint
-
-
-def test_fingerprint_survives_the_last_bit_of_a_frequency() -> None:
-    near = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0)).item()
-    other = replace(LAYERS[0], rope=replace(ROPE, inv_freq=(1.0, near)))
-    assert other != LAYERS[0]
-    assert replace(LAYOUT, layers=(other, LAYERS[1])).fingerprint == LAYOUT.fingerprint
-    assert replace(UNIFORM, layers=(other, *UNIFORM.layers[1:])).fingerprint == UNIFORM.fingerprint
 
 
 GOOD = torch.zeros(3, 5, 2, 6, dtype=torch.bfloat16)
@@ -114,18 +99,15 @@ def made(keys: Any = GOOD, values: Any = GOOD, layout: KVLayout = UNIFORM, start
         (lambda: Rope.from_dict({**ROPE.to_dict(), "theta": 1}), "Rope: must have known entries, got 'theta'"),
         (lambda: Rope(()), "^Rope.inv_freq: must be a tuple with at least one frequency"),
         (lambda: Rope((math.nan,)), "^Rope.inv_freq: must hold finite numbers >= 0, got nan"),
-        (lambda: Rope((math.inf,)), "^Rope.inv_freq: must hold finite numbers >= 0, got inf"),
         (lambda: Rope((-1.0,)), "^Rope.inv_freq: must hold finite numbers >= 0, got -1.0"),
         (lambda: Rope((1e300,)), "^Rope.inv_freq: must hold float32 numbers"),
         (lambda: Rope(("1",)), "^Rope.inv_freq: must hold float32 numbers, got '1'"),  # type: ignore[arg-type]
         (lambda: Rope((True,)), "^Rope.inv_freq: must hold finite numbers >= 0, got True"),
         (lambda: Rope([1.0]), "^Rope.inv_freq: must be a tuple with at least one frequency"),  # type: ignore[arg-type]
         (lambda: Rope((1.0,), attention_scaling=0.0), "^Rope.attention_scaling: must be a finite number above 0"),
-        (lambda: Rope((1.0,), attention_scaling=math.inf), "^Rope.attention_scaling: must be a finite number"),
         (lambda: Rope((1.0,), interleaved=1), "^Rope.interleaved: must be a bool, got 1"),  # type: ignore[arg-type]
         (lambda: LayerLayout(0, 4, 4, None), "^LayerLayout.kv_heads: must be an int above 0, got 0"),
         (lambda: LayerLayout(1, True, 4, None), "^LayerLayout.head_dim: must be an int above 0, got True"),
-        (lambda: LayerLayout(1, 4, -1, None), "^LayerLayout.value_dim: must be an int above 0, got -1"),
         (lambda: LayerLayout(1, 4, 4, None, sliding_window=0), "^LayerLayout.sliding_window: must be an int above 0"),
         (lambda: LayerLayout(1, 2, 2, ROPE), "^LayerLayout.rope: must rotate at most head_dim = 2 dimensions"),
         (lambda: LayerLayout(1, 4, 4, (1.0,)), "^LayerLayout.rope: must be a Rope"),  # type: ignore[arg-type]
@@ -143,23 +125,20 @@ def made(keys: Any = GOOD, values: Any = GOOD, layout: KVLayout = UNIFORM, start
          "^dtype: must be one of"),
         *(
             (partial(chunk().slice, *ends), "^t0, t1: must be 0 <= t0 < t1 <= ")
-            for ends in ((0, 0), (2, 1), (-1, 2), (0, 6), (5, 6), (0, True))
+            for ends in ((0, 0), (2, 1), (-1, 2), (0, 6), (0, True))
         ),
         (lambda: KVChunk.concat([]), "at least one"),
         (lambda: KVChunk.concat([chunk().slice(0, 2), chunk().slice(3, 5)]),
          r"chunks\[1\]: must start at 2, where chunks\[0\] ends, got 3"),
-        (lambda: KVChunk.concat([chunk(), chunk()]), r"chunks\[1\]: must start at .*, got 0"),
         (lambda: KVChunk.concat([chunk(), chunk(start=5, layout=UNIFORM)]),
          r"chunks\[1\]: must have the layout"),
         (lambda: made(GOOD[0]), r"keys: must have shape \[L, T, H, D\], got \[5, 2, 6\]"),
         (lambda: made(GOOD[:2]), r"keys: must have the 3 layers of the layout \(handmade\), got 2"),
-        (lambda: made(values=list(GOOD[:2])), "values: must have the 3 layers"),
         (lambda: made(values=[GOOD[0], GOOD[0], GOOD]),
          r"values\[2\]: must be a tensor \[T, H, D\], got torch.Size\(\[3, 5"),
         (lambda: made(values=[GOOD[0], None, None]), r"values\[1\]: must be a tensor .* got NoneType"),
         (lambda: made(values=GOOD[..., :5]),
          r"values\[0\]: must have shape \[T, H, D\] = \[5, 2, 6\], got \[5, 2, 5\]"),
-        (lambda: made(values=GOOD[:, :4]), r"values\[0\]: must have shape"),
         (lambda: made([GOOD[0], GOOD[0], GOOD[0, :4]]), r"keys\[2\]: must have shape"),
         (lambda: made(GOOD[:, :0], GOOD[:, :0]), "keys: must hold at least one token"),
         (lambda: made(GOOD.float()), r"keys\[0\]: must be bfloat16 as the layout says, got torch\.float32"),
@@ -190,14 +169,11 @@ def test_what_is_refused(call: Callable[[], object], message: str) -> None:
 @pytest.mark.parametrize(
     ("family", "rope", "positions"),
     [
-        ("llama", {"rope_type": "default"}, 4096),
         ("llama", {"rope_type": "default", "factor": 2.0}, 4096),  # which nothing reads
-        ("llama", {"rope_type": "linear", "factor": 4.0}, 16384),
         ("qwen3", {"rope_type": "linear", "factor": 3}, 12288),
         ("mistral", {"rope_type": "linear", "factor": 1.3333}, 5461),
         ("llama", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
         # As Qwen's cards say: the limit before scaling, or a bit more than that.
-        ("qwen2", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
         ("qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 3276}, 13104),
         ("llama", {"rope_type": "yarn", "factor": 4.0}, 16384),
         ("llama", {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024}, 4096),
@@ -220,7 +196,7 @@ def test_positions_of_gemma3_are_those_it_says() -> None:
     assert KVLayout.from_config(config, "float32").max_positions == config.max_position_embeddings
 
 
-@pytest.mark.parametrize("factor", [None, "4", True, 0.0, -2.0, float("inf"), float("nan"), [4.0]])
+@pytest.mark.parametrize("factor", [None, True, 0.0, float("nan"), [4.0]])
 def test_from_config_refuses_a_scaling_that_is_none(factor: Any) -> None:
     config = tiny_config("llama")
     config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}
@@ -254,15 +230,12 @@ def test_from_config_ignores_the_default_device(monkeypatch: pytest.MonkeyPatch,
     ("make", "message"),
     [
         (transformers.T5Config, "t5: must have no encoder-decoder"),
-        (transformers.WhisperConfig, "whisper: must have no encoder-decoder"),
         (lambda: transformers.GPT2Config(add_cross_attention=True), "gpt2: must have no encoder-decoder or cross-"),
         (transformers.DeepseekV32Config, r"deepseek_v32: .* layer 0 \(DynamicIndexedLayer\) holds indexer_keys"),
         (transformers.MambaConfig, r"mamba: .* layer 0 \(LinearAttentionLayer\) holds conv_states"),
-        (transformers.JambaConfig, r"jamba: .* layer 0 \(LinearAttentionLayer\) holds conv_states"),
         (transformers.FalconH1Config, r"falcon_h1: .* layer 0 \(LinearAttentionAndFullAttentionLayer\) holds conv_"),
         (transformers.Qwen3NextConfig, r"qwen3_next: .* layer 0 \(LinearAttentionLayer\) holds .*recurrent_states"),
         (transformers.RwkvConfig, "rwkv: must return a cache"),
-        (transformers.RecurrentGemmaConfig, "recurrent_gemma: must return a cache"),
         (
             lambda: transformers.Gemma3TextConfig(num_hidden_layers=4, use_bidirectional_attention=True),
             r"gemma3_text: .*keys of layer 1 do \(bidirectional attention\)",
@@ -276,18 +249,6 @@ def test_from_config_ignores_the_default_device(monkeypatch: pytest.MonkeyPatch,
 def test_from_config_refuses_by_name(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         KVLayout.from_config(make(), dtype="bfloat16")
-
-
-def test_chunk_keeps_views() -> None:
-    keys = torch.randn(3, 5, 2, 6).bfloat16()
-    values = torch.randn(3, 5, 2, 6).bfloat16()
-    made = KVChunk(keys, values, UNIFORM, start=7)
-    assert (made.tokens, made.start, made.end, made.device) == (5, 7, 12, torch.device("cpu"))
-    assert made.nbytes == keys.nbytes + values.nbytes
-    assert [tensor.data_ptr() for tensor in made.keys] == [tensor.data_ptr() for tensor in keys]
-    part = made.slice(1, 4)
-    assert (part.tokens, part.start) == (3, 8)
-    assert part.values[2].data_ptr() == values[2, 1].data_ptr()
 
 
 def test_chunk_slices_join_again() -> None:
@@ -327,14 +288,3 @@ def test_the_last_bit_of_a_frequency_does_not_change_a_layout(
         rope = Rope(tuple(map(float, frequencies)))
         names.add(KVLayout("mine", (LayerLayout(1, dim, dim, rope),), "float32", None).fingerprint)
     assert len(names) == 1
-
-
-def test_scaled_frequencies_and_other_bases_are_other_layouts() -> None:
-    def of(frequencies: np.ndarray) -> bytes:
-        layer = LayerLayout(1, 64, 64, Rope(tuple(map(float, frequencies))))
-        return KVLayout("mine", (layer,), "float32", None).fingerprint
-
-    plain = 1e4 ** (-np.arange(32) / 32)
-    scaled = plain.copy()
-    scaled[20:] /= 8
-    assert len({of(plain), of(plain / 2), of(scaled), of(1.001e4 ** (-np.arange(32) / 32)), of(plain[::-1])}) == 5

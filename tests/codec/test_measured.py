@@ -43,10 +43,9 @@ def test_a_stand_in_shows_what_a_small_model_does(family: str) -> None:
     assert not any(layer.why.startswith("no small model") for layer in stand_in.measure_config(large))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_model_shows_what_its_configuration_promises(family: str, dtype: torch.dtype) -> None:
-    model = tiny_model(family, dtype)
-    assert KVLayout.of(model) == KVLayout.from_config(tiny_config(family), dtype)
+def test_a_model_shows_what_its_configuration_promises(family: str) -> None:
+    model = tiny_model(family, torch.float32)
+    assert KVLayout.of(model) == KVLayout.from_config(tiny_config(family), torch.float32)
     assert KVLayout.of(model.to(torch.bfloat16)).layers == KVLayout.of(model).layers, "tables are converted, too"
 
 

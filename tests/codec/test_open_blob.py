@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -11,14 +10,12 @@ import torch
 from tests.chunks import same
 from tests.conftest import LAYOUTS, decoded_layers, make_codec, synthetic_chunk
 
-from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
 from cuvee.codec.coding import opening as module
 from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError
 from cuvee.codec.format.container import inspect, read_header
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged import PagedCache
 
 KEY = b"sixteen bytes of it"
 
@@ -92,39 +89,6 @@ def test_only_the_codec_that_opened_it_takes_it(chunk: KVChunk) -> None:
             other.decode(forged)
     with pytest.raises(KeyMismatchError):
         keyed.open(trusting.encode(chunk))
-
-
-def test_what_it_is_bound_to_is_said_when_it_is_opened(chunk: KVChunk) -> None:
-    codec = make_codec("gqa", "lossless", key=KEY)
-    blob = codec.encode(chunk, associated_data=b"here")
-    with pytest.raises(CorruptError, match="belong somewhere else"):
-        codec.open(blob, associated_data=b"there")
-    with pytest.raises(InputError, match=r"^associated_data: must be empty for an OpenBlob"):
-        codec.decode(codec.open(blob, associated_data=b"here"), associated_data=b"here")
-
-
-def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk) -> None:
-    codec = make_codec("gqa", "layer", step=0.1)
-    blob = codec.encode(chunk)
-    there: Codec = pickle.loads(pickle.dumps(codec))
-    assert there._backends._instances == {} and there.encode(chunk) == blob
-    assert same(there.decode(blob), codec.decode(blob))
-
-
-def test_requests_for_a_part_keep_slots_and_positions(chunk: KVChunk) -> None:
-    codec = make_codec("gqa", "lossless")
-    opened = codec.open(codec.encode(chunk))
-    cache = PagedCache.empty(opened.layout, 20, range(3), torch.device("cpu"))
-    given = torch.arange(20).flip(0)
-    for slots, first in ((None, 5), (given, 14)):
-        whole = DecodeRequest(opened, range(10, 30), range(3), cache, slots, 100)
-        part = whole.part(range(15, 18))
-        assert (part.start, part.blob_start, whole.blob_start) == (105, 90, 90)
-        assert part.span_slots[0] == first and len(part.span_slots) == 3
-        assert torch.equal(part.every_slot[15:18], part.span_slots) and (part.every_slot != NOWHERE).sum() == 3
-
-
-# Dense caches: the one path of chunks ------------------------------------------------------------------------------
 
 
 def test_a_run_of_a_dense_cache_is_read_without_a_copy(chunk: KVChunk) -> None:

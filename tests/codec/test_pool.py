@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -11,15 +10,13 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from types import FrameType
 
 import pytest
-import torch
 from tests.forked import works_in_child_while_held
 
 from cuvee.codec.cpu.pool import Pool
@@ -48,8 +45,7 @@ def wait_until_waiting(caller: int, before: FrameType | None = None) -> FrameTyp
     pytest.fail("the caller waits for no helper")
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("jobs", [0, 1, 2, 40])
+@pytest.mark.parametrize(("threads", "jobs"), [(1, 2), (2, 0), (2, 1), (5, 40)])
 def test_results_come_in_order(threads: int, jobs: int) -> None:
     """The first job ends after the last, where another thread can run that."""
     last = threading.Event()
@@ -83,8 +79,7 @@ def test_no_more_threads_work_than_were_asked_for(threads: int, workers: int, mo
     assert threading.get_ident() in seen, "the caller works, too"
 
 
-@pytest.mark.parametrize("bad", [0, 3, 19])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("bad", "threads"), [(0, 3), (3, 1), (19, 3)])
 def test_the_first_error_ends_the_rest(bad: int, threads: int) -> None:
     done: list[int] = []
     raising = threading.Event()
@@ -107,19 +102,6 @@ def test_the_first_error_ends_the_rest(bad: int, threads: int) -> None:
     assert count <= bad + threads - 1
     all_meet(pool, threads)
     assert len(done) == count, "nothing goes on after the error was raised"
-
-
-def test_an_error_of_a_helper_is_raised() -> None:
-    caller, begun = threading.get_ident(), threading.Event()
-
-    def job() -> None:
-        if threading.get_ident() != caller:
-            begun.set()
-            raise KeyboardInterrupt("of a helper")
-        assert begun.wait(SECONDS)
-
-    with pytest.raises(KeyboardInterrupt, match="of a helper"):
-        Pool(2).run([job] * 8, 2)
 
 
 def test_a_call_does_not_wait_for_another_callers_jobs() -> None:
@@ -162,30 +144,6 @@ def test_a_job_may_call_the_pool() -> None:
     thread.start()
     thread.join(SECONDS)
     assert found == [3 * number + 3 for number in range(6)]
-
-
-def test_threads_compute_alone_and_without_gradients() -> None:
-    together = threading.Barrier(3)
-
-    def setting() -> tuple[int, bool]:
-        together.wait(SECONDS)
-        return torch.get_num_threads(), torch.is_grad_enabled()
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        pool = Pool(3)
-        for jobs in (6, 30):
-            seen = pool.run([setting] * jobs, 3)
-            assert set(seen) == {(1, False)}
-            assert torch.get_num_threads() == 3 and torch.is_grad_enabled()
-            with ThreadPoolExecutor(1) as fresh:
-                assert fresh.submit(torch.get_num_threads).result() == 3
-        with pytest.raises(ZeroDivisionError):
-            pool.run([lambda: 1 // 0] * 3, 3)
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -242,7 +200,7 @@ def most_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize("allowed", [0, 1, 2])
+@pytest.mark.parametrize("allowed", [0, 1])
 def test_fewer_threads_do_all_the_work(allowed: int, most_threads: list[int], caplog: pytest.LogCaptureFixture) -> None:
     most_threads[0] = allowed
     pool = Pool(4)
@@ -277,18 +235,6 @@ def test_nothing_runs_after_a_call_that_got_fewer_threads(allowed: int, most_thr
     most_threads[0] = 9
     all_meet(pool, 4)  # helpers that find the old work, too
     assert len(done) == count
-
-
-def test_no_memory_of_a_caller_is_kept_for_helpers_that_never_came(most_threads: list[int]) -> None:
-    class Memory:
-        pass
-
-    memory, pool = Memory(), Pool(3)
-    known = weakref.ref(memory)
-    pool.run([partial(isinstance, memory, Memory)] * 3, 3)
-    del memory
-    gc.collect()
-    assert known() is None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")

@@ -119,17 +119,8 @@ CLASS_ARRAYS: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[A
     ("none", "class_freq", lambda a: np.zeros(16, np.uint16)),
     ("a class that cannot be coded", "class_freq", lambda a: np.array([a[0] + a[1], 0, *a[2:]], np.uint16)),
     ("certain", "class_freq", lambda a: 4096 * np.eye(16, dtype=np.uint16)[8]),
-    ("signed", "class_freq", lambda a: a.astype(np.int16)),
-    ("too few", "class_freq", lambda a: np.append(a[:14], a[14] + a[15]).astype(np.uint16)),
-    ("too many", "class_freq", lambda a: np.append(a, np.uint16(0))),
-    ("a matrix", "class_freq", lambda a: a[None]),
     ("rises too fast", "class_scale", lambda a: np.where(np.arange(16) == 9, a[8] + 33, a).astype(np.int16)),
     ("rises by all there is", "class_scale", lambda a: np.where(np.arange(16) < 8, -(2**15), 2**15 - 1).astype("i2")),
-    ("wide", "class_scale", lambda a: a.astype(np.int32)),
-    ("unsigned", "class_scale", lambda a: np.zeros(16, np.uint16)),
-    ("float", "class_scale", lambda a: a.astype(np.float32)),
-    ("short", "class_scale", lambda a: a[:15]),
-    ("empty", "class_scale", lambda a: a[:0]),
 ]
 
 
@@ -202,28 +193,22 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("layout is a list", lambda d: d.update(layout=[])),
     ("layout has an unknown key", lambda d: d["layout"].update(x=1)),
     ("group", lambda d: d.update(group="heads")),
-    ("group is a number", lambda d: d.update(group=3)),
     ("another group", lambda d: d.update(group="layers:2")),
     ("min_step is text", lambda d: d.update(min_step="1")),
     ("min_step is not a number", lambda d: d.update(min_step=math.nan)),
     ("another min_step", lambda d: d.update(min_step=-1)),
     ("another source", lambda d: d.update(source="unlearned")),
     ("another model", lambda d: d.update(model="ab")),
-    ("another id", lambda d: d.update(id="00" * 16)),
     ("no id", lambda d: d.pop("id")),
     ("id is a number", lambda d: d.update(id=1)),
     ("curve is a number", lambda d: d.update(curve=1)),
     ("curve of numbers", lambda d: d.update(curve=[1])),
-    ("curve of lists", lambda d: d.update(curve=[[1, 2]])),
     ("unknown curve field", lambda d: d["curve"][0].update(color=1)),
     ("missing curve field", lambda d: d["curve"][0].pop("bits_per_value")),
     ("curve step is text", lambda d: d["curve"][0].update(step="1")),
-    ("curve value is text", lambda d: d["curve"][0].update(kl="1")),
     ("curve value is null", lambda d: d["curve"][0].update(error=None)),
-    ("curve's worst KL is text", lambda d: d["curve"][0].update(kl_worst="1")),
     ("curve's worst KL is infinite", lambda d: d["curve"][0].update(kl_worst=math.inf)),
     ("a step twice in the curve", lambda d: d["curve"].append(d["curve"][0])),
-    ("curve kind is a number", lambda d: d["curve"][0].update(kind=1)),
     ("curve plain is a number", lambda d: d["curve"][0].update(plain=1)),
     ("curve kind is a list", lambda d: d["curve"][0].update(kind=["prose"])),
     ("curve value is not a number", lambda d: d["curve"][0].update(kl=math.nan)),
@@ -231,7 +216,7 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 99, "5", None])
+@pytest.mark.parametrize("version", [4, 99, "5", None])
 def test_other_versions(version: object, tmp_path: Path) -> None:
     fitted_profile("gqa", "layer").save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(version=version))
@@ -276,7 +261,8 @@ def test_arrays_that_break_a_rule(tmp_path: Path) -> None:
             path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, a, n=name, o=other: a.update({n: o}))  # type: ignore[misc]
             with pytest.raises(FormatError) as caught:
                 Profile.load(path)
-            if other.dtype != value.dtype or np.isnan(other.sum()):
+            by_shape = "class_" in name and other.shape != value.shape
+            if other.dtype != value.dtype or by_shape or np.isnan(other.sum()):
                 assert "hash to its id" not in str(caught.value), name
         path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays, name=name: arrays.pop(name))  # type: ignore[misc]
         with pytest.raises(FormatError):
@@ -289,11 +275,14 @@ def _set(array: np.ndarray[Any, Any], value: float) -> np.ndarray[Any, Any]:
     return changed
 
 
-def _without_escapes(freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    changed = freq.copy()
-    changed[7, 0] += changed[7, 0x80]
-    changed[7, 0x80] = 0
-    return changed
+def _without(byte: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+    def change(freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        changed = freq.copy()
+        changed[20, 0] += changed[20, byte]
+        changed[20, byte] = 0
+        return changed
+
+    return change
 
 
 PREDICTOR: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]] = [
@@ -320,7 +309,10 @@ FAMILY: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, An
         ("one too many", lambda a: np.concatenate([a, a[:1]])),
         ("empty", lambda a: a[:0]),
     )
-] + [("another sum", "freq", lambda a: _set(a, float(a.flat[-1] + 1))), ("no escapes", "freq", _without_escapes)]
+] + [
+    ("another sum", "freq", lambda a: _set(a, float(a.flat[-1] + 1))), ("no escapes", "freq", _without(0x80)),
+    ("gaps", "freq", _without(2)),
+]  # fmt: skip
 ARRAYS = [(what, f"family.{name}", change) for what, name, change in FAMILY]
 ARRAYS += [(what, f"section.2.{name}", change) for what, name, change in CLASS_ARRAYS]
 ARRAYS += [(what, f"section.2.predictor.{name}", change) for what, name, change in PREDICTOR]
@@ -368,7 +360,6 @@ def _heads(data: dict[str, Any], heads: int) -> list[dict[str, Any]]:
 
 
 HUGE: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
-    ("heads", lambda d: _kind(d, kv_heads=10**10)),
     ("more heads than a number holds", lambda d: _kind(d, kv_heads=10**400)),
     ("heads that the arrays are too few for", lambda d: _kind(d, kv_heads=1 << 18)),
     ("head size", lambda d: _kind(d, head_dim=10**10, value_dim=10**10)),
@@ -379,7 +370,6 @@ HUGE: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("finest step above all", lambda d: d.update(min_step=10**400)),
     ("step of a point", lambda d: d["curve"][0].update(step=-(10**30))),
     ("no bits", lambda d: d["curve"][0].update(bits_per_value=0)),
-    ("fewer than no bits", lambda d: d["curve"][0].update(bits_per_value=-1.0)),
     ("value of a point", lambda d: d["curve"][0].update(bits_per_value=10**400)),
     ("value of a point that overflows", lambda d: d["curve"][0].update(kl=1e-310)),
     ("frequency", lambda d: _kind(d, rope={"inv_freq": [10**400]})),
@@ -406,8 +396,7 @@ def test_metadata_is_refused_before_anything_is_made_of_it(
     assert peak < 20 * path.stat().st_size + 2_000_000
 
 
-@pytest.mark.parametrize("group", ["unit", "head"])
-@pytest.mark.parametrize("heads", [10**7, 10**10])
+@pytest.mark.parametrize(("heads", "group"), [(10**7, "unit"), (10**10, "head")])
 def test_an_unlearned_profile_has_bounds_too(heads: int, group: str, tmp_path: Path) -> None:
     """No array of the file says how large a model may be."""
     Profile.unlearned(LAYOUTS["gqa"]).save(tmp_path / "p")
@@ -456,7 +445,6 @@ def test_the_id_depends_on_what_decoding_depends_on() -> None:
         changed(learned=section(class_freq=class_frequencies(np.arange(16.0)))),
         changed(learned=section(class_scale=first.class_scale - 1)),
         changed(learned=section(predictor=predictor)),
-        changed(learned=section(predictor=replace(predictor, bias=9.0))),
         changed(learned=section(predictor=replace(predictor, sinks=np.ones(1, np.float32)))),
         changed(learned=basis(mean=half.mean + 1)),
         changed(learned=basis(sinks=half.mean[None])),
@@ -503,10 +491,8 @@ def test_ratios_count_the_dtype_of_the_cache_and_not_that_of_the_profile() -> No
         assert Codec(own, ratio=4.0).step_index == 0
         assert [point.ratio for point in own.curve] == [16 / 7, 16 / 6, 16 / 5, 4.0, 16 / 3]
         for dtype, cache, low, high in (
-            (None, "cache in bfloat16 or float16", 2.286, 5.333),
-            ("bfloat16", "bfloat16 cache", 2.286, 5.333),
-            ("float32", "float32 cache", 4.571, 10.67),
-        ):
+            (None, "cache in bfloat16 or float16", 2.286, 5.333), ("float32", "float32 cache", 4.571, 10.67),
+        ):  # fmt: skip
             said = rf"^ratio: must lie in {low} … {high} for this profile and a {cache}, got 20$"
             with pytest.raises(ProfileError, match=said):
                 own.resolve(ratio=20.0, dtype=dtype)
@@ -573,10 +559,6 @@ def test_limits_outside_the_curve() -> None:
             other.resolve(**arguments)  # type: ignore[arg-type]
     with pytest.raises(ProfileError, match="no curve"):
         profile.with_curve(CURVE[:1]).resolve(kl=1e-3)
-    wrong: list[dict[str, Any]] = [{}, {"kl": 1e-3, "bits": 4.0}, {"quality": "high", "step": 1.0}]
-    for several in wrong:
-        with pytest.raises(InputError, match="exactly one of"):
-            profile.resolve(**several)
 
 
 def test_the_kl_to_expect_at_a_step() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,15 +93,3 @@ def test_nothing_is_asked_for_beside_a_quality() -> None:
             ask(Quality("high"), kl=1e-3, worst=True)
     with pytest.raises(TypeError, match="limit"):
         Codec(profile, limit=3)  # type: ignore[call-arg]
-
-
-def test_a_quality_is_a_value() -> None:
-    assert Quality("high") == Quality("high") != Quality("small")
-    assert {Quality(kl=1e-3), Quality(kl=1e-3), Quality(kl=1e-3, worst=True)} == {
-        Quality(kl=1e-3),
-        replace(Quality(kl=1e-3), worst=True),
-    }
-    assert [str(own) for own in (Quality("small"), Quality(bits=3.0))] == ["quality=small", "bits=3.0"]
-    assert [own.limits_kl for own in (Quality("small"), Quality(kl=1.0), Quality("lossless"), Quality(step=1.0))] == [
-        True, True, False, False,
-    ]  # fmt: skip

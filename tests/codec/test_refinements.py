@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,11 +51,7 @@ def decoded(profile: Profile, parts: Sequence[bytes], backend: str = "numba") ->
     return Codec(profile, step=STEP, backend=backend).decode(parts[0], refinements=parts[1:])
 
 
-# --- what parts are
-
-
-@pytest.mark.parametrize("group", ["layer", "head", "all"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("group", "dtype"), [("layer", "float32"), ("head", "bfloat16"), ("all", "bfloat16")])
 def test_backends_agree(chunk: KVChunk, group: str, dtype: str) -> None:
     layout = replace(chunk.layout, dtype=dtype)
     keys, values = ([own.to(layout.torch_dtype) for own in units] for units in (chunk.keys, chunk.values))
@@ -99,27 +94,6 @@ def test_a_component_that_the_base_does_not_code_keeps_its_outliers() -> None:
         assert error(decoded(profile, parts, backend), wild) < 1.2 * error(whole.decode(whole.encode(wild)), wild)
 
 
-def test_token_ids_predict_parts_too() -> None:
-    profile, ids = predicting(fitted_profile("gqa", "layer")), np.arange(TOKENS) * 7 % VOCABULARY
-    tame = synthetic_chunk(profile.layout, TOKENS, seed=5, start=20)
-    parts = parts_of(profile, tame.with_token_ids(ids))
-    assert parts == parts_of(profile, tame.with_token_ids(ids), "reference")
-    assert [inspect(part).token_id_bytes for part in parts] == [2 * TOKENS, 0]
-    np.testing.assert_array_equal(decoded(profile, parts).token_ids, ids)
-    assert error(decoded(profile, parts), tame) < error(decoded(profile, parts[:1]), tame) / 4
-
-
-@pytest.mark.parametrize("step", ["finest", 2.0**8])
-def test_steps_at_the_ends_of_the_range(chunk: KVChunk, step: Any) -> None:
-    profile = fitted_profile("gqa", "layer")
-    codec = Codec(profile, step=2.0 ** (profile.min_step_index / OCTAVE) if step == "finest" else step, refinements=1)
-    parts = codec.encode_parts(chunk)
-    assert error(codec.decode(parts[0], refinements=parts[1:]), chunk) <= error(codec.decode(parts[0]), chunk)
-
-
-# --- decoding some of it
-
-
 def test_tokens_layers_and_positions(chunk: KVChunk) -> None:
     profile = with_classes(fitted_profile("gqa", "layer"), WEIGHTS, 20)
     parts = parts_of(profile, chunk)
@@ -155,9 +129,6 @@ def test_pages(chunk: KVChunk) -> None:
     codec.decode_paged([parts[0], whole, codec.open(parts[0], refinements=parts[1:])], pages, slots).check()
     for at, (blob, *finer) in zip(slots, (parts[:1], (whole,), parts), strict=True):
         assert same(pages.chunk(at, chunk.start), codec.decode(blob, refinements=finer))
-
-
-# --- names, counts and what to expect
 
 
 def test_a_codec_says_what_its_parts_are(chunk: KVChunk) -> None:
@@ -211,9 +182,6 @@ def test_requests(chunk: KVChunk) -> None:
         with pytest.raises(InputError, match=r"call encode_parts\(\)"):
             codec.encode(source)
     assert single.encode_parts(chunk) == (single.encode(chunk),) == single.encode_parts(pages)[0]
-
-
-# --- parts that do not belong together
 
 
 def test_parts_of_others(chunk: KVChunk) -> None:

@@ -89,10 +89,7 @@ def rich(request: pytest.FixtureRequest) -> Profile:
     return profile
 
 
-# Layouts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("size", [1, 4, 16])
 def test_ranks_hold_what_vllm_gives_them(size: int) -> None:
     # vLLM: max(1, heads // size) heads a rank; with more ranks than heads each head is on size // heads of them.
     for rank in range(size):
@@ -114,13 +111,10 @@ def test_ranks_hold_what_vllm_gives_them(size: int) -> None:
     ("rank", "size", "message"),
     [
         (0, 0, "size: must be an int above 0, got 0"),
-        (0, -2, "size: must be an int above 0, got -2"),
-        (0, 2.0, "size: must be an int above 0, got 2.0"),
         (0, True, "size: must be an int above 0, got True"),
         (-1, 2, "rank: must be one of 0 … 1, got -1"),
         (2, 2, "rank: must be one of 0 … 1, got 2"),
         (1.0, 2, "rank: must be one of 0 … 1, got 1.0"),
-        (True, 2, "rank: must be one of 0 … 1, got True"),
         (0, 3, "size: must divide the 4 KV heads of layer 0 or be a multiple of them, got 3"),
         (0, 12, "size: must divide the 8 KV heads of layer 2 or be a multiple of them, got 12"),
     ],
@@ -132,17 +126,14 @@ def test_ranks_that_do_not_exist(rank: Any, size: Any, message: str) -> None:
         assert str(caught.value) == message
 
 
-# Profiles --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("group", ["unit", "layer", "layers:2", "all"])
+@pytest.mark.parametrize("group", ["unit", "all"])
 def test_bases_that_mix_heads_cannot_be_cut(group: str) -> None:
     for size in (2, 4):
         with pytest.raises(ProfileError, match=f"^group: must be 'heads:n' or 'head' .* '{group}'.* tensor_parallel="):
             fitted_profile("gqa", group).shard(0, size)
 
 
-@pytest.mark.parametrize("group", ["unit", "layer", "layers:2", "all", *GROUPS])
+@pytest.mark.parametrize("group", ["unit", "all", *GROUPS])
 def test_ranks_that_share_the_only_head_share_the_profile(group: str) -> None:
     profile = fitted_profile("mqa", group)
     assert profile.shard(1, 4) is profile
@@ -155,16 +146,6 @@ def test_ids(rich: Profile, tmp_path: Path) -> None:
     rich.save(tmp_path / "whole")
     loaded = Profile.load(tmp_path / "whole")
     assert ids == [loaded.shard(rank, 8).id for rank in range(8)]
-    # Neither the curve nor the dtype it was learned in changes what a shard decodes.
-    other = Profile(
-        replace(rich.layout, dtype="bfloat16"),
-        rich.group,
-        rich.source,
-        rich.family,
-        rich.learned,
-        min_step_index=rich.min_step_index,
-    )
-    assert other.shard(3, 8).id == ids[3]
     # Copies of a head are one profile, so that one rank's blobs serve the other.
     gqa = replace(rich.layout, layers=rich.layout.layers[1:2])
     two = Profile(gqa, rich.group, rich.source, rich.family, rich.learned[1:2], min_step_index=rich.min_step_index)
@@ -192,15 +173,12 @@ def test_a_shard_is_a_profile_like_any(rich: Profile, tmp_path: Path) -> None:
     assert whole.shard(1, 2).shard(1, 2).id == whole.shard(3, 4).id
 
 
-# Coding ----------------------------------------------------------------------------------------------------------
-
-
 # One tile, and several; at the start of a sequence, and later.
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("tokens", "start"), [(1, 0), (256, 0), (700, 3)])
 @pytest.mark.parametrize(
-    ("name", "size"), [("gqa", 2), ("gqa", 4), ("mha", 2), ("mha", 4), ("bfloat16", 2), ("yarn", 2), ("partial", 2)]
-)
+    ("name", "size", "group", "tokens", "start"),
+    [("gqa", 2, "head", 1, 0), ("gqa", 4, "heads:2", 256, 0), ("mha", 2, "heads:2", 700, 3), ("mha", 4, "head", 256, 0),
+     ("bfloat16", 2, "heads:2", 700, 3), ("partial", 2, "head", 700, 3)],
+)  # fmt: skip
 def test_shards_together_are_the_whole(name: str, size: int, tokens: int, start: int, group: str) -> None:
     """Bit for bit: a block's product has the same shape in the shard."""
     profile = fitted_profile(name, group)
@@ -214,11 +192,9 @@ def test_shards_together_are_the_whole(name: str, size: int, tokens: int, start:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("tokens", [1, 300])
-@pytest.mark.parametrize(("name", "size"), [("gqa", 2), ("mha", 4)])
-def test_shards_that_choose_the_same_classes_are_the_whole(name: str, size: int, tokens: int, group: str) -> None:
+def test_shards_that_choose_the_same_classes_are_the_whole(group: str) -> None:
     """Predictors that go by the position choose the same classes on every rank as in the whole."""
-    plain = fitted_profile(name, group)
+    plain, size, tokens = fitted_profile("mha", group), 4, 300
     class_scale = np.linspace(90, -60, 16).astype(np.int16)
     learned = tuple(replace(section, class_scale=class_scale) for section in plain.learned)
     weights = np.exp2(np.random.default_rng(0).normal(size=tokens) * 3)
@@ -233,7 +209,7 @@ def test_shards_that_choose_the_same_classes_are_the_whole(name: str, size: int,
         check(own.decode(own.encode(part)), of_rank(whole, rank, size))
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 8])
 def test_shards_of_a_rich_profile_are_the_whole(rich: Profile, size: int) -> None:
     """With means of the first positions, blocks and sections without components."""
     for start in (0, 2, 70):
@@ -265,18 +241,6 @@ def test_a_shard_reads_and_writes_its_own_blobs_alone() -> None:
     assert_equal(copies[1].decode(copies[0].encode(of_rank(chunk, 0, 4))), first.decode(blob))
 
 
-@pytest.mark.parametrize("name", ["gqa", "bfloat16", "float16"])
-def test_lossless_shards(name: str) -> None:
-    profile = fitted_profile(name, "head")
-    chunk = synthetic_chunk(profile.layout, 70, 1, 9)
-    for size in (2, 4):
-        for rank in range(size):
-            part = of_rank(chunk, rank, size)
-            for shard in (profile.shard(rank, size), Profile.unlearned(chunk.layout).shard(rank, size)):
-                codec = Codec(shard, "lossless")
-                assert_equal(codec.decode(codec.encode(part)), part)
-
-
 def test_shards_of_an_unlearned_profile() -> None:
     unlearned = Profile.unlearned(UNLIKE).with_curve([CurvePoint(-80, 4.0, 1e-2)])
     shards = [unlearned.shard(rank, 4) for rank in range(4)]
@@ -284,28 +248,13 @@ def test_shards_of_an_unlearned_profile() -> None:
     assert all(shard.curve == unlearned.curve and shard.source == "unlearned" for shard in shards)
 
 
-# Kernels ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("scheme", "rank", "size"),
-    [
-        ("learned", 2, 4),
-        ("learned", 7, 8),
-        ("lossless", 2, 4),
-    ],  # rank 7 of 8 has no component at all
-)
-def test_kernels_on_a_shard(device: torch.device, rich: Profile, scheme: str, rank: int, size: int) -> None:
-    """One shard on the device and on the CPU: blobs cross over, lossless ones are the same bytes."""
-    chunk = speech(rich.layout, 9, 7, 2)
-    whole = rich if scheme == "learned" else Profile.unlearned(rich.layout)
-    quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
-    shard, part = whole.shard(rank, size), of_rank(chunk, rank, size)
-    cpu, triton = Codec(shard, **quality), Codec(shard, backend="triton", **quality)
+@pytest.mark.parametrize(("rank", "size"), [(2, 4), (7, 8)])  # rank 7 of 8 has no component at all
+def test_kernels_on_a_shard(device: torch.device, rich: Profile, rank: int, size: int) -> None:
+    """One shard on the device and on the CPU: blobs cross over."""
+    shard, part = rich.shard(rank, size), of_rank(speech(rich.layout, 9, 7, 2), rank, size)
+    cpu, triton = Codec(shard, step=0.25), Codec(shard, step=0.25, backend="triton")
     there = KVChunk([k.to(device) for k in part.keys], [v.to(device) for v in part.values], part.layout, part.start)
     blob, mine = cpu.encode(part), triton.encode(there)
-    if scheme == "lossless":
-        assert mine == blob
     assert abs(len(mine) - len(blob)) <= 0.002 * len(blob) + 8
     want = cpu.decode(blob)
     for got in (cpu.decode(mine), triton.decode(blob, device=device)):

@@ -52,7 +52,7 @@ def test_the_bytes_are_those_of_the_specification() -> None:
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (0, 7), (1, 1, 1, 1, 1, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 7), (2, 3), (1, 1, 1, 1, 1, 1, 1, 2)], ids=str)
 def test_tensors_come_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     count = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
@@ -73,8 +73,11 @@ def test_views_that_are_not_contiguous() -> None:
 SHARED = torch.rand(64).exp()  # scales of channels, as real states have them
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.75), (torch.float16, 0.97), (torch.float32, 0.9)])
-@pytest.mark.parametrize("shape", [(1, 40, 64), (2, 8, 16, 64), (4098,), (1, 3, 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "most", "shape"),
+    [(torch.bfloat16, 0.75, (2, 8, 16, 64)), (torch.float16, 0.97, (1, 40, 64)), (torch.float32, 0.9, (1, 3, 64, 64)),
+     (torch.bfloat16, 0.75, (4098,))],
+)  # fmt: skip
 def test_values_are_coded_where_that_is_smaller(dtype: torch.dtype, most: float, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * (SHARED if shape[-1] == 64 else 1)).to(dtype)
     tensor.view(-1)[5] = torch.nan

@@ -13,7 +13,6 @@ import pytest
 import torch
 from tests import recognizing
 from tests.chunks import error, same
-from tests.conftest import decoded_layers
 from transformers import LlamaForCausalLM
 
 import cuvee
@@ -28,7 +27,6 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
-from cuvee.codec.profiles.sections import partition
 from cuvee.codec.profiles.token_prediction import (
     LARGEST_COEFFICIENT,
     CoefficientMap,
@@ -38,7 +36,6 @@ from cuvee.codec.profiles.token_prediction import (
 )
 from cuvee.codec.support import integer_products
 from cuvee.codec.token_ids import NO_TOKEN, as_token_ids
-from cuvee.learning.token_model import TokenSums, learn_token_model
 from cuvee.naming.identity import Identity
 
 VOCABULARY, TOKENS = 96, 300
@@ -69,9 +66,6 @@ def without_ids(chunk: KVChunk) -> KVChunk:
     return KVChunk(chunk.keys, chunk.values, chunk.layout, chunk.start, following=chunk.following)
 
 
-# The codec -----------------------------------------------------------------------------------------------------
-
-
 def test_blobs_with_ids_are_smaller_at_no_more_error(profile: Profile, chunk: KVChunk) -> None:
     """The backends write the same bytes and read the same values."""
     sizes, errors = [], []
@@ -97,19 +91,6 @@ def test_decoding_returns_the_ids(profile: Profile, chunk: KVChunk) -> None:
     assert part.token_ids is not None and np.array_equal(part.token_ids, chunk.token_ids[10:20])
     assert codec.decode(codec.encode(without_ids(chunk))).token_ids is None
     assert inspect(blob).token_id_bytes == 2 * TOKENS
-
-
-def test_parts_come_out_as_in_the_whole(profile: Profile, chunk: KVChunk) -> None:
-    codec = Codec(profile, step=0.25)
-    blob = codec.encode(chunk)
-    whole = codec.decode(blob)
-    for span in (range(3), range(3, 40), range(250, 300), range(123, 124)):
-        part = codec.decode(blob, tokens=span)
-        assert same(part, whole.slice(span.start, span.stop))
-    for layers in (range(1), range(1, 3)):
-        keys, values = decoded_layers(codec, blob, layers)
-        assert all(torch.equal(a, b) for a, b in zip(keys, whole.keys[layers.start : layers.stop], strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(values, whole.values[layers.start : layers.stop], strict=True))
 
 
 def test_chunks_with_a_token_that_has_no_id_are_coded_without_ids(profile: Profile, chunk: KVChunk) -> None:
@@ -144,18 +125,15 @@ def test_calibrating_and_measuring_measure_chunks_without_ids_as_well(
     assert len(blobs[0]) == len(blobs[1])
 
 
-@pytest.mark.parametrize("backend", ["numba", "reference"])
-def test_chunks_without_ids_keep_a_kl_by_their_own_curve(
-    profile: Profile, chunk: KVChunk, backend: str, tmp_path: Path
-) -> None:
+def test_chunks_without_ids_keep_a_kl_by_their_own_curve(profile: Profile, chunk: KVChunk, tmp_path: Path) -> None:
     """They lose four times as much at the same step, and so get a step that is finer by an octave."""
     profile.with_curve(curves(4e-3, 1.6e-2, 6.4e-2)).save(tmp_path / "p")
     own = Profile.load(tmp_path / "p")
     assert own.points == tuple(profile.with_curve(own.points).points) and len(own.plain_curve) == 3
-    codec = Codec(own, kl=KL_MARGIN * 4e-3, backend=backend)
+    codec = Codec(own, kl=KL_MARGIN * 4e-3)
     assert codec.step_index == 0 and codec.quality_name == "step:0,plain:-64"
     assert own.resolve(kl=KL_MARGIN * 4e-3, plain=True) == -64
-    finer = Codec(own, step=0.5, backend=backend)
+    finer = Codec(own, step=0.5)
     with_ids, plain = codec.encode(chunk), codec.encode(without_ids(chunk))
     assert plain == finer.encode(without_ids(chunk)) and read_header(plain).step_index == -64
     assert with_ids != finer.encode(chunk) and read_header(with_ids).step_index == 0
@@ -204,26 +182,6 @@ def test_a_profile_without_a_curve_for_them_says_that_chunks_without_ids_may_los
         assert ("its KL may exceed the profile's curve" in caplog.text) == more
 
 
-def test_paged_caches_take_ids_per_chunk(profile: Profile, chunk: KVChunk) -> None:
-    codec = Codec(profile, step=0.25)
-    cache = PagedCache.of_chunk(chunk)
-    slots = [torch.arange(0, 120), torch.arange(120, 300), torch.arange(50, 60)]
-    ids = chunk.token_ids
-    assert ids is not None
-    own_ids = [ids[:120], None, ids[50:60]]
-    blobs = codec.encode(PagedChunks(cache, slots, [0, 120, 50], tokens=own_ids, following=[180, 0, 240]))
-    assert blobs[0] == codec.encode(chunk.slice(0, 120))
-    assert blobs[1] == codec.encode(without_ids(chunk.slice(120, 300)))
-    assert blobs[2] == codec.encode(chunk.slice(50, 60))
-    target = PagedCache.empty(chunk.layout, 310, range(chunk.layout.num_layers), torch.device("cpu"))
-    codec.decode_paged(blobs, target, [torch.arange(0, 120), torch.arange(120, 300), torch.arange(300, 310)]).check()
-    assert same(target.chunk(torch.arange(0, 120), 0), codec.decode(blobs[0]))
-    assert same(target.chunk(torch.arange(120, 300), 120), codec.decode(blobs[1]))
-    assert same(target.chunk(torch.arange(300, 310), 50), codec.decode(blobs[2]))
-    with pytest.raises(InputError, match="tokens: must be one for each of the 3 chunks"):
-        codec.encode(PagedChunks(cache, slots, [0, 120, 50], tokens=[ids[:120]]))
-
-
 def test_ids_are_ignored_where_nothing_is_predicted(model: LlamaForCausalLM, profile: Profile, chunk: KVChunk) -> None:
     plain = cuvee.calibrate(model, text(20, 64, 1), "layer", predict_tokens=False, progress=False)
     assert plain.token_table is None
@@ -257,9 +215,6 @@ def test_chunks_check_their_ids(chunk: KVChunk) -> None:
     assert joined.token_ids is not None and np.array_equal(joined.token_ids, chunk.token_ids[:30])  # type: ignore[index]
     assert KVChunk.concat([chunk.slice(0, 10), without_ids(chunk).slice(10, 30)]).token_ids is None
     assert as_token_ids(range(3), 3).dtype == np.int64
-
-
-# The bytes -----------------------------------------------------------------------------------------------------
 
 
 def test_changed_ids_are_noticed(profile: Profile, chunk: KVChunk) -> None:
@@ -303,7 +258,7 @@ def test_forged_ids_are_refused(model: LlamaForCausalLM, profile: Profile, chunk
         other.decode(foreign)
 
 
-@pytest.mark.parametrize("vocabulary", [32_000, 65_536, 65_537, 262_144])
+@pytest.mark.parametrize("vocabulary", [65_536, 65_537])
 def test_ids_of_every_vocabulary_survive(vocabulary: int, profile: Profile, chunk: KVChunk) -> None:
     ids = np.array([0, 1, vocabulary // 2, vocabulary - 1] * (TOKENS // 4), np.int64)
     written = write_token_ids(ids, vocabulary)
@@ -313,9 +268,6 @@ def test_ids_of_every_vocabulary_survive(vocabulary: int, profile: Profile, chun
     assert again is not None and np.array_equal(again, ids)
 
 
-# The profile ---------------------------------------------------------------------------------------------------
-
-
 def test_too_little_text_predicts_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         few = cuvee.calibrate(
@@ -323,9 +275,6 @@ def test_too_little_text_predicts_nothing(caplog: pytest.LogCaptureFixture) -> N
         )
     assert few.token_table is None
     assert "no prediction from tokens" in caplog.text
-
-
-# Exactness -----------------------------------------------------------------------------------------------------
 
 
 def numbers(rows: int, features: int, values: int, seed: int = 0) -> tuple[TokenTable, TokenMap]:
@@ -363,30 +312,18 @@ def test_the_largest_numbers_of_a_coefficient_map_fit_its_digits() -> None:
     assert torch.equal(CoefficientMap.rounded(matrix).matrix.float(), matrix)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 5, 20, 50])
+@pytest.mark.parametrize("kept", [0, 5, 50])
 def test_a_full_cache_computes_the_others(kept: int) -> None:
+    """And sinks, the first three positions, are not predicted."""
     table, token_map = numbers(50, 40, 24)
     exact = token_map.predict(table)
-    cache = PredictionCache(table, token_map, 0, 2 * 24 * kept)
+    cache = PredictionCache(table, token_map, 3, 2 * 24 * kept)
     generator = np.random.default_rng(0)
-    for _ in range(30):
-        ids = generator.integers(0, 50, 17)
-        found = cache.of(ids, 0)
-        assert torch.equal(found.rows[torch.from_numpy(found.index)], exact[torch.from_numpy(ids)])
-
-
-def test_sinks_are_not_predicted() -> None:
-    table, token_map = numbers(50, 40, 24)
-    exact = token_map.predict(table)
-    for limit in (0, 1 << 20):
-        cache = PredictionCache(table, token_map, 3, limit)
-        for start in (0, 2, 3, 10):
-            for _ in range(2):
-                found = cache.of(np.array([7, 8, 9, 7, 7]), start)
-                values = found.rows[torch.from_numpy(found.index)]
-                left_out = max(3 - start, 0)
-                assert not values[:left_out].any()
-                assert torch.equal(values[left_out:], exact[[7, 8, 9, 7, 7]][left_out:])
+    for round in range(30):
+        ids, start = generator.integers(0, 50, 17), (0, 2, 3, 10)[round % 4]
+        found = cache.of(ids, start)
+        values, sinks = found.rows[torch.from_numpy(found.index)], max(3 - start, 0)
+        assert not values[:sinks].any() and torch.equal(values[sinks:], exact[torch.from_numpy(ids)][sinks:])
 
 
 def test_threads_share_a_cache() -> None:
@@ -406,24 +343,6 @@ def test_threads_share_a_cache() -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(ask, range(6)))
     assert not wrong
-
-
-# Learning ------------------------------------------------------------------------------------------------------
-
-
-def test_a_linear_cache_is_predicted_almost_whole(model: LlamaForCausalLM) -> None:
-    """The values of the first layer are a linear function of the normalized embedding."""
-    layout = cuvee.KVLayout.from_config(model.config, dtype=torch.float32)
-    sums = TokenSums(model, layout)
-    sums.add_text(model, text(24, 64, 5).split(4))
-    learned = learn_token_model(sums, partition(layout, "unit"))
-    with torch.no_grad():
-        (chunk,) = prefill(model, text(1, 100, 6), layout)
-    values = chunk.values[0].flatten(1)
-    predicted = learned.predicted(0, torch.from_numpy(np.array(chunk.token_ids)))[:, 16:]  # K, then V
-    left = values - predicted
-    share = float((left - left.mean(0)).square().sum() / (values - values.mean(0)).square().sum())
-    assert share < 0.05  # 4 bits of the embedding
 
 
 def test_a_table_needs_a_map_in_every_section(profile: Profile) -> None:

@@ -20,12 +20,13 @@ from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import Quality
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.support import torch_threads
 from cuvee.codec.support.torch_threads import compute_alone, computing_alone
 from cuvee.eval import machine
 
-COUNTS = [1, 2, 4]
 TOKENS = 2 * 128 + 5
 
 
@@ -42,8 +43,7 @@ def in_new_thread() -> int:
         return fresh.submit(torch.get_num_threads).result()
 
 
-@pytest.mark.parametrize("threads", COUNTS)
-@pytest.mark.parametrize("tokens", [TOKENS, 20])
+@pytest.mark.parametrize(("threads", "tokens"), [(1, TOKENS), (4, TOKENS), (4, 20)])
 def test_no_other_thread_notices(threads: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one that runs, nor one that starts while a chunk is coded, nor the caller afterwards."""
     seen: dict[str, set[int]] = {"own": set(), "new": set(), "running": set()}
@@ -81,33 +81,35 @@ def with_ids(chunk: KVChunk) -> KVChunk:
 
 # Each pair of a group, a layout, ids or none, and a step at which most coefficients are zero, or few: a dense product.
 CASES = [
-    ("head", "gqa", True, 0.25), ("head", "bfloat16", False, 2**-7), ("unit", "gqa", False, 2**-7),
-    ("unit", "bfloat16", True, 0.25), ("layer", "gqa", True, 2**-7), ("layer", "bfloat16", False, 0.25),
-    ("all", "gqa", False, 0.25), ("all", "bfloat16", True, 2**-7),
+    ("head", "gqa", True, 0.25), ("heads:1", "bfloat16", False, 2**-7), ("unit", "irregular", False, 2**-7),
+    ("layer", "bfloat16", True, 0.25), ("layers:2", "gqa", True, 2**-7), ("all", "irregular", False, 0.25),
+    ("lossless", "bfloat16", False, 0.0), ("lossless", "irregular", False, 0.0),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("group", "name", "ids", "step"), CASES)
 def test_parts_equal_the_whole_whatever_threads_there_are(group: str, name: str, ids: bool, step: float) -> None:
     """MKL's products of 5 rows, as many as the last tile has, have other last bits with other numbers of threads."""
-    layout = LAYOUTS[name]
-    profile, chunk = fitted_to(layout, group), synthetic_chunk(layout, TOKENS, start=40)
+    layout, lossless = LAYOUTS[name], group == "lossless"
+    profile = Profile.unlearned(layout) if lossless else fitted_to(layout, group)
+    chunk = synthetic_chunk(layout, TOKENS, start=40)
     if ids:
         profile, chunk = predicting(profile), with_ids(chunk)
     wanted: tuple[bytes, KVChunk] | None = None
-    for number in COUNTS:
-        for threads in COUNTS:
-            with machine.torch_threads(number):
-                codec = Codec(profile, step=step, threads=threads)
-                blob = codec.encode(chunk)
-                whole = codec.decode(blob)
-                wanted = wanted or (blob, whole)
-                assert blob == wanted[0] and same(whole, wanted[1])
-                for run in (range(1), range(127, 129), range(37, 80), range(250, 259), range(258, TOKENS)):
-                    assert same(codec.decode(blob, tokens=run), whole.slice(run.start, run.stop))
-                for layer in range(layout.num_layers):
-                    keys, values = decoded_layers(codec, blob, range(layer, layer + 1))
-                    assert torch.equal(keys[0], whole.keys[layer]) and torch.equal(values[0], whole.values[layer])
+    for number, threads in ((1, 1), (4, 1), (1, 2), (2, 4)):
+        with machine.torch_threads(number):
+            codec = Codec(profile, "lossless" if lossless else Quality(step=step), threads=threads)
+            blob = codec.encode(chunk)
+            whole, elsewhere = codec.decode(blob), codec.decode(blob, 1000)
+            wanted = wanted or (blob, whole)
+            assert blob == wanted[0] and same(whole, wanted[1])
+            for run in (range(1), range(127, 129), range(37, 80), range(250, 259), range(258, TOKENS)):
+                assert same(codec.decode(blob, tokens=run), whole.slice(run.start, run.stop))
+                part = codec.decode(blob, 1000 + run.start, tokens=run)
+                assert same(part, elsewhere.slice(run.start, run.stop))
+            for layer in range(layout.num_layers):
+                keys, values = decoded_layers(codec, blob, range(layer, layer + 1))
+                assert torch.equal(keys[0], whole.keys[layer]) and torch.equal(values[0], whole.values[layer])
 
 
 # The numbers belong to a process, and so do the threads that torch starts.
@@ -149,7 +151,6 @@ print(within(called), torch.get_num_threads(), within(torch.get_num_threads))
     ("call", "counted"),
     [
         ("compute_alone(); return shared()", (1, 0)),
-        ("with computing_alone(): return shared()", (1, 0)),
         ("return shared()", (3, 2)),
     ],
 )
