@@ -83,6 +83,35 @@ def test_bad_tables_are_refused(freq: npt.NDArray[np.int64], match: str) -> None
         EntropyTables(freq)
 
 
+def one_at_a_time(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """What `normalize_counts` promises, with every cost computed anew for every count that is moved."""
+    used = counts > 0
+    exact = counts * (TOTAL / counts.sum())
+    freq = np.where(used, np.maximum(np.floor(exact + 0.5), 1), 0).astype(np.int64)
+    while freq.sum() > TOTAL:
+        freq[np.argmin(np.where(freq > 1, exact / (freq - 0.5), np.inf))] -= 1
+    while freq.sum() < TOTAL:
+        freq[np.argmax(np.where(used & (freq < TOTAL - 1), exact / (freq + 0.5), -1.0))] += 1
+    return freq
+
+
+@pytest.mark.parametrize("kind", ["flat", "sparse", "peaked", "tiny"])
+def test_every_count_is_moved_where_it_changes_the_length_least(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    moved = 0
+    for _ in range(150):
+        counts = {
+            "flat": rng.integers(1, 50, SYMBOLS),
+            "sparse": np.append([5, 7], (rng.random(SYMBOLS - 2) < 0.1) * rng.integers(0, 10**9, SYMBOLS - 2)),
+            "peaked": np.bincount(rng.normal(128, rng.uniform(0.5, 30), 9000).astype(int) % 256, minlength=SYMBOLS),
+            "tiny": rng.random(SYMBOLS) * 1e-3,
+        }[kind].astype(np.float64)
+        np.testing.assert_array_equal(normalize_counts(counts), one_at_a_time(counts))
+        rounded = np.floor(counts * (TOTAL / counts.sum()) + 0.5)
+        moved += int(np.where(counts > 0, np.maximum(rounded, 1), 0).sum()) != TOTAL
+    assert moved > 50
+
+
 def test_many_counts_are_normalized_as_each_alone() -> None:
     rng = np.random.default_rng(1)
     counts = [rng.integers(0, 50, SYMBOLS), counts_of(s255=9), np.zeros(SYMBOLS, int), counts_of(s0=1, s9=2**40)]
