@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -324,25 +323,6 @@ def test_a_full_cache_computes_the_others(kept: int) -> None:
         found = cache.of(ids, start)
         values, sinks = found.rows[torch.from_numpy(found.index)], max(3 - start, 0)
         assert not values[:sinks].any() and torch.equal(values[sinks:], exact[torch.from_numpy(ids)][sinks:])
-
-
-def test_threads_share_a_cache() -> None:
-    table, token_map = numbers(400, 40, 24)
-    exact = token_map.predict(table)
-    cache = PredictionCache(table, token_map, 0, 2 * 24 * 200)
-    wrong: list[int] = []
-
-    def ask(seed: int) -> None:
-        generator = np.random.default_rng(seed)
-        for _ in range(60):
-            ids = generator.integers(0, 400, 30)
-            found = cache.of(ids, 0)
-            if not torch.equal(found.rows[torch.from_numpy(found.index)], exact[torch.from_numpy(ids)]):
-                wrong.append(seed)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(ask, range(6)))
-    assert not wrong
 
 
 def test_a_table_needs_a_map_in_every_section(profile: Profile) -> None:
