@@ -54,6 +54,19 @@ def test_components_that_important_tokens_code_have_no_faint_column() -> None:
     assert scale_codes(widest_faint, class_step_index(-40, NEUTRAL - OCTAVE // CLASS_UNITS)) < 0
 
 
+def test_scales_count_what_leaks_into_a_component() -> None:
+    inverse, deviation = learned()
+    block, scale = _rounded(inverse, deviation)
+    draw = torch.Generator().manual_seed(1)
+    y = deviation[:, None] * torch.randn(N, 20_000, generator=draw, dtype=torch.float64)
+    found = (torch.linalg.solve(block.square(), inverse) @ y).square().mean(1).sqrt()
+    assert bool((np.diff(scale) <= 0).all())
+    coded = 2.0 ** (scale / OCTAVE)
+    exact = found[: len(scale)].numpy()
+    assert (coded >= 0.97 * exact).all() and np.median(coded / exact) < 1.05
+    assert exact[-1] > 1.2 * float(deviation[-1])  # which it would not count otherwise
+
+
 @pytest.mark.parametrize("size", [5, 128, 150, 300])
 def test_rounding_errors_are_made_up_for(size: int) -> None:
     """Errors are a fraction of those of numbers that are rounded one by one, where it costs something."""

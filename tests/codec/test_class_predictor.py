@@ -33,7 +33,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.token_prediction import Predictions
 from cuvee.integrations.transformers.caches import encode_cache
 from cuvee.learning.calibrate import fit
-from cuvee.learning.class_predictor import TokenSample, learn_predictors
+from cuvee.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
 
 
 @cache
@@ -297,3 +297,27 @@ def test_learning_finds_what_the_end_of_a_cache_costs() -> None:
     near = torch.from_numpy(recency_at(octaves, distance)).float()
     offsets = found.offsets(y, 10, 0, near).numpy()
     assert abs(float(offsets.mean())) < 1e-3, "the blob's step is the mean step, the ends included"
+
+
+def test_classes_say_how_wide_their_tokens_are() -> None:
+    made, scale = sample()
+    wide = made.energy > np.quantile(made.energy, 0.9)
+    y = made.y.copy()
+    y[:, wide] *= 4
+    changed = replace(made, y=y, whole=y)
+    (found,) = learn_predictors([changed], [scale], [1])
+    classes, frequencies, class_scale = learn_classes(changed, found, scale)
+    assert len(classes) == y.shape[1] and frequencies.sum() == 4096 and frequencies.min() >= 1
+    assert np.all(np.diff(class_scale.astype(int)) <= 32)
+    common = np.bincount(classes, minlength=CLASSES)
+    fine = [k for k in range(CLASSES) if common[k] > 100 and k < NEUTRAL - 1]
+    coarse = [k for k in range(CLASSES) if common[k] > 100 and k > NEUTRAL]
+    assert class_scale[fine].min() > class_scale[coarse].max() + 40
+
+
+def test_leading_components_are_the_widest_in_order() -> None:
+    scale = np.array([5, 90, -3, 90, 7], np.int16)
+    assert leading_components(scale, 1).tolist() == [0, 1, 2, 3, 4]
+    many = np.arange(500, dtype=np.int16)
+    assert leading_components(many, 1).tolist() == list(range(404, 500))
+    assert len(leading_components(many, 9)) == 384

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +93,24 @@ def test_a_component_that_the_base_does_not_code_keeps_its_outliers() -> None:
     whole = Codec(profile, step=STEP)
     for backend in BACKENDS:
         assert error(decoded(profile, parts, backend), wild) < 1.2 * error(whole.decode(whole.encode(wild)), wild)
+
+
+def test_token_ids_predict_parts_too() -> None:
+    profile, ids = predicting(fitted_profile("gqa", "layer")), np.arange(TOKENS) * 7 % VOCABULARY
+    tame = synthetic_chunk(profile.layout, TOKENS, seed=5, start=20)
+    parts = parts_of(profile, tame.with_token_ids(ids))
+    assert parts == parts_of(profile, tame.with_token_ids(ids), "reference")
+    assert [inspect(part).token_id_bytes for part in parts] == [2 * TOKENS, 0]
+    np.testing.assert_array_equal(decoded(profile, parts).token_ids, ids)
+    assert error(decoded(profile, parts), tame) < error(decoded(profile, parts[:1]), tame) / 4
+
+
+@pytest.mark.parametrize("step", ["finest", 2.0**8])
+def test_steps_at_the_ends_of_the_range(chunk: KVChunk, step: Any) -> None:
+    profile = fitted_profile("gqa", "layer")
+    codec = Codec(profile, step=2.0 ** (profile.min_step_index / OCTAVE) if step == "finest" else step, refinements=1)
+    parts = codec.encode_parts(chunk)
+    assert error(codec.decode(parts[0], refinements=parts[1:]), chunk) <= error(codec.decode(parts[0]), chunk)
 
 
 def test_tokens_layers_and_positions(chunk: KVChunk) -> None:

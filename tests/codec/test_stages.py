@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.planned import same_escapes, same_streams, various_tables
@@ -35,6 +36,24 @@ WIDEST = TABLES - 1 + 4 * MAX_SHIFT
 @pytest.fixture(params=stage_names())
 def stages(request: pytest.FixtureRequest) -> Stages:
     return get_stages(request.param)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "known"), [(0, 5, 3), (63, 0, 3), (256, 5, None), (257, 5, 3), (257, 3, 5), (1000, 5, 5)]
+)
+def test_tokens_are_arranged_in_that_order(stages: Stages, tokens: int, rows: int, known: int | None) -> None:
+    rng = np.random.default_rng(tokens)
+    for classes in (rng.integers(0, CLASSES, tokens).astype(np.uint8), np.full(tokens, CLASSES - 1, np.uint8)):
+        x = torch.from_numpy(rng.normal(size=(tokens, 7)).astype(np.float32))
+        leading = None if known is None else torch.from_numpy(rng.normal(size=(known, tokens)).astype(np.float32))
+        order = coding_order(classes)
+        columns, ordered, y = stages.arrange(classes, x.clone(), leading, rows)
+        assert columns.dtype == np.uint8 and np.array_equal(columns, classes[order])
+        assert torch.equal(ordered, x[order]) and y.shape == (rows, tokens)
+        for got, want in zip(y, () if leading is None else leading[:, order], strict=False):
+            assert torch.equal(got, want)
+        y.fill_(7)
+        assert torch.equal(ordered, x[order]), "coefficients have room of their own"
 
 
 @dataclass(frozen=True)
