@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,16 @@ def test_normalization_is_the_same_everywhere() -> None:
 
 def row(**used: int) -> npt.NDArray[np.int64]:
     return counts_of(**{k: float(v) for k, v in used.items()}).astype(np.int64)[None]
+
+
+def test_bits_and_entropy() -> None:
+    freq = np.zeros((2, SYMBOLS), np.uint16)
+    freq[0, [1, 2, 3]] = 2048, 1024, 1024
+    freq[1] = 16
+    tables = EntropyTables(freq)
+    assert tables.bits[0, 1] == 1 and tables.bits[0, 2] == 2 and math.isinf(tables.bits[0, 0])
+    assert (tables.bits[1] == 8).all()
+    np.testing.assert_allclose(tables.entropy, [1.5, 8.0])
 
 
 @pytest.mark.parametrize(

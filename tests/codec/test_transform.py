@@ -147,6 +147,16 @@ def test_both_moves_write_the_same_bits(
         assert torch.equal(written[0][at : at + 32], stored[0].flatten())
 
 
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_eigenbasis_of_singular_matrices(rank: int) -> None:
+    covariance, metric = random_covariance(12, 0), random_covariance(12, 1)
+    flat = torch.linalg.eigh(metric)[1][:, :rank]
+    for c, m in ((covariance, flat @ flat.T), (flat @ flat.T, metric)):
+        inverse, deviation = eigenbasis(c, m)
+        assert bool(torch.isfinite(inverse).all() and torch.isfinite(deviation).all())
+        assert int(torch.linalg.matrix_rank(inverse)) == 12
+
+
 class Fresh(Rotation):
     """Keeps no tables, as if another thread replaced them at once: they last as long as their caller holds them."""
 

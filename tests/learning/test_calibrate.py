@@ -37,7 +37,7 @@ from cuvee.learning.calibrate import choose_group, fit
 from cuvee.learning.curve import CURVE_STEP_INDICES, measure, round_trip
 from cuvee.learning.divergence import compare
 from cuvee.learning.gradients import sample_gradients
-from cuvee.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, held_out_count, normalized
+from cuvee.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, add_cache, held_out_count, normalized
 from cuvee.learning.rereading import reread
 from cuvee.learning.token_model import TokenSums, learn_token_model
 
@@ -682,6 +682,30 @@ def test_gradients_go_back_through_rope_transposed(interleaved: bool) -> None:
 
 def no_rope(units: int, layers: int = 1) -> KVLayout:
     return KVLayout("synthetic", (LayerLayout(1, units, units, None),) * layers, "float32", None)
+
+
+def test_more_text_adds_to_means_and_covariances_alone() -> None:
+    layout = no_rope(4)
+    draw = torch.Generator().manual_seed(0)
+    units = [torch.randn(count, 1, 8, generator=draw) * torch.arange(1.0, 9) + 3 for count in (40, 30, 50)]
+    ids = [torch.arange(len(unit)) % 7 for unit in units]
+    chunks = [
+        KVChunk([unit[..., :4]], [unit[..., 4:]], layout, token_ids=own) for unit, own in zip(units, ids, strict=True)
+    ]
+    (section,) = partition(layout, "layer")
+    moments = Moments(section, layout, 1000)
+    moments.add(units[0][:, 0], 0, torch.ones(40, 8))
+    for chunk in chunks[1:]:
+        add_cache([moments], chunk, lambda _, tokens: tokens[:, None].float().expand(-1, 8), sampled=False)
+    # All but the leading positions, and what is predicted subtracted.
+    parts = [units[0][4:, 0], *(unit[4:, 0] - own[4:, None] for unit, own in zip(units[1:], ids[1:], strict=True))]
+    everything = torch.cat(parts).double()
+    assert moments.count == len(everything) == 108 and sum(len(run.x) for run in moments.sample) == 40
+    torch.testing.assert_close(moments.mean(), everything.mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moments.covariances()[0], torch.cov(everything.T, correction=0), rtol=1e-4, atol=1e-4)
+    firsts = torch.stack([unit[:4, 0] for unit in units]).sum(0).double()
+    torch.testing.assert_close(moments.sink_total, firsts, rtol=1e-5, atol=1e-5)
+    assert moments.sink_count.tolist() == [3.0] * 4
 
 
 def test_bases_are_learned_from_more_text() -> None:
