@@ -59,6 +59,18 @@ def test_after_the_first_common_cut_all_cuts_are_the_same(
         assert [at for at in one if at >= common[0]] == [at for at in other if at >= common[0]]
 
 
+def test_text_without_a_likely_cut_is_cut_at_the_most() -> None:
+    """A run of one token has the same hash everywhere after its first three."""
+    flat = next(
+        token
+        for token in range(100)
+        if SMALL.cut([token] * 40) == [(0, 30)]  # as most of them are
+    )
+    assert SMALL.cut([flat] * 100) == [(0, 30), (30, 60), (60, 90)]
+    assert SMALL.cut([flat] * 30) == [(0, 30)]
+    assert SMALL.cut([flat] * 29) == []
+
+
 def test_any_token_ids_are_taken() -> None:
     tokens = [0, -1, 2**62, -(2**62), 2**31, 7] * 100
     assert SMALL.cut(tokens) == SMALL.cut(np.array(tokens))

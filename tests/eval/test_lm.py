@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -29,14 +29,14 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import cache_argument, prefill
+from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval import cached_reading
-from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
+from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Kivi, Uncompressed
 from cuvee.eval.cached_reading import Read
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.lm_command import complete_arguments, run_cli
-from cuvee.eval.methods import method_identity
+from cuvee.eval.methods import BASELINES, baseline, method_identity
 from cuvee.eval.quality import CodecMethod, Method
 from cuvee.eval.tasks import TASKS_PATH
 from cuvee.learning.calibrate import fit
@@ -84,8 +84,6 @@ def difference(a: Score, b: Score) -> float:
 
 @dataclass(frozen=True)
 class Recording(Uncompressed):
-    """Remembers the chunks that it got."""
-
     seen: list[KVChunk] = field(default_factory=list, repr=False)
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
@@ -99,8 +97,6 @@ class Recording(Uncompressed):
 
 @dataclass(frozen=True)
 class Short(Uncompressed):
-    """Forgets the last token of every chunk."""
-
     def decode(self, stored: Any) -> KVChunk:
         chunk: KVChunk = super().decode(stored)
         return chunk.slice(0, chunk.tokens - 1)
@@ -125,9 +121,9 @@ def llama(**arguments: Any) -> CuveeLM:
 # The same as HFLM ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3-sliding-first", "gpt2", "gpt_neox", "gpt_oss", "llama"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3-sliding-first", "gpt2"])
 def test_families_answer_like_hflm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Latents, windows, positions of other kinds, sinks; the caches of all others are tested in transformers'."""
+    """Latents, windows, positions that end; the caches of all others are tested in transformers'."""
     model, tokenizer = lively(family), word_tokenizer()
     scored = [*choices([25, 3, 1, 14, 2, 40], [1, 6, 3]), ask("loglikelihood", "", words(4))]
     whole = [ask("loglikelihood_rolling", words(count, count)) for count in (1, 2, 31, 165)]
@@ -182,18 +178,16 @@ def test_a_beginning_that_prompts_share_is_read_once(batch_size: int) -> None:
     assert difference(quiet(lm, "loglikelihood", scored), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("leading", [("<pad>",), ("<pad>", "<end>")], ids=["bos", "several"])
-def test_a_text_that_spells_out_its_bos_is_one_without(leading: tuple[str, ...]) -> None:
+def test_a_text_that_spells_out_its_bos_is_one_without() -> None:
     """Chat templates write BOS, the tokenizer puts another before it; one of a batch may have it, the others not."""
-    tokenizer = word_tokenizer(bos_token="<pad>")
-    template, ids = " ".join((*leading, "$A")), [WORDS.index(word) for word in leading]
+    tokenizer, leading, ids = word_tokenizer(bos_token="<pad>"), ("<pad>", "<end>"), [0, 1]
     special = list(zip(leading, ids, strict=True))
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    template = processors.TemplateProcessing(single="<pad> <end> $A", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = template
     model = lively("llama", max_position_embeddings=64)
     lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Uncompressed())
     plain = [words(20, 1), words(9, 2)]
     spelt = [" ".join((*leading, text)) for text in plain]
-    assert [lm.tok_encode(text) for text in spelt] == [lm.tok_encode(text) for text in plain]
     assert lm.tok_encode(plain[0]) == [*ids, *(WORDS.index(word) for word in plain[0].split())]
     other = CuveeLM(model, tokenizer=tokenizer, prefix_token_id=5, method=Uncompressed())
     assert other.tok_encode(spelt[0]) == lm.tok_encode(plain[0])
@@ -206,9 +200,8 @@ def test_a_text_that_spells_out_its_bos_is_one_without(leading: tuple[str, ...])
         return quiet(lm, "generate_until", asked), scored
 
     written, scores = answers(plain)
-    for texts in (spelt, [spelt[0], plain[1]], [plain[0], spelt[1]]):
-        again, scored = answers(texts)
-        assert again == written and scored == pytest.approx(scores, abs=TOLERANCE)
+    again, scored = answers([plain[0], spelt[1]])
+    assert again == written and scored == pytest.approx(scores, abs=TOLERANCE)
 
 
 def test_a_rolling_window_does_not_score_bos() -> None:
@@ -304,15 +297,7 @@ def test_generation_arguments_have_the_effect_that_they_have_without_a_cache() -
         assert texts[0] == texts[1], arguments
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"prompt_lookup_num_tokens": 3},
-        {"cache_implementation": "static"},
-        {"num_return_sequences": 2, "do_sample": True},
-        {"use_cache": False},
-    ],
-)
+@pytest.mark.parametrize("arguments", [{"prompt_lookup_num_tokens": 3}, {"use_cache": False}])
 def test_generation_that_needs_a_cache_of_its_own_is_refused(arguments: dict[str, Any]) -> None:
     lm = llama(method=Uncompressed())
     with pytest.raises(InputError, match=rf"got {next(iter(arguments))} from recall: leave it out"):
@@ -381,20 +366,6 @@ def test_half_of_each_rolling_window_is_scored_exactly() -> None:
     assert recording.spans == [(0, 10)] * 3
     lm.use(Destroyed())
     spoilt = quiet(lm, "loglikelihood_rolling", [ask("loglikelihood_rolling", text)])
-    ids = [lm.prefix_token_id, *lm.tok_encode(text)]
-    by_hand = 0.0
-    with torch.no_grad():
-        for first, targets in ((0, 20), (20, 20), (30, 10)):
-            inputs, true = torch.tensor([ids[first : first + 20]]), torch.tensor(ids[first + 1 : first + 21])
-            logits = lm.model(input_ids=inputs).logits[0].log_softmax(-1)
-            by_hand += logits.gather(-1, true[:, None])[20 - targets : max(10, 20 - targets)].sum().item()
-            cache: Any = transformers.DynamicCache()
-            lm.model(input_ids=inputs[:, :10], **cache_argument(lm.model, cache))
-            for layer in cache.layers:
-                layer.keys, layer.values = torch.zeros_like(layer.keys), torch.zeros_like(layer.values)
-            logits = lm.model(input_ids=inputs[:, 10:], **cache_argument(lm.model, cache)).logits[0].log_softmax(-1)
-            by_hand += logits.gather(-1, true[10:, None]).sum().item()
-    assert spoilt == pytest.approx([by_hand], abs=1e-3)
     assert abs(spoilt[0] - exact[0]) > 0.1
 
 
@@ -439,15 +410,6 @@ def test_chunks_are_coded_in_the_dtype_asked_for() -> None:
     lm = llama(method=recording, cache_dtype="bfloat16")
     assert 0 < difference(quiet(lm, "loglikelihood", requests), exact) < 0.1
     assert {chunk.keys[0].dtype for chunk in recording.seen} == {torch.bfloat16} and lm.bits_per_value == 16
-
-
-def test_baselines_have_names() -> None:
-    lm = llama(method="kivi2")
-    assert repr(lm.method) == repr(Kivi(2))
-    lm.use("destroyed")
-    with pytest.raises(InputError, match="kivi2"):
-        lm.use("kivi-2")
-    assert repr(lm.method) == repr(Destroyed())
 
 
 def test_the_bundled_model_goes_by_its_name(tmp_path: Path) -> None:
@@ -497,17 +459,12 @@ def test_a_task_without_context_is_refused(kind: str) -> None:
     assert len(got) == 3 and lm.statistics.uncached_requests == 2 and lm.statistics.contexts == 1
 
 
-def test_two_tasks_may_ask_the_same() -> None:
+def test_two_tasks_may_ask_the_same_and_a_request_may_have_no_task() -> None:
     # What one task has of context is in the requests that the other asks as well.
     shared = choices([9], [2], task="one")
     again = choices([9], [2], task="two")
-    bare = [ask("loglikelihood", "", " w7", task="one")]
-    assert len(quiet(llama(method=Uncompressed()), "loglikelihood", [*shared, *bare, *again])) == 3
-
-
-def test_a_request_without_a_task_is_scored() -> None:
-    requests = [ask("loglikelihood", words(9), " w7", task=None)]
-    assert len(quiet(llama(method=Uncompressed()), "loglikelihood", requests)) == 1
+    bare = [ask("loglikelihood", "", " w7", task="one"), ask("loglikelihood", words(9), " w7", task=None)]
+    assert len(quiet(llama(method=Uncompressed()), "loglikelihood", [*shared, *bare, *again])) == 4
 
 
 def test_a_request_too_long_is_refused_or_cut() -> None:
@@ -538,19 +495,22 @@ def test_a_prompt_too_long_is_refused_or_cut() -> None:
         lm = CuveeLM(model, tokenizer=tokenizer, method=Uncompressed(), batch_size=batch_size, truncation=True)
         assert quiet(lm, "generate_until", requests) == expected
         assert lm.statistics.truncated_requests == 2
-    greedy = [ask("generate_until", words(5), {"until": ["w5"], "max_gen_toks": 64})]
-    with pytest.raises(InputError, match="generates up to 64 tokens, the model reads 64: lower max_gen_toks"):
-        quiet(lm, "generate_until", greedy)
 
 
-def test_an_empty_continuation_is_refused() -> None:
-    with pytest.raises(InputError, match="tasks: recall has an empty continuation"):
-        quiet(llama(method=Uncompressed()), "loglikelihood", [ask("loglikelihood", words(5), "")])
-
-
-def test_a_method_that_loses_tokens_is_refused() -> None:
-    with pytest.raises(InputError, match="method: Short must return a chunk of the same tokens"):
-        quiet(llama(method=Short()), "loglikelihood", choices([9], [2]))
+@pytest.mark.parametrize(
+    ("kind", "method", "request_", "message"),
+    [
+        (
+            "generate_until", Uncompressed(), ask("generate_until", words(5), {"until": ["w5"], "max_gen_toks": 64}),
+            "tasks: recall generates up to 64 tokens, the model reads 64: lower max_gen_toks",
+        ),
+        ("loglikelihood", Uncompressed(), ask("loglikelihood", words(5), ""), "tasks: recall has an empty continuat"),
+        ("loglikelihood", Short(), *choices([9], [2]), "method: Short must return a chunk of the same tokens"),
+    ],
+)  # fmt: skip
+def test_requests_that_cannot_be_answered(kind: str, method: Method, request_: Instance, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        quiet(llama(method=method), kind, [request_])
 
 
 # Arguments -------------------------------------------------------------------------------------------------------
@@ -564,11 +524,7 @@ def test_a_method_that_loses_tokens_is_refused() -> None:
         ({"method": "kivi4", "quality": "high"}, "method: .* leave quality= out"),
         ({"quality": "high", "bits": 2}, "quality: give at most one of .* got quality, bits"),
         ({"kl": "tiny"}, "kl: must be a number, got 'tiny'"),
-        ({"quality": 3}, "quality: must be a name, got 3"),
-        ({"quality": "lossy"}, "lossy"),
-        ({"method": Uncompressed(), "chunk_tokens": 0}, "chunk_tokens: must be a whole number of at least 1, got 0"),
-        ({"method": Uncompressed(), "chunk_tokens": "many"}, "chunk_tokens: .* got 'many'"),
-        ({"method": Uncompressed(), "chunk_tokens": True}, "chunk_tokens: .* got True"),
+        ({"method": Uncompressed(), "chunk_tokens": True}, "chunk_tokens: must be a whole number .* got True"),
         ({"method": Uncompressed(), "batch_size": "0"}, "batch_size: .* got '0'"),
         ({"method": Uncompressed(), "batch_size": "auto:4"}, "batch_size: 'auto' is not supported"),
         ({"method": Uncompressed(), "cache_dtype": "float8"}, "cache_dtype: must be one of bfloat16, .* got 'float8'"),
@@ -579,7 +535,7 @@ def test_a_method_that_loses_tokens_is_refused() -> None:
         ({"method": Uncompressed(), "backend": "seq2seq"}, "backend: seq2seq models are not supported"),
         ({"method": Uncompressed(), "tp_plan": "auto"}, "tp_plan: .* in one process"),
         ({"method": Uncompressed(), "max_length": 65}, "max_length: the model has 64 positions, got 65"),
-        ({"method": "kivi5"}, "kivi5"),
+        ({"method": "kivi5"}, r"^method: 'kivi5' is not known; .*did you mean 'kivi"),
         ({"kl": 0.01}, "^kl: must be quality='lossless' with an unlearned profile"),
     ],
 )
@@ -593,12 +549,11 @@ def test_misspelt_arguments_are_named() -> None:
         CuveeLM("books-3m", method="kivi4", qualty="balanced", device="cpu")
 
 
-def test_counts_may_come_from_a_command_line() -> None:
-    lm = llama(method=Uncompressed(), chunk_tokens="16", batch_size="2")
-    assert (lm.chunk_tokens, lm.batch_size) == (16, 2)
-
-
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_and_baselines_may_come_from_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = llama(method="kivi2", chunk_tokens="16", batch_size="2")
+    assert (repr(lm.method), lm.chunk_tokens, lm.batch_size) == (repr(Kivi(2)), 16, 2)
+    lm.use("destroyed")
+    assert repr(lm.method) == repr(Destroyed())
     monkeypatch.setattr(CuveeLM, "world_size", 2)
     with pytest.raises(InputError, match="accelerate: several processes are not supported"):
         llama(method=Uncompressed())
@@ -614,12 +569,8 @@ def test_what_cannot_work_fails_before_weights_are_read(tmp_path: Path) -> None:
         CuveeLM(tmp_path / "mamba", method=Uncompressed())
     with pytest.raises(FileNotFoundError):
         CuveeLM(tmp_path / "llama", profile=tmp_path / "none.safetensors")
-
-
-def test_a_codec_of_another_model_is_refused() -> None:
-    codec = Codec.without_profile(LAYOUTS["gqa"])
     with pytest.raises(ProfileMismatchError):
-        llama(method=CodecMethod(codec))
+        llama(method=CodecMethod(Codec.without_profile(LAYOUTS["gqa"])))
 
 
 def test_virtual_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -638,35 +589,13 @@ def test_virtual_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # Identities ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Learned(Uncompressed):
-    """Holds a tensor."""
-
-    basis: torch.Tensor = field(default_factory=lambda: torch.eye(2))
-
-
-@dataclass(frozen=True)
-class Named(Learned):
-    identity: ClassVar[dict[str, Any]] = {"method": "named", "basis": (1, 2)}
-
-
-class Plain:
-    """Nothing tells two of them apart."""
-
-
 def test_what_tells_methods_apart() -> None:
     profile = fitted_to(LAYOUTS["gqa"])
     codecs = [CodecMethod(Codec(profile, quality)) for quality in ("high", "balanced", "lossless")]
-    methods: list[Method] = [Uncompressed(), Destroyed(), Kivi(2), Kivi(3), Named(), *codecs]
+    methods: list[Method] = [*(baseline(name) for name in BASELINES), *codecs]
     assert len({json.dumps(method_identity(method)) for method in methods}) == len(methods)
-    assert method_identity(codecs[0]) == {
-        "method": "cuvee",
-        "profile": profile.id.hex(),
-        "source": "fitted",
-        "step": codecs[0].codec.step_index,
-        "lossless": False,
-    }
-    for nameless in (Learned(), Plain()):
+    assert method_identity(codecs[0]).items() >= {"profile": profile.id.hex(), "source": "fitted"}.items()
+    for nameless in (CacheGen(torch.eye(2)), object()):  # type: ignore[arg-type]
         with pytest.raises(InputError, match=r"method: .* attribute `identity`"):
             method_identity(nameless)  # type: ignore[arg-type]
 
@@ -746,17 +675,8 @@ def test_arguments_are_completed_and_not_overruled(tmp_path: Path, monkeypatch: 
     for args in (["--config", str(config)], [f"--config={config}"], ["-C", str(config)]):
         assert complete_arguments(args) == ["run", *ours, *args]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # lm-eval's default would be refused
-    assert complete_arguments(["-t", "a", "--device", "x"]) == [
-        "run",
-        *ours,
-        *model,
-        "--device",
-        "cpu",
-        "-t",
-        "a",
-        "--device",
-        "x",
-    ]
+    named = ["-t", "a", "--device", "x"]
+    assert complete_arguments(named) == ["run", *ours, *model, "--device", "cpu", *named]
 
 
 def test_without_a_network_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -770,7 +690,7 @@ def test_without_a_network_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) 
         run_cli(["--tasks", "xquad_en"])
 
 
-@pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (3, 3), ("no such task", 1)])
+@pytest.mark.parametrize(("code", "status"), [(None, 0), (3, 3), ("no such task", 1)])
 def test_the_exit_status(
     code: Any, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,6 @@ def test_what_cannot_be_written_is_said_and_what_was_there_stays(
 
 
 def test_a_missing_package_is_named_with_the_remedy() -> None:
-    need_packages("cuvee report", "json")
     with pytest.raises(ImportError, match=r"^cuvee report needs no_such_package: pip install 'cuvee\[eval\]'$"):
         need_packages("cuvee report", "json", "no_such_package")
 

@@ -95,7 +95,6 @@ def test_points_that_lost_nothing_are_left_out() -> None:
     assert bits_at_kl([1, 4, 16], [0.1, 0.01, 0.0], 10**-1.5) == pytest.approx(2)
     assert bits_at_kl([1, 4, 16], [0.1, 0.01, 0.0], 0.005) is None
     assert bits_at_kl([1, 4], [0.0, -1e-9], 0.01) is None
-    assert bits_at_kl([1, 4], [0.1, 1e-13], 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,6 @@ def test_points_that_lost_nothing_are_left_out() -> None:
         ([], [], "kl: must be"),
         ([0, 1], [0.2, 0.1], "bits: must be positive"),
         ([1, 2], [0.2, np.nan], "bits: must be positive and kl finite"),
-        ([1, np.inf], [0.2, 0.1], "bits: must be positive and kl finite"),
     ],
 )
 def test_no_curve(bits: list[float], kl: list[float], field: str) -> None:
@@ -136,21 +134,9 @@ def test_sizes_are_resampled_too() -> None:
     assert low is not None and high is not None and high - low > 0.5
 
 
-def test_the_interval_is_the_middle_95_per_cent() -> None:
-    # With so many sequences the mean is normal, and 95% of it within 1.96 standard errors.
-    draw = np.random.default_rng(1)
-    against = FamilyCurve(np.exp(draw.normal(0, 0.1, (1, 400))), np.full((1, 400), 0.01))
-    of = FamilyCurve(np.ones((2, 400)), np.repeat([[0.02], [0.005]], 400, 1))  # one bit, whatever the KL
-    found = bootstrap_ratio(of, against, 0.01, draws=4000)
-    error = against.bits.std() / 20
-    mean = against.bits.mean()
-    assert found == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=0.15 * error)
-
-
-@pytest.mark.parametrize("spread", [0.3, 0.6])
-def test_the_interval_covers_the_truth_at_ten_sequences(spread: float) -> None:
+def test_the_interval_covers_the_truth_at_ten_sequences() -> None:
     """KLs of a sequence are lognormal, and half of that is of the sequence and shared by all methods."""
-    draw, covered, trials = np.random.default_rng(7), 0, 600
+    draw, covered, trials, spread = np.random.default_rng(7), 0, 600, 0.6
     points = np.array([4.0, 2.0, 1.0, 0.5, 0.25])
     for seed in range(trials):
         hard, own, others = draw.normal(0, spread * math.sqrt(0.5), (3, 10))
@@ -170,25 +156,16 @@ def test_an_end_outside_what_was_measured_is_none() -> None:
     of_largest = float(of.kl[-1].mean()) * 1.02
     low, high = bootstrap_ratio(of, FamilyCurve(np.full((1, 20), 8.0), np.full((1, 20), 0.1)), of_largest)
     assert low is None and high is not None and high > 2
-
-
-def test_draws_in_which_both_are_outside_say_nothing() -> None:
-    curve = power_law(0.04, 20, 1)
-    assert bootstrap_ratio(curve, curve, float(curve.kl[0].mean())) == (None, None)
-    nothing = FamilyCurve(curve.bits, np.zeros_like(curve.kl))
-    assert bootstrap_ratio(nothing, curve, 0.01) == (None, None)
+    # Where both are outside, a draw says nothing.
+    assert bootstrap_ratio(of, of, float(of.kl[0].mean())) == (None, None)
 
 
 def test_other_sequences_or_no_draws_are_refused() -> None:
     of = power_law(0.04, 20, 1)
     with pytest.raises(InputError, match="sequences: methods must be measured on the same, got 19 and 20"):
         bootstrap_ratio(of, power_law(0.04, 19, 1), 0.01)
-    with pytest.raises(InputError, match="sequences: methods must be measured on the same, got 3 and 20"):
-        bootstrap_ratio(of, of, [0.1, 0.2, 0.3])
     with pytest.raises(InputError, match="draws: must be at least 1, got 0"):
         bootstrap_ratio(of, of, 0.01, draws=0)
-    with pytest.raises(InputError, match="kl: must be"):
-        FamilyCurve(np.ones((2, 3)), np.ones((3, 2)))
 
 
 # The comparison of a report -----------------------------------------------------------------------------------------
@@ -265,8 +242,6 @@ def test_the_comparison_is_json_and_the_seed_decides(quality: list[dict[str, Any
 def test_an_anchor_that_was_not_measured(quality: list[dict[str, Any]]) -> None:
     with pytest.raises(InputError, match="anchors: 'cachgen' was not measured; did you mean 'cachegen'"):
         compare_at_equal_kl(quality, ["fp8", "cachgen"], 1)
-    with pytest.raises(InputError, match=r"anchors: 'x' was not measured; there are bf16, fp8, "):
-        compare_at_equal_kl(quality, ["x"], 1)
 
 
 # Paired differences -------------------------------------------------------------------------------------------------
@@ -293,15 +268,10 @@ def test_sizes_are_read_off_each_curve(quality: list[dict[str, Any]]) -> None:
     assert found["cuvee/layer", 100.0]["bits_per_value"] is None
 
 
-def test_paired_difference_by_hand() -> None:
+def test_paired_differences() -> None:
     mean, error = paired_difference([3, 5, 10], [1, 2, 3])  # 2, 3, 7
     assert mean == 4 and error == pytest.approx((7 / 3) ** 0.5)
-    assert paired_difference([1, 2, 3], [3, 5, 10])[0] == -4
     assert paired_difference([1.5], [1]) == (0.5, None)
-    assert paired_difference([7, 8], [6, 7]) == (1, 0)
-
-
-@pytest.mark.parametrize(("a", "b"), [([], []), ([1.0], [1.0, 2.0])])
-def test_differences_of_other_lengths(a: list[float], b: list[float]) -> None:
-    with pytest.raises(InputError, match="b: must have as many entries as a"):
-        paired_difference(a, b)
+    for other in ([], [1.0, 2.0]):
+        with pytest.raises(InputError, match="b: must have as many entries as a"):
+            paired_difference(other[:-1], other)

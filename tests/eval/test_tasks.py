@@ -53,21 +53,18 @@ def test_names() -> None:
     assert {path.stem for path in TASKS_PATH.glob("*.jsonl")} == set(LOCAL_TASKS)
 
 
-@pytest.mark.parametrize("name", [*LOCAL_TASKS, LINES_TASK])
-def test_facts(name: str) -> None:
-    facts = facts_of(name)
-    assert facts is not None
-    docs = documents.line_retrieval()["test"].to_list() if name == LINES_TASK else committed(name)
-    chances = {None} if name in NLL_TASKS else {1 / len(doc["choices"]) for doc in docs}
-    assert {facts.chance} == chances
-    metric = ("nats_per_word", False) if name in NLL_TASKS else ("acc", True)
-    assert (facts.metric, facts.higher_is_better) == metric
-    assert facts.description.endswith(".") and len(facts.description) <= 120 and "\n" not in facts.description
-    assert facts.shorter == ("lines=50" if name == LINES_TASK else None)
-
-
-def test_of_other_names_there_are_no_facts() -> None:
-    assert facts_of("cuvee_local") is None and facts_of("piqa") is None
+def test_facts() -> None:
+    for name in (*LOCAL_TASKS, LINES_TASK):
+        facts = facts_of(name)
+        assert facts is not None
+        docs = documents.line_retrieval()["test"].to_list() if name == LINES_TASK else committed(name)
+        chances = {None} if name in NLL_TASKS else {1 / len(doc["choices"]) for doc in docs}
+        assert {facts.chance} == chances
+        metric = ("nats_per_word", False) if name in NLL_TASKS else ("acc", True)
+        assert (facts.metric, facts.higher_is_better) == metric
+        assert facts.description.endswith(".") and len(facts.description) <= 120 and "\n" not in facts.description
+        assert facts.shorter == ("lines=50" if name == LINES_TASK else None)
+    assert facts_of("cuvee_local") is None
 
 
 def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,19 +83,8 @@ def test_the_documents_are_those_whose_properties_are_known() -> None:
     assert hashlib.sha256(content).hexdigest() == "b93d699be05ea96a6fa32d9d9b9eb5ce7cddc645c804d7ec45d27a612363f6f3"
 
 
-def test_load() -> None:
-    loaded = documents.load("cuvee_kv_8.jsonl", version=1.0, pretrained="a model")
-    assert list(loaded) == ["test"]
-    assert loaded["test"].to_list() == committed("cuvee_kv_8")
-
-
-def test_load_without_the_file() -> None:
-    with pytest.raises(InputError, match=r"^documents: no file nothing\.jsonl in .*: install cuvee again"):
-        documents.load("nothing.jsonl")
-
-
-@pytest.mark.parametrize("count", [10, 25])
-def test_lines(count: int) -> None:
+def test_lines() -> None:
+    count = 25
     docs = documents.line_retrieval(lines=str(count), version=1.0)["test"].to_list()
     assert len(docs) == 200 and {doc["answer"] for doc in docs} == set(range(10))
     for doc in docs[:20]:
@@ -116,15 +102,17 @@ def test_the_lines_are_those_of_earlier_reports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("make", "given", "message"),
     [
-        ({"lines": 9}, "lines: must be 10 to 1024, got 9"), ({"lines": "5000"}, "lines: must be 10 to 1024"),
-        ({"lines": 1.5}, "lines: must be 10"), ({"context": "none"}, "context: must be given or absent, got 'none'"),
+        (documents.line_retrieval, {"lines": 9}, "lines: must be 10 to 1024, got 9"),
+        (documents.line_retrieval, {"lines": 1.5}, "lines: must be 10 to 1024, got 1.5"),
+        (documents.line_retrieval, {"context": "none"}, "context: must be given or absent, got 'none'"),
+        (documents.load, {"documents": "none.jsonl"}, r"documents: no file none\.jsonl in .*: install cuvee again"),
     ],
-)  # fmt: skip
-def test_lines_that_cannot_be_made(given: dict[str, Any], message: str) -> None:
+)
+def test_documents_that_cannot_be_made(make: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
-        documents.line_retrieval(**given)
+        make(**given)
 
 
 def test_nats_per_word() -> None:

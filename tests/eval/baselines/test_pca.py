@@ -23,8 +23,6 @@ from cuvee.eval.report.candidates import pca_candidates
 
 Make = Callable[..., KVChunk]
 SCALAR = KVLayout("synthetic", (LayerLayout(1, 1, 1, None),), "float32", None)  # one key, one value a token
-GROUPS = ["head", "unit", "layer", "all", "layers:2"]
-NAMES = ["gqa", "narrow-values", "no-rope", "partial", "interleaved", "yarn", "irregular"]
 
 
 def scalars(keys: list[float], values: list[float]) -> KVChunk:
@@ -67,8 +65,10 @@ def test_groups_of_an_irregular_layout() -> None:
     assert first.tolist() == [*range(16), *range(32, 48), *range(64, 80), *range(96, 112)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("gqa", "head"), ("irregular", "unit"), ("yarn", "layer"), ("partial", "all"), ("interleaved", "layers:2")],
+)
 def test_maps_are_orthonormal_and_invertible(name: str, group: str) -> None:
     layout = LAYOUTS[name]
     basis = PcaTransform.fit(layout, caches(layout), group).basis
@@ -82,7 +82,7 @@ def test_maps_are_orthonormal_and_invertible(name: str, group: str) -> None:
     assert float(off.square().sum()) == pytest.approx(basis.rms**2 * float(noise.square().sum()), rel=1e-3)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ["head", "layers:2"])
 def test_components_are_uncorrelated_and_in_order_within_their_group(group: str) -> None:
     layout = LAYOUTS["gqa"]
     transform = PcaTransform.fit(layout, caches(layout), group)
@@ -96,7 +96,7 @@ def test_components_are_uncorrelated_and_in_order_within_their_group(group: str)
         assert torch.allclose(covariance, variance.diag(), atol=1e-3 * float(variance.max()))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["interleaved", "irregular"])
 def test_position_changes_no_coefficient(name: str) -> None:
     layout = LAYOUTS[name]
     transform = PcaTransform.fit(layout, caches(layout), "all")
@@ -152,9 +152,8 @@ def test_levels_come_back_at_their_centroid() -> None:
     assert back.keys[0].flatten().tolist() == pytest.approx([1 + centroid, -1 - centroid, 0, 2 + centroid], abs=1e-4)
 
 
-@pytest.mark.parametrize("step", [0.1, 0.6])
-def test_errors_are_bounded_by_the_step(step: float) -> None:
-    layout = LAYOUTS["gqa"]
+def test_errors_are_bounded_by_the_step() -> None:
+    layout, step = LAYOUTS["gqa"], 0.6
     transform = PcaTransform.fit(layout, caches(layout), "layer")
     method, chunk = transform.method(step), synthetic_chunk(layout, 50, seed=8, start=9)
     chunk.keys[0][3] = 1000.0  # far beyond anything that calibration saw
@@ -166,26 +165,7 @@ def test_errors_are_bounded_by_the_step(step: float) -> None:
     assert float((chunk.keys[0][3] - back.keys[0][3]).abs().max()) < 10 * step * transform.basis.rms
 
 
-def test_tables_reach_the_entropy_of_their_source() -> None:
-    layout = KVLayout("synthetic", (LayerLayout(1, 4, 4, None),), "float32", None)
-    wide, step = torch.tensor([8.0, 4.0, 2.0, 1.0]), 0.25
-
-    def draw(seed: int) -> KVChunk:
-        uniform = torch.rand(2, 20000, 1, 4, generator=torch.Generator().manual_seed(seed)) - 0.5
-        x = -wide * uniform.sign() * (1 - 2 * uniform.abs()).clamp_min(1e-7).log()  # Laplace, mean |x| = wide
-        return KVChunk([x[0]], [x[1]], layout)
-
-    transform = PcaTransform.fit(layout, [draw(0)], "head")
-    bits = transform.method(step).encode(draw(1))[1] / 20000 / 8
-    entropy = 0.0
-    for scale in wide.tolist():
-        tail = [math.exp(-(n + 0.6) * step * transform.basis.rms / scale) for n in range(2000)]  # P(|level| > n)
-        p = [1 - tail[0], *((a - b) / 2 for a, b in pairwise(tail) for _ in range(2))]
-        entropy -= sum(q * math.log2(q) for q in p if q) / 4
-    assert bits == pytest.approx(entropy, rel=0.01)
-
-
-@pytest.mark.parametrize("step", [0.0, -1.0, 0.0009, math.nan, math.inf])
+@pytest.mark.parametrize("step", [0.0009, math.nan, math.inf])
 def test_a_step_must_be_finite_and_not_too_small(step: float) -> None:
     transform = PcaTransform.fit(LAYOUTS["mqa"], caches(LAYOUTS["mqa"]), "head")
     with pytest.raises(InputError, match=r"^step: must be finite and at least 0.0009765625"):
@@ -210,9 +190,8 @@ def test_methods_say_what_they_are() -> None:
     assert len({basis.digest, *(other.digest for other in others)}) == 6
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_narrow_caches_come_back_in_their_dtype(name: str) -> None:
-    layout = LAYOUTS[name]
+def test_narrow_caches_come_back_in_their_dtype() -> None:
+    layout = LAYOUTS["bfloat16"]
     chunks, chunk = caches(layout), synthetic_chunk(layout, 30, seed=6)
     method = PcaTransform.fit(layout, chunks, "all").method(0.02)
     back = method.decode(method.encode(chunk)[0])
@@ -220,47 +199,27 @@ def test_narrow_caches_come_back_in_their_dtype(name: str) -> None:
     assert same(back, chunk, 0.25)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nan_is_refused(bad: float) -> None:
-    layout = LAYOUTS["gqa"]
+def test_chunks_that_do_not_fit_are_refused() -> None:
+    layout = LAYOUTS["gqa"]  # 64 values in a layer, 16 in a head
     chunks = caches(layout)
     method = PcaTransform.fit(layout, chunks, "layer").method(0.3)
-    broken = synthetic_chunk(layout, 20)
-    broken.values[1][3, 0, 2] = bad
-    with pytest.raises(InputError, match=r"^chunk: holds NaN or infinite values"):
-        method.encode(broken)
-    with pytest.raises(InputError, match=r"^chunk: holds NaN or infinite values"):
-        PcaTransform.fit(layout, [*chunks, broken], "head")
-
-
-def test_levels_beyond_integers_are_refused() -> None:
-    layout = LAYOUTS["gqa"]
-    method = PcaTransform.fit(layout, caches(layout), "all").method(0.01)
-    chunk = synthetic_chunk(layout, 20)
-    chunk.values[1][3] = 1e38
-    with pytest.raises(InputError, match=r"^chunk: holds values of 2\*\*31 steps"):
-        method.encode(chunk)
-
-
-def test_another_layout_is_refused() -> None:
-    layout = LAYOUTS["gqa"]
-    chunks = caches(layout)
-    narrow = synthetic_chunk(replace(layout, dtype="bfloat16"), 20)
-    with pytest.raises(InputError, match=r"^chunk: has another layout"):
-        PcaTransform.fit(layout, chunks, "head").method(0.3).encode(narrow)
-    with pytest.raises(InputError, match=r"^chunks: one has another layout"):
-        PcaTransform.fit(layout, [*chunks, narrow], "head")
-
-
-def test_too_few_tokens_are_refused() -> None:
-    layout = LAYOUTS["gqa"]  # 64 values in a layer, 16 in a head
-    chunks = [synthetic_chunk(layout, 100, 0), synthetic_chunk(layout, 27, 1)]
-    with pytest.raises(InputError, match=r"^chunks: hold 127 tokens, and a basis of 64 values needs 128: .* narrower"):
-        PcaTransform.fit(layout, chunks, "layer")
-    PcaTransform.fit(layout, chunks, "head")
-    PcaTransform.fit(layout, [*chunks, synthetic_chunk(layout, 1)], "layer")
-    with pytest.raises(InputError, match=r"^chunks: hold 0 tokens"):
-        PcaTransform.fit(layout, [], "head")
+    broken, large, narrow = synthetic_chunk(layout, 20), synthetic_chunk(layout, 20), replace(layout, dtype="bfloat16")
+    broken.values[1][3, 0, 2], large.values[1][3] = math.inf, 1e38
+    refused: list[tuple[str, Callable[[], object]]] = [
+        ("chunk: holds NaN or infinite values", lambda: method.encode(broken)),
+        ("chunk: holds NaN or infinite values", lambda: PcaTransform.fit(layout, [*chunks, broken], "head")),
+        (r"chunk: holds values of 2\*\*31 steps", lambda: method.encode(large)),
+        ("chunk: has another layout", lambda: method.encode(synthetic_chunk(narrow, 20))),
+        ("chunks: one has another", lambda: PcaTransform.fit(layout, [*chunks, synthetic_chunk(narrow, 20)], "head")),
+        (
+            "chunks: hold 127 tokens, and a basis of 64 values needs 128: .* narrower",
+            lambda: PcaTransform.fit(layout, [synthetic_chunk(layout, 100), synthetic_chunk(layout, 27)], "layer"),
+        ),
+        ("chunks: hold 0 tokens", lambda: PcaTransform.fit(layout, [], "head")),
+    ]
+    for message, call in refused:
+        with pytest.raises(InputError, match=f"^{message}"):
+            call()
 
 
 def test_a_group_too_wide_is_refused_and_left_out_of_reports() -> None:

@@ -32,15 +32,11 @@ def round_trip(method: Method, chunk: KVChunk) -> tuple[KVChunk, float]:
     return back, bits
 
 
-@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 16), ("float32", 32)])
-def test_identity_costs_the_dtype_and_changes_nothing(dtype: str, width: int) -> None:
-    chunk = make(5, dtype=dtype)
+def test_identity_costs_the_dtype_and_destroyed_keeps_nothing() -> None:
+    chunk = make(5, dtype="bfloat16")
     back, bits = round_trip(Uncompressed(), chunk)
-    assert bits == width * 5 * 2 * (40 + 24)
+    assert bits == 16 * 5 * 2 * (40 + 24)
     assert all(torch.equal(a, b) for a, b in zip(chunk.keys + chunk.values, back.keys + back.values, strict=True))
-
-
-def test_destroyed_keeps_nothing() -> None:
     back, bits = round_trip(Destroyed(), make(5))
     assert bits == 0 and not any(bool(tensor.any()) for tensor in back.keys + back.values)
 
@@ -61,11 +57,6 @@ def test_float8_saturates_where_the_cast_would_make_nan() -> None:
     chunk.keys[0][0, 0, 0], chunk.keys[0][0, 0, 1] = -1e9, 448.0 * 1.2
     back, _ = round_trip(Float8(), chunk)
     assert back.keys[0][0, 0, :2].tolist() == [-448.0, 448.0]
-
-
-def test_float8_has_a_scale_that_is_known() -> None:
-    with pytest.raises(InputError, match=r"^scale: must be one of none, unit, head, got 'token'"):
-        Float8(scale="token")
 
 
 @pytest.mark.parametrize(("scale", "scales"), [("unit", 1), ("head", 2)])
@@ -95,14 +86,18 @@ def test_int8_has_one_scale_a_unit() -> None:
     [Uncompressed(), Destroyed(), Float8(), Float8(scale="head"), Int8(), Kivi(4), CacheGen()],
     ids=repr,
 )
-def test_methods_stay_on_the_device_of_the_chunk(method: Method) -> None:
+def test_methods_stay_on_the_device_of_the_chunk_and_survive_zeros(method: Method) -> None:
     chunk = make(5)
+    chunk.keys[0][0], chunk.values[0][:] = 0, 2.5
     with torch.device("meta"):  # what is created without a device would end up there, apart from the chunk
         back, bits = method.encode(chunk)
     assert math.isfinite(bits) and method.decode(back).device == chunk.device
+    keys, values = method.decode(back).keys[0], method.decode(back).values[0]
+    assert bool(torch.isfinite(keys).all()) and bool(torch.isfinite(values).all())
+    assert isinstance(method, Kivi) or not keys[0].any(), "whose groups are of several tokens"
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 8])
 def test_kivi_counts_levels_and_groups(bits: int) -> None:
     tokens = 40  # a group of 32 and one of 8
     chunk = make(tokens)
@@ -117,17 +112,12 @@ def test_kivi_counts_levels_and_groups(bits: int) -> None:
                 assert bool(((part - coded).abs() <= 0.5 * step + 1e-5).all())
 
 
-def test_kivi_keeps_a_constant() -> None:
-    layout = KVLayout("synthetic", (LayerLayout(1, 4, 4, None),), "float32", None)
-    chunk = KVChunk([torch.full((3, 1, 4), 2.5)], [torch.full((3, 1, 4), -1.0)], layout)
-    back, _ = round_trip(Kivi(2), chunk)
-    assert bool((back.keys[0] == 2.5).all()) and bool((back.values[0] == -1).all())
-
-
-@pytest.mark.parametrize(("bits", "group"), [(0, 32), (9, 32), (4, 0)])
-def test_kivi_refuses_what_it_is_not(bits: int, group: int) -> None:
-    with pytest.raises(InputError, match=r"^bits"):
-        Kivi(bits, group)
+def test_what_no_method_is() -> None:
+    for bits, group in ((0, 32), (9, 32), (4, 0)):
+        with pytest.raises(InputError, match=r"^bits"):
+            Kivi(bits, group)
+    with pytest.raises(InputError, match=r"^scale: must be one of none, unit, head, got 'token'"):
+        Float8(scale="token")
 
 
 def test_cachegen_counts_entropy_tables_and_scales_by_hand() -> None:
@@ -152,10 +142,3 @@ def test_cachegen_gives_the_first_layers_more_bins() -> None:
 
     tops = [[top(a, b) for a, b in zip(getattr(chunk, n), getattr(back, n), strict=True)] for n in ("keys", "values")]
     assert tops == [[15] * 5 + [7] * 11, [15] + [7] * 15]
-
-
-def test_cachegen_survives_a_token_of_zeros() -> None:
-    chunk = make(2, layers=1)
-    chunk.keys[0][0] = 0
-    back, _ = round_trip(CacheGen(), chunk)
-    assert not back.keys[0][0].any() and bool(torch.isfinite(back.keys[0]).all())

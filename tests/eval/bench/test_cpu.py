@@ -21,8 +21,6 @@ from cuvee.eval.bench.cpu import LOSSLESS, MEMCPY, ZSTD, BenchCache, FlatCache, 
 from cuvee.eval.bench.shapes import llama_layout
 from cuvee.eval.machine import hardware
 
-UNEVEN = KVLayout("synthetic", (LayerLayout(2, 12, 20, None), LayerLayout(1, 30, 7, None)), "bfloat16", None)
-
 
 @cache
 def small_cache() -> BenchCache:
@@ -50,20 +48,9 @@ def coded(name: str, values: torch.Tensor) -> tuple[torch.Tensor, int]:
     return target.units[0], method.stored_bytes()
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
-def test_a_flat_cache_is_the_chunk_and_its_words_are_all_of_it(tokens: int) -> None:
-    chunk = make_chunk(UNEVEN, tokens)
-    flat = FlatCache.copy_of(chunk)
-    assert all(map(same_bits, flat.chunk.keys + flat.chunk.values, chunk.keys + chunk.values))
-    words = flat.words()
-    assert len(words) == len(flat.values)
-    words[-1] ^= 1
-    assert not same_bits(flat.chunk.values[-1], chunk.values[-1]), "words share the memory"
-
-
 def test_only_bfloat16_is_compared() -> None:
     with pytest.raises(InputError, match=r"^layout.*bfloat16"):
-        FlatCache(KVLayout("synthetic", UNEVEN.layers, "float16", None), 3)
+        FlatCache(KVLayout("synthetic", (LayerLayout(2, 12, 20, None),), "float16", None), 3)
 
 
 @pytest.mark.parametrize("name", [MEMCPY, ZSTD, LOSSLESS])

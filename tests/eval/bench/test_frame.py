@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,6 @@ def show(report: Any) -> Shown:
 
 def run(*argv: str) -> int:
     return run_bench("some", "Measures something.", options, measure, show, argv)
-
-
-def test_a_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "new" / "folder"
-    assert run("--size", "3", "--out", str(out)) == 0
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in ("On a machine.", "Sizes", "size", "3", "In units."))
-    assert json.loads((out / "data.json").read_text()) == {"size": 3}
-    assert [path.name for path in out.iterdir()] == ["data.json"]
 
 
 def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,14 +66,11 @@ def test_figures_are_of_what_came_in_time() -> None:
     assert found["between_tokens_seconds"]["p50"] == 0.5 and found["between_tokens_seconds"]["p99"] == 1.5
 
 
-@pytest.mark.parametrize("length", [0, 300])
-def test_prefixes_are_whole_chunks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    monkeypatch.setattr(frame, "find_spec", lambda _: True)
-    with pytest.raises(InputError, match=f"lengths: must be multiples of {CHUNK}"):
-        run_serving_bench("first-token", replace(SMALL, lengths=(length,)), bundled_model_path(), ["lossless"])
-
-
-def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_it_says_so_and_prefixes_are_whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length in (0, 300):
+        monkeypatch.setattr(frame, "find_spec", lambda _: True)
+        with pytest.raises(InputError, match=f"lengths: must be multiples of {CHUNK}"):
+            run_serving_bench("first-token", replace(SMALL, lengths=(length,)), bundled_model_path(), ["lossless"])
     monkeypatch.setattr(frame, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="needs vLLM"):
         run_serving_bench("storing", SMALL, bundled_model_path(), ["lossless"])

@@ -31,14 +31,10 @@ def test_a_report_comes_back_from_its_json() -> None:
     [
         (("quality", 0, "per_sequence", "kl", 1), "much", r"report\.quality\[0\]\.per_sequence\.kl\[1\]: must be of"),
         (("quality", 0, "kl"), True, r"report\.quality\[0\]\.kl: must be of type float, got True"),
-        (("quality", 0, "key"), None, r"report\.quality\[0\]\.key: must be of type str, got None"),
         (("quality", 0), 3, r"report\.quality\[0\]: must be an object, got 3"),
         (("profiles", "layer", "colour"), "red", r"report\.profiles\.layer: has an unknown field 'colour'"),
         (("text",), [], r"report\.text: must be an object"),
-        *(
-            (path, ..., f".* lacks the field '{path[-1]}'")
-            for path in (("digest",), ("model", "name"), ("quality", 0, "family"), ("exact", "per_sequence"))
-        ),
+        (("quality", 0, "family"), ..., ".* lacks the field 'family'"),
     ],
 )
 def test_what_does_not_fit_is_named(path: tuple[Any, ...], value: Any, message: str, tmp_path: Path) -> None:

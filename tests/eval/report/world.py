@@ -34,7 +34,6 @@ def whole(kind: Any, given: Any) -> Any:
 
 
 def filled(data: Mapping[str, Any]) -> Report:
-    """Make a report of some of its fields."""
     base = {"format": REPORT_FORMAT, "version": REPORT_VERSION, **data}
     if "chunk_tokens" not in base.get("configuration", {}):
         base["configuration"] = {"cache_dtype": "bfloat16", "chunk_tokens": 256, **base.get("configuration", {})}
@@ -67,7 +66,6 @@ def quality(name: str, bits: float, kl: float, **changes: Any) -> Quality:
 
 
 def entry(key: str, bits: float, kl: float, kind: str = "point", **changes: Any) -> dict[str, Any]:
-    """Make up a method of a report by its key."""
     family, _, setting = key.partition("@")
     measured = quality(key, bits, kl, **changes).to_dict()
     return {"key": key, "family": family, "label": f"{key} label", "kind": kind, "setting": setting, **measured}
