@@ -71,7 +71,6 @@ class Served:
 
     @property
     def engine(self) -> str:
-        """The column."""
         return next(name for prefix, name in ENGINES.items() if self.path.startswith(prefix))
 
 
@@ -99,7 +98,6 @@ def marks() -> Iterator[Served]:
 
 
 def page() -> str:
-    """The text of docs/matrix.md."""
     best: dict[tuple[tuple[str, ...], str], str] = {}
     for mark in marks():
         at = mark.kind, mark.engine

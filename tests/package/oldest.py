@@ -26,7 +26,6 @@ def pins(requirements: Iterable[str]) -> list[str]:
 
 
 def oldest() -> list[str]:
-    """The pins of the project and of `EXTRAS`."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     return pins([*project["dependencies"], *(entry for name in EXTRAS for entry in extras[name])])

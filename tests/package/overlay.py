@@ -65,7 +65,6 @@ def overlay(new: Path, site: Path) -> str:
 
 
 def main() -> None:
-    """Overlay the environment of this interpreter."""
     site = Path(sysconfig.get_paths()["purelib"])
     with tempfile.TemporaryDirectory(dir=site.parent) as folder:
         expected = overlay(fetch(sys.argv[1], Path(folder)), site)

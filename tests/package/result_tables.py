@@ -56,7 +56,6 @@ def _smaller(anchors: list[Any], anchor: str, against: str) -> Mapping[str, Any]
 
 
 def equal_kl() -> list[str]:
-    """Make the table of sizes at the KL of each baseline."""
     anchors = _report()["comparison"]
     lines = ["| baseline | bits per value | KL | cuvee is smaller by |", "|---|---|---|---|"]
     for anchor in anchors:
@@ -71,7 +70,6 @@ def equal_kl() -> list[str]:
 
 
 def by_kind() -> list[str]:
-    """Make the same table for each kind of text."""
     kinds = {(kind["text"], kind["reread"]): kind["comparison"] for kind in _report()["by_kind"]}
     rows = [
         ("FP8 e4m3 (8 bits per value)", "fp8-e4m3", "fp8-e4m3"),
@@ -88,7 +86,6 @@ def by_kind() -> list[str]:
 
 
 def sizes() -> list[str]:
-    """Make the table of sizes at round KLs."""
     found = [each for each in _report()["sizes"] if each["family"] == OURS]
     return [
         f"| KL, nats per token | {' | '.join(format(each['kl'], 'g') for each in found)} |",
@@ -102,7 +99,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {"equal-kl": equal_kl, "by-kind": b
 
 
 def main() -> None:
-    """Write all tables anew."""
     for path in DOCUMENTS:
         path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -190,7 +190,7 @@ def parse(line: str) -> None:
     """Parse a command line as the program does, except for the values of options.
 
     Raises:
-        ValueError: no such command or option, or arguments that it does not take.
+        ClickException, ValueError: no such command or option, or arguments that it does not take.
     """
     words = shlex.split(line, comments=True)
     words = [word for word in words[words.index("cuvee") + 1 :] if word not in ("…", "...")]
@@ -200,21 +200,11 @@ def parse(line: str) -> None:
         if name not in command.commands:
             raise ValueError(f"no such command: {name!r}")
         command = command.commands[name]
-    options = {name: parameter for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    given = 0
-    while words:
-        word, _, value = words.pop(0).partition("=")
-        if not word.startswith("-"):
-            given += 1
-        elif word != "--help" and word not in options:
-            raise ValueError(f"no such option: {word}")
-        elif word in options and not options[word].is_flag and not value:
-            del words[: options[word].nargs]
-    if given > len(arguments) and not any(argument.nargs == -1 for argument in arguments):
-        raise ValueError(f"{given} arguments, {len(arguments)} are taken")
-    if given < sum(argument.required for argument in arguments):
-        raise ValueError(f"{given} arguments, more are needed")
+    given, more, _ = command.make_parser(command.context_class(command)).parse_args(words)
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    missing = [each.name for each in arguments if each.required and not given.get(each.name)]
+    if more or (missing and "help" not in given):
+        raise ValueError(f"arguments that are not taken: {more}, missing: {missing}")
 
 
 @pytest.mark.parametrize(("file", "line"), of_documents())

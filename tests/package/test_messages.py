@@ -41,7 +41,6 @@ def literal(node: ast.expr) -> str | None:
 
 
 def complaint(text: str) -> str | None:
-    """What is wrong with a message."""
     if not FORM.match(text):
         return "begins with no name and colon"
     if re.search(r" must be (at least|at most|between|positive|above|below|one of)\b", text) and "got " not in text:

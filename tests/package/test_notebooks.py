@@ -92,7 +92,6 @@ def code_cells(notebook: Notebook) -> list[Notebook]:
 
 
 def printed(cell: Notebook) -> str:
-    """Return all text of a cell's outputs."""
     return "\n".join(o.text if o.output_type == "stream" else str(o.data.get("text/plain", "")) for o in cell.outputs)
 
 
@@ -113,9 +112,8 @@ def committed(request: pytest.FixtureRequest) -> Path:
     return ROOT / "notebooks" / f"{request.param}.ipynb"
 
 
-@pytest.mark.parametrize(
-    "name", [NOTEBOOKS[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in NOTEBOOKS[1:])]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     original = ROOT / "notebooks" / f"{name}.ipynb"
     copy = tmp_path / original.name

@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from tests.package.stability import PAGE, promised, public, renewed
-from typer.testing import CliRunner
 
 import cuvee.cli
-from cuvee.cli import app
 from cuvee.codec.format import container
 from cuvee.codec.profiles import profile_file
 from cuvee.integrations.stores import envelope
@@ -29,14 +26,6 @@ def test_a_new_name_enters_as_beta_and_a_promise_is_kept() -> None:
     without = TEXT.replace(", `OpenBlob`", "")
     stable, beta = promised(renewed(without))["`cuvee`"]
     assert "OpenBlob" in beta and "OpenBlob" not in stable and "Codec" in stable
-
-
-@pytest.mark.parametrize(
-    ("code", "arguments"), [(0, ["--help"]), (1, ["inspect", "missing.cuvee"]), (2, ["inspect", "--no-such-option"])]
-)
-def test_exit_codes(code: int, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(app, arguments).exit_code == code
 
 
 def test_the_page_has_every_exit_code() -> None:

@@ -38,25 +38,9 @@ def test_profile_show(files: Files) -> None:
 
 
 @pytest.mark.parametrize("command", [["learn", "no/such/model"], ["pull", "no/such/model", "file:///no/such/folder"]])
-def test_force_does_not_replace_a_folder_by_a_file(command: list[str], tmp_path: Path) -> None:
-    """This is said before anything is learned."""
+def test_an_output_that_cannot_be_written_is_found_first(command: list[str], tmp_path: Path) -> None:
+    fails("profile", *command, "-o", "/proc/x", match="/proc/x: must be in a folder that can be")
     fails("profile", *command, "-o", tmp_path, "--force", match="must be a file, got a folder")
-
-
-@pytest.mark.parametrize("command", [["learn", "no/such/model"], ["pull", "no/such/model", "file:///no/such/folder"]])
-def test_an_output_that_cannot_be_written_is_found_first(command: list[str]) -> None:
-    fails(
-        "profile", *command, "-o", "/proc/x.safetensors", match="/proc/x.safetensors: must be in a folder that can be"
-    )
-
-
-def test_what_ctrl_c_leaves_of_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("cuvee.calibration.kinds.mixture", interrupted)
-    done = run("profile", "learn", "books-3m", "-o", tmp_path / "p.safetensors", code=130)
-    assert "p.safetensors was not written" in done.stderr and not [*tmp_path.iterdir()]
 
 
 def test_ctrl_c_keeps_what_the_same_command_goes_on_from(
@@ -73,6 +57,11 @@ def test_ctrl_c_keeps_what_the_same_command_goes_on_from(
         seen.append(given[1])
         return cast(Profile, books.profile)
 
+    monkeypatch.setattr(kinds, "more_text", lambda *_: books.harbour[:50, :16])  # reading all of it takes seconds
+    with monkeypatch.context() as early:
+        early.setattr(kinds, "mixture", interrupted)
+        assert "p.safetensors was not written" in run(*learn, code=130).stderr and not [*tmp_path.iterdir()]
+    seen.clear()
     calibrate = cuvee.calibrate
     monkeypatch.setattr(cuvee, "calibrate", interrupted)
     done = run(*learn, code=130)
