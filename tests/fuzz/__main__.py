@@ -41,7 +41,6 @@ def main() -> int:
 
 
 def replay(what: str) -> int:
-    """Check one case in this process, where a debugger can follow it; return the exit code."""
     path = Path(what)
     if path.is_file():
         target, data = named(path.name.partition("-")[0]), path.read_bytes()

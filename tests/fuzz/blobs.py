@@ -79,12 +79,10 @@ class Subject:
 
     @property
     def lossless(self) -> bool:
-        """Whether the blob is lossless."""
         return read_header(self.blob).lossless
 
     @property
     def profile(self) -> Profile:
-        """The profile of the codecs."""
         return self.codec("numba").profile
 
     def whole(self, codec: Codec, blob: bytes | memoryview) -> bytes | memoryview | OpenBlob:
@@ -98,7 +96,6 @@ def _cached(make: Callable[[str], Codec]) -> Callable[[str], Codec]:
 
 @cache
 def small_profile() -> Profile:
-    """Learn a profile on a few tokens."""
     return fit(SMALL, [small_chunk(seed, 40) for seed in range(7)], "layer")
 
 
@@ -345,7 +342,6 @@ class BlobTarget:
     weight = 8.0
 
     def warm_up(self) -> None:
-        """Check that every subject decodes."""
         for at, subject in enumerate(subjects()):
             if self.check(bytes([at]) + subject.blob) != "decoded":
                 raise Finding(f"the good blob {subject.name!r} does not decode")
@@ -355,7 +351,6 @@ class BlobTarget:
         return (24 << 20) + 2048 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """Make the number of a subject and a blob for it."""
         at = dice.number(0, len(subjects()) - 1)
         subject = subjects()[at]
         blob = subject.blob
@@ -454,7 +449,6 @@ def _spread(blob: bytes) -> memoryview:
 
 
 def _decoded(subject: Subject, blob: bytes, backend: str) -> tuple[str, KVChunk | None]:
-    """Decode a blob; return the outcome, and the chunk if there is one."""
     codec = subject.codec(backend)
     try:
         # One backend gets contiguous bytes, the others every second byte of a buffer.

@@ -27,7 +27,6 @@ class Dice:
         self.rng = np.random.default_rng([zlib.crc32(target.encode()), seed, number])
 
     def chance(self, share: float) -> bool:
-        """Return True with probability `share`."""
         return bool(self.rng.random() < share)
 
     def trick(self, share: float) -> bool:
@@ -35,11 +34,9 @@ class Dice:
         return self.mischief and self.chance(share)
 
     def number(self, low: int, high: int) -> int:
-        """Return a number from `low` to `high`, both included."""
         return int(self.rng.integers(low, high, endpoint=True))
 
     def pick(self, options: Sequence[T]) -> T:
-        """Return one of the options."""
         return options[int(self.rng.integers(len(options)))]
 
     def small(self, high: int) -> int:
@@ -47,7 +44,6 @@ class Dice:
         return 1 + int((high - 1) * float(self.rng.random()) ** 3)
 
     def junk(self, length: int) -> bytes:
-        """Return random bytes."""
         return self.rng.bytes(length)
 
     def odd(self, width: int, near: int = 0) -> int:

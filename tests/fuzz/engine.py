@@ -155,7 +155,6 @@ def judge(target: Target, data: bytes, *, cpu: float = CPU_SECONDS, wall: float 
 
 
 def case(target: Target, seed: int, number: int) -> bytes:
-    """The bytes of a case."""
     return target.make(Dice(target.name, seed, number))
 
 

@@ -39,7 +39,6 @@ class EntryTarget:
     weight = 1.0
 
     def warm_up(self) -> None:
-        """Check that a good entry is read."""
         if self.check(b"\0" + seal(KEY, b"blob", NOW)) != "read":
             raise Finding("a good entry is not read")
 
@@ -48,7 +47,6 @@ class EntryTarget:
         return (8 << 20) + 16 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """Make a byte that selects how to read the entry, and an entry."""
         blob = dice.junk(dice.pick((0, 1, dice.small(3000))))
         data = bytearray(seal(dice.pick((KEY, KEY, OTHER)), blob, NOW + dice.pick((0.0, -120.0, 1e9))))
         kind = dice.number(0, 6)
@@ -69,7 +67,6 @@ class EntryTarget:
         return bytes([dice.number(0, 255)]) + bytes(data)
 
     def check(self, data: bytes) -> str:
-        """Read the entry as all stores do, and as a file."""
         how, entry = data[0] if data else 0, data[1:]
         ttl = _TTL[how % 4]
         try:
@@ -113,7 +110,6 @@ class UrlTarget:
     weight = 0.5
 
     def warm_up(self) -> None:
-        """Import the modules that stores import."""
         for url in _URLS:
             self.check(url.encode())
 
@@ -122,7 +118,6 @@ class UrlTarget:
         return (48 << 20) + 16 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """Make a URL that is nearly valid."""
         text = dice.pick(_URLS)
         for _ in range(dice.small(4)):
             at, cut = dice.number(0, len(text)), dice.pick((0, 0, dice.small(8)))
@@ -131,7 +126,6 @@ class UrlTarget:
         return text.encode("utf-8", "surrogatepass")
 
     def check(self, data: bytes) -> str:
-        """Open the URL: it must give a store, or an error that shows no secret."""
         text = data.decode("utf-8", "replace")
         shown = redacted(text)
         if not isinstance(shown, str):

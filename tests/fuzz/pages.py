@@ -58,16 +58,13 @@ class PagesTarget:
         return PageStore(self._codec, store, self._names, counts=Counts(), threads=1)
 
     def warm_up(self) -> None:
-        """Check that good entries are read."""
         if set(self._whole) != set(self._keys) or self.check(b"\0" + self._whole[self._keys[0]]) != f"{PAGES} pages":
             raise Finding("good entries are not read")
 
     def memory(self, data: bytes) -> int:
-        """Allow copies of the given bytes."""
         return (16 << 20) + 64 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """Make a byte that selects what is replaced, and an entry in its place."""
         which = dice.number(0, len(self._keys) - 1)
         good = self._whole[self._keys[which]]
         entry = dice.damaged(good) if dice.number(0, 3) else self._whole[dice.pick(self._keys)]

@@ -34,7 +34,6 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @cache
 def parts() -> tuple[tuple[dict[str, Any], Arrays], ...]:
-    """Return metadata and arrays of good profiles."""
     measured = Profile.load(GOLDEN / "profile.safetensors")
     profiles = (measured, learned(), small_profile(), Profile.unlearned(SMALL))
     return tuple(({**metadata_of(p), "id": p.id.hex()}, arrays_of(p)) for p in profiles)
@@ -72,7 +71,6 @@ def named_by_content(data: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
 
 
 def odd_value(dice: Dice, depth: int = 0) -> Any:
-    """Return a random JSON value."""
     kind = dice.number(0, 9)
     if kind == 0:
         return None
@@ -92,7 +90,6 @@ def odd_value(dice: Dice, depth: int = 0) -> Any:
 
 
 def odd_json(dice: Dice, data: Any) -> Any:
-    """Return `data` with one value changed."""
     if isinstance(data, dict) and data and dice.chance(0.9):
         key = dice.pick(sorted(data))
         kind = dice.number(0, 9)
@@ -115,7 +112,6 @@ def odd_json(dice: Dice, data: Any) -> Any:
 
 
 def odd_array(dice: Dice, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the array with another shape, another dtype, or other values."""
     kind = dice.number(0, 11)
     if kind == 0:
         return array.astype(dice.pick(sorted(_DTYPES)), casting="unsafe")
@@ -163,7 +159,6 @@ class ProfileTarget:
         self._path = scratch() / "profile.safetensors"
 
     def warm_up(self) -> None:
-        """Check that good profiles load and work."""
         for data, arrays in parts():
             if self.check(file_of(data, arrays)) != "loaded":
                 raise Finding("a good profile does not load")
@@ -173,7 +168,6 @@ class ProfileTarget:
         return (160 << 20) + 64 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """Make a complete file."""
         data, arrays = dice.pick(parts())
         arrays = dict(arrays)
         kind = dice.number(0, 9)

@@ -46,7 +46,6 @@ class Wrong(Exception):
 
 
 def every_key() -> list[str]:
-    """Return all keys that the processes use."""
     return [
         f"{tenant:04x}/{hashlib.sha256(b'%d' % name).hexdigest()}" for tenant in range(TENANTS) for name in range(NAMES)
     ]
@@ -261,7 +260,6 @@ def _audit(url: str, root: Path | None) -> dict[str, int]:
 
 
 def main() -> int:
-    """Run the soak; return 1 if a store broke its contract."""
     parser = argparse.ArgumentParser(description="Soak the stores.")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of all kinds in total")
     parser.add_argument("--seed", type=int, default=0)

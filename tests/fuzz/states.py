@@ -33,7 +33,6 @@ def _good() -> tuple[Codec, Any, list[bytes], tuple[bytes, ...]]:
 
 
 def _is_whole(section: bytes | bytearray) -> bool:
-    """Whether a section has its head, its name and its dimensions."""
     return len(section) >= _HEAD and len(section) >= _HEAD + section[0] + 4 * section[2]
 
 
@@ -44,7 +43,6 @@ class StatesTarget:
     weight = 2.0
 
     def warm_up(self) -> None:
-        """Check that the good blobs decode."""
         if [self.check(blob) for blob in _good()[3]] != ["restored", "ProfileMismatchError"]:
             raise Finding("the good blobs of states do not decode as they should")
 
@@ -53,7 +51,6 @@ class StatesTarget:
         return (24 << 20) + 1024 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """Make a blob of states."""
         blob = dice.pick(_good()[3])
         sections = sections_of(blob)
         for _ in range(dice.small(3)):

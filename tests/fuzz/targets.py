@@ -17,7 +17,6 @@ TARGETS = {
 
 
 def named(name: str) -> Target:
-    """Return a target by its name, or raise KeyError."""
     module, _, kind = TARGETS[name].partition(".")
     target: Target = getattr(import_module(f"tests.fuzz.{module}"), kind)()
     return target

@@ -25,21 +25,20 @@ from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
 
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.format import rules
-from cuvee.codec.stages.compiled import sections
 from cuvee.integrations.stores.envelope import verify
 
 ROOT = Path(__file__).parents[2]
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
-# The cases of a short run, about 20 s in total, and outcomes that it must reach: its cases get far.
+assert len(CORPUS) >= 6
+# The cases of a short run, about 10 s in total, and outcomes that it must reach: its cases get far.
 RUNS = {
-    "blob": (700, {"decoded", "FormatError", "CorruptError", "InputError"}),
-    "states": (400, {"restored", "FormatError", "ProfileMismatchError"}),
-    "profile": (250, {"loaded", "FormatError"}),
-    "envelope": (1500, {"read", "CorruptError", "ExpiredError"}),
-    "pages": (300, {"0 pages", "4 pages", "8 pages"}),
-    "url": (600, {"opened", "InputError"}),
-}  # fmt: skip
+    "blob": (400, {"decoded", "FormatError", "CorruptError", "InputError"}),
+    "states": (150, {"restored", "FormatError", "ProfileMismatchError"}),
+    "profile": (150, {"loaded", "FormatError"}),
+    "envelope": (600, {"read", "CorruptError", "ExpiredError"}),
+    "pages": (150, {"0 pages", "4 pages", "8 pages"}),
+    "url": (300, {"opened", "InputError"}),
+}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -56,24 +55,7 @@ def test_past_findings_stay_fixed(path: Path) -> None:
     assert engine.judge(target, path.read_bytes()) != "VersionError", "it tests nothing: write it in the new version"
 
 
-def test_the_corpus_names_its_targets() -> None:
-    assert {path.name.partition("-")[0] for path in CORPUS} <= set(TARGETS) and len(CORPUS) >= 6
-    assert sum(path.stat().st_size for path in CORPUS) < 200_000
-
-
 # --- deliberate defects are found
-
-
-def unchecked(self: Any, count: int) -> memoryview:
-    """`Reader.take` without a look at what is left."""
-    self._at += count
-    view: memoryview = self._view[self._at - count : self._at]
-    return view
-
-
-def without_escapes(*arguments: Any, decode: Any = sections._decode) -> bool:
-    """The compiled decoder, deaf to escapes that do not match: it decodes what the reference refuses."""
-    return bool(decode(*arguments) or arguments[-1][1] == rules.ESCAPE_LIST)
 
 
 def off_by_one(*arguments: Any, decode: Any = rans.rans_decode) -> Any:
@@ -95,11 +77,6 @@ def _verify_without_payload(*entry: Any) -> None:
 REFERENCE = ("tests.fuzz.blobs.REFERENCE_EVERY", 1)
 # Who finds it, in how many cases, what the finding says, and what is put in the place of what.
 DEFECTS: dict[str, tuple[type[Any], int, str, list[tuple[str, Any]]]] = {
-    "lengths": (BlobTarget, 300, "Error", [("tests.codec.reference.coded_part.Reader.take", unchecked)]),
-    "escapes": (
-        BlobTarget, 600, "refuses what numba",
-        [REFERENCE, ("cuvee.codec.stages.compiled.sections._decode", without_escapes)],
-    ),
     "values": (
         BlobTarget, 300, "reference", [REFERENCE, ("tests.codec.reference.sections.rans_decode", off_by_one)],
     ),
