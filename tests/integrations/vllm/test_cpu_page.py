@@ -15,7 +15,7 @@ import pytest
 from tests.integrations.vllm.engines import environment, free_port, need_vllm, serving
 from tests.waiting import PATIENCE
 
-pytestmark = pytest.mark.slow
+from cuvee.integrations.vllm.connector_config import Options
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "guides" / "vllm-cpu.md").read_text(encoding="utf-8")
@@ -31,7 +31,12 @@ def test_it_installs_what_make_test_does() -> None:
     assert f'"{engine}"' in install and f"pip uninstall --yes {removed}\n" in makefile
 
 
-@pytest.mark.nightly
+def test_the_connector_takes_what_the_page_passes() -> None:
+    (transfer,) = re.findall(r"--kv-transfer-config\s+'(\{.*?\})'", PAGE, re.DOTALL)
+    Options.from_dict(json.loads(transfer)["kv_connector_extra_config"])
+
+
+@pytest.mark.nightly  # two starts of a server: 90 s
 def test_every_line_runs(tmp_path: Path) -> None:
     need_vllm()
     port = free_port()
