@@ -36,20 +36,18 @@ os.environ["COLUMNS"] = "120"
 MAX_POSITIONS = 4096
 BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # Workers that take whole files finish together only if no long one comes last. Engines alternate with what computes:
-# two engines at a time wait for each other. The first two files compile different things, the second in a cache of its
-# own: notebooks come third, when the engines have filled Numba's cache, rather than compile the same loops at the same
-# time.
+# two engines at a time wait for each other.
 LONGEST = (
-    "integrations/vllm/test_engine_kinds", "package/cli/test_warmup", "package/test_notebooks",
-    "integrations/vllm/test_engine", "eval/report/test_report", "integrations/vllm/blending/test_engine_blend",
+    "integrations/vllm/test_engine_kinds", "eval/report/test_report", "integrations/vllm/test_engine",
+    "package/cli/test_profile", "integrations/vllm/blending/test_engine_blend",
     "kernels/test_transform", "codec/test_hostile",
     "integrations/vllm/test_serve", "kernels/test_backend", "learning/test_calibrate",
-    "integrations/vllm/test_cpu_page", "integrations/vllm/test_guard", "integrations/lmcache/test_engine",
-    "package/cli/test_profile", "integrations/vllm_tier/test_engine_tier", "integrations/sglang/test_engine",
+    "integrations/vllm/test_guard", "integrations/lmcache/test_engine",
+    "integrations/vllm_tier/test_engine_tier", "integrations/sglang/test_engine",
     "package/test_docs",
     "integrations/vllm/test_docs", "integrations/transformers/test_kinds", "integrations/vllm/test_faults",
     "ptx/test_matrices", "codec/test_sections", "fuzz/test_soak", "package/test_package", "kernels/test_static_costs",
-    "eval/test_tasks",  # long if nightly tests run
+    "package/test_notebooks", "package/cli/test_warmup", "eval/test_tasks",  # long if nightly tests run
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {
@@ -101,10 +99,6 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
     "gpt_oss": ("GptOssConfig", {**_HEAD, **_SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "llama": ("LlamaConfig", _HEAD),
-    "llama-linear": (
-        "LlamaConfig",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
-    ),
     "llama-llama3": (
         "LlamaConfig",
         {

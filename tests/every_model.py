@@ -122,7 +122,6 @@ def shrink(config: Any, layers: int, sections: bool) -> Any:
 
 
 def make(config: Any) -> Any:
-    """Make the model of a configuration, in eval mode."""
     factory: Any
     for factory in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in factory._model_mapping:
@@ -218,7 +217,6 @@ def judge(name: str) -> Verdict:
 
 
 def main() -> None:
-    """Judge the types that the command line names, or all."""
     counts: collections.Counter[str] = collections.Counter()
     seen: set[str] = set()
     for name in sys.argv[1:] or TYPES:

@@ -31,7 +31,6 @@ class Kind:
 
     @property
     def known(self) -> torch.Tensor:
-        """The ids, without those of an image."""
         import cuvee
 
         return self.ids.masked_fill(self.ids == IMAGE, cuvee.NO_TOKEN) if "pixel_values" in self.inputs else self.ids
