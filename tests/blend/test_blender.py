@@ -278,16 +278,6 @@ def test_chunks_of_one_token() -> None:
         assert only.record.cached == 0 and only.record.segments[0].cached
 
 
-def test_logits_of_all_text_that_ends_the_prompt() -> None:
-    model = build()
-    tokens = ids(20)
-    full = whole(model, tokens)
-    segments = [Segment(tokens[:8], full.chunk(model, 0, 8)), Segment(tokens[8:13]), Segment(tokens[13:])]
-    blend = Blender(model, selector=Nothing()).blend
-    assert close(blend(segments, logits_to_keep=12).logits, full.logits[8:])
-    assert blend(segments).logits.shape == (1, VOCABULARY)
-
-
 def test_nothing_that_was_given_is_written_to() -> None:
     model = build()
     tokens = ids(20)

@@ -36,7 +36,6 @@ from cuvee.codec.models.fingerprint import PREFIX, function_digest, model_finger
 from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
-from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.learning.calibrate import fit
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key
 
@@ -207,22 +206,12 @@ def test_contexts_are_computed_once_and_only_when_needed(model: Any) -> None:
 # Stores --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_gives_up_is_no_failure(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    library = make(model, MemoryStore(100))
-    assert blob_of(library, TOKENS) == blob_of(library, TOKENS)
-    assert library.counters == ChunkCounters(misses=2)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("store", ["redis://:secret@host/0", {}])
 def test_what_is_not_a_store_is_refused(model: Any, store: Any) -> None:
     """And not shown, for a URL may hold a password."""
     got = rf"^store: must have get, put and delete, got {type(store).__name__}: open_store\(URL\) makes one$"
     with pytest.raises(InputError, match=got):
         make(model, store)
-
-
-def test_a_codec_with_refinements_is_refused(model: Any) -> None:
     with pytest.raises(InputError, match=r"^codec: must have no refinements, .*: make it without refinements="):
         make(model, codec=Codec(fitted_codec(model).profile, step=0.1, refinements=1))
 

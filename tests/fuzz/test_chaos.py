@@ -18,12 +18,3 @@ def test_no_engine_ends_and_no_answer_is_another_one(kind: str, tmp_path: Path) 
     assert asked["answers"] > 100 and all(asked.get(fate) for fate in chaos.fates_of(kind))
     assert done["counted"]["loads"] > 10 and sum(done["faults of the store"].values()) > 50
     assert set(errors) >= chaos.NEEDED
-
-
-def test_calls_fail_alike_for_one_seed() -> None:
-    def draws(seed: int) -> list[float]:
-        chance = chaos.Chance(seed)
-        return [chance.of(name).random() for name in ("get", "get", "put")]
-
-    assert draws(1) == draws(1) != draws(2)
-    assert len(set(draws(1))) == 3
