@@ -24,7 +24,9 @@ from cuvee.codec.coding.open_blob import Bytes, Expected, OpenBlob
 from cuvee.codec.errors import CorruptError, CuveeError
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.naming.part_keys import MAX_PARTS, part_key
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +239,29 @@ class ChunkIO:
             except CuveeError as error:
                 return results, error
         return results, None
+
+
+def put_parts(store: Store, key: str, parts: Sequence[bytes]) -> int:
+    """Store the parts of an entry; return how many were stored. A refinement is not written without its base. An older
+    one that remains beside a new base does not fit it, so the codec refuses it.
+    """
+    for number, part in enumerate(parts):
+        if not store.put(part_key(key, number), part):
+            return number
+    return len(parts)
+
+
+def get_parts(store: Store, keys: Sequence[str], most: int) -> list[tuple[bytes, ...]]:
+    """Return at most so many usable parts of each entry: its base, and its refinement if both are there."""
+    blobs = store.get_many([part_key(key, number) for key in keys for number in range(most)])
+    several = (blobs[at : at + most] for at in range(0, len(blobs), most))
+    return [tuple(part for part in parts[: [*parts, None].index(None)] if part is not None) for parts in several]
+
+
+def delete_parts(store: Store, key: str, first: int) -> bool:
+    """Delete the parts of an entry from number `first` on; return whether any of them was there."""
+    deleted = [store.delete(part_key(key, number)) for number in range(first, MAX_PARTS)]
+    return any(deleted)
 
 
 def expected_sizes(codec: Codec) -> list[float]:

@@ -29,7 +29,7 @@ class EntryKeys:
         >>> keys.written("tenant", bytes(32)) == new, new[:-16] == old[:-16]
         (True, True)
         >>> stored = {old: b"blob"}
-        >>> keys.find("tenant", [bytes(32)], lambda _, asked: [stored.get(key) for key in asked]) == [(old, b"blob")]
+        >>> keys.find("tenant", [bytes(32)], lambda asked: [stored.get(key) for key in asked]) == [(old, b"blob")]
         True
     """
 
@@ -53,7 +53,7 @@ class EntryKeys:
         self,
         tenant: str,
         digests: Sequence[bytes],
-        ask: Callable[[list[int], list[str]], Sequence[A]],
+        ask: Callable[[list[str]], Sequence[A]],
         shards: Sequence[int] | None = None,
     ) -> list[tuple[str, A]]:
         """Ask for entries under the writing secret, then for those that it does not have under the older ones.
@@ -61,7 +61,7 @@ class EntryKeys:
         Args:
             tenant: of the entries.
             digests: of the entries.
-            ask: given numbers of digests, and the keys to ask for; returns None, False or () for what is not there.
+            ask: given the keys to ask for; returns None, False or () for what is not there.
             shards: of each entry, if they differ.
 
         Returns:
@@ -75,6 +75,6 @@ class EntryKeys:
             keys = [
                 store_key(tenant, digests[at], self._shard if shards is None else shards[at], key_id) for at in left
             ]
-            found.update(zip(left, zip(keys, ask(left, keys), strict=True), strict=True))
+            found.update(zip(left, zip(keys, ask(keys), strict=True), strict=True))
             left = [at for at in left if found[at][1] in _ABSENT]
         return [found[at] for at in range(len(digests))]

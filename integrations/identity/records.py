@@ -295,7 +295,7 @@ class RecordStore:
     def present(self, keys: Iterable[str]) -> set[str]:
         """Return those of some entries' keys that the tiers have."""
         asked = sorted(keys)
-        answers = self._each(lambda tier: tier.holds(asked)) if asked else []
+        answers = self._each(lambda tier: tier.contains(asked)) if asked else []
         return {key for key, *there in zip(asked, *answers, strict=True) if any(there)}
 
     def prune(self) -> int:

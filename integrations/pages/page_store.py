@@ -355,7 +355,7 @@ class PageStore:
         every = list(dict.fromkeys(key for each in keys for key in each))
         if not every:
             return []
-        held = self._ask("contains", "lookup", partial(self._store.holds, every), self._lookup_timeout)
+        held = self._ask("contains", "lookup", partial(self._store.contains, every), self._lookup_timeout)
         if held is None:
             return None
         there = {key for key, is_there in zip(every, held, strict=True) if is_there}
@@ -384,7 +384,7 @@ class PageStore:
 
         def ask(numbers: Sequence[int]) -> list[bytes | None]:
             digests = [pages[number] for number in numbers]
-            found = self._keys.find(self._names.tenant, digests, lambda _, keys: self._store.get_many(keys))
+            found = self._keys.find(self._names.tenant, digests, self._store.get_many)
             return [entry for _, entry in found]
 
         done = 0

@@ -3,8 +3,8 @@
 A key is `tenant/id`, both in lower-case hexadecimal; `cuvee.naming.identity.store_key` makes one. The tenant is part of
 the key so that all entries of a tenant can be found and deleted without an index.
 
-A chunk may be stored as **parts**: a base, and a refinement that is useless without it. Each part is an entry of its
-own, and its key says which part it is (`cuvee.naming.part_keys`).
+A chunk may be stored as **parts**, each an entry of its own, whose key says which part it is
+(`cuvee.naming.part_keys`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.naming.part_keys import MAX_PARTS, part_key
 
 RECORDS = "1de9717e5"
 """In place of a tenant: the records of identities (`cuvee.integrations.identity.records`). No tenant's id is so short.
@@ -39,7 +38,7 @@ class TierCounters:
 
     Attributes:
         hits: answers of `get`.
-        misses: keys that `get` or `contains` did not find. Behind other tiers, `contains` counts what no tier has.
+        misses: keys that `get` did not find, or that `missed` was told of. Behind other tiers, `missed` counts in each.
         hit_bytes: bytes of the hits.
         puts, put_bytes: entries stored, and their bytes.
         evictions: entries deleted to stay within the budget.
@@ -97,18 +96,12 @@ class Store(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there now. This reads no payload. A key that is not there counts as a miss: it
-        will not be asked for again; a hit is counted once its payload is read.
+        """Return whether each key is there now. This reads no payload, and counts nothing: whoever wanted the payloads
+        tells `missed` of those that are not there.
         """
-
-    def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there now, as `contains`, without counting: for a caller that wants no payload, or
-        that says by `missed` what it wanted.
-        """
-        return self.contains(keys)
 
     def missed(self, keys: int) -> None:  # noqa: B027 - stores that count nothing have nothing to do
-        """Count this many keys as misses, which `holds` did not find."""
+        """Count this many keys as misses, which `contains` did not find."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -132,84 +125,12 @@ class Store(ABC):
     def counters(self) -> dict[str, TierCounters]:
         """Return a snapshot by tier name. Engines ask in every step, so this opens no file and waits for nothing."""
 
-    def put_parts(self, key: str, parts: Sequence[bytes]) -> int:
-        """Store the parts of a chunk: the base under `key`, and a refinement under its own key.
-
-        The base is written first. If it is given up, its refinement is not written. A crash in between leaves the
-        base, which is usable. If an older refinement remains beside a new base, it does not fit it: the codec refuses
-        it (`Codec.open`), and `delete_parts` with `first=1` removes it.
-
-        Args:
-            key: the key of the chunk, from `store_key`.
-            parts: the base, and its refinement if there is one, as `Codec.encode_parts` returns them.
-
-        Returns:
-            The number of parts that were stored.
-
-        Raises:
-            InputError: there are no parts or too many, or `key` is not that of a chunk.
-            StoreError: the store failed.
-        """
-        if not 1 <= len(parts) <= MAX_PARTS:
-            raise InputError(f"parts: must be 1 or 2, the base and its refinement, got {len(parts)}")
-        for number, part in enumerate(parts):
-            if not self.put(part_key(key, number), part):
-                return number
-        return len(parts)
-
-    def get_parts(self, keys: Sequence[str], most: int = MAX_PARTS) -> list[tuple[bytes, ...]]:
-        """Return the usable parts of each chunk: its base, and its refinement if both are there.
-
-        All parts are requested by one `get_many`. A part that is missing counts as a miss.
-
-        Args:
-            keys: keys of chunks, from `store_key`.
-            most: the largest number of parts to return per chunk; 1 reads bases only.
-
-        Returns:
-            0 to `most` parts for each key. None means that there is no base.
-
-        Raises:
-            InputError: `most` is out of range, or one of `keys` is not that of a chunk.
-            StoreError: the store failed.
-
-        Example:
-            >>> from cuvee.integrations.stores import open_store
-            >>> store = open_store("memory://?max_gb=0.001")
-            >>> store.put_parts("ab/01", [b"base", b"refinement"])
-            2
-            >>> store.get_parts(["ab/01", "ab/02"]), store.get_parts(["ab/01"], most=1)
-            ([(b'base', b'refinement'), ()], [(b'base',)])
-            >>> store.close()
-        """
-        if not 1 <= most <= MAX_PARTS:
-            raise InputError(f"most: must be 1 or 2 parts, got {most}")
-        blobs = self.get_many([part_key(key, number) for key in keys for number in range(most)])
-        several = (blobs[at : at + most] for at in range(0, len(blobs), most))
-        return [tuple(part for part in parts[: [*parts, None].index(None)] if part is not None) for parts in several]
-
     def locate(self, keys: Sequence[str]) -> list[str]:
         """Return the tier from which each key would be read, by its name in `counters`, so that callers know how fast.
 
         This does not say that an entry is there: the last tier is not asked, and stands for all keys that no other has.
         """
         return [self.name] * len(keys)
-
-    def delete_parts(self, key: str, first: int = 0) -> bool:
-        """Delete the parts of a chunk from number `first` on; return whether any of them was there.
-
-        Args:
-            key: the key of the chunk, from `store_key`.
-            first: 0 deletes the whole chunk, base first; 1 deletes its refinement.
-
-        Raises:
-            InputError: `first` is out of range, or `key` is not that of a chunk.
-            StoreError: the store failed; some parts may remain.
-        """
-        if not 0 <= first < MAX_PARTS:
-            raise InputError(f"first: must be 0 or 1, the number of a part, got {first}")
-        deleted = [self.delete(part_key(key, number)) for number in range(first, MAX_PARTS)]
-        return any(deleted)
 
     def takes_puts(self) -> bool:
         """Return whether a put would be attempted now: False while the store is known to be down, so that nothing is

@@ -97,11 +97,6 @@ class GuardedStore(Store):
         none = [False] * len(keys)
         return self._run("contains", self._reads, lambda: self._store.contains(keys), none) if keys else []
 
-    def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there, uncounted; all False if the store fails."""
-        none = [False] * len(keys)
-        return self._run("contains", self._reads, lambda: self._store.holds(keys), none) if keys else []
-
     def missed(self, keys: int) -> None:
         """Count this many keys as misses of the store."""
         self._store.missed(keys)

@@ -101,15 +101,7 @@ class CountedStore(Store):
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there now; those that are not are misses. An expired entry is there until it is
-        read or deleted.
-        """
-        there = self.holds(keys)
-        self.missed(there.count(False))
-        return there
-
-    def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there now, without counting."""
+        """Return whether each key is there now. An expired entry is there until it is read or deleted."""
         return self.attempt(self._there, _checked(keys))
 
     def missed(self, keys: int) -> None:

@@ -90,7 +90,7 @@ class ObjectStore(CountedStore):
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
         # The deletion alone would not tell: object storage deletes missing objects without an error.
-        return self.holds([key])[0] and super().delete(key)
+        return self.contains([key])[0] and super().delete(key)
 
     def close(self) -> None:
         """Stop the threads, waiting at most 10 s for requests that hang. May be called again."""

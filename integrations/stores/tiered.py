@@ -100,13 +100,7 @@ class TieredStore(Store):
         return kept
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is in any tier or queue. One that is in none is a miss of every tier."""
-        there = self.holds(keys)
-        self.missed(there.count(False))
-        return there
-
-    def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is in any tier or queue, without counting."""
+        """Return whether each key is in any tier or queue."""
         found = dict(self._levels(keys, self._tiers))
         return [key in found for key in keys]
 
@@ -199,7 +193,7 @@ class TieredStore(Store):
 
     def _levels(self, keys: Sequence[str], tiers: Sequence[_Tier]) -> Iterator[tuple[str, int]]:
         """Yield each key that some tier has, and the number of the first of them."""
-        for level, here in self._found(keys, tiers, lambda store, some: store.holds(some), False):
+        for level, here in self._found(keys, tiers, lambda store, some: store.contains(some), False):
             yield from dict.fromkeys(here, level).items()
 
     def _promote(self, entries: dict[str, bytes], level: int, epoch: int) -> None:

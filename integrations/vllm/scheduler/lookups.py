@@ -90,7 +90,7 @@ class Lookup(Generic[T]):
                 raise CancelledError
             batch = digests[first : first + size]
             parts = [digest for digest in batch for _ in ranks]
-            found = state.keys.find(self._tenant, parts, lambda _, keys: state.store.holds(keys), ranks * len(batch))
+            found = state.keys.find(self._tenant, parts, state.store.contains, ranks * len(batch))
             held = [is_there for _, is_there in found]
             wanted = (len(digests) - guesses - first) * len(ranks)
             state.store.missed(held[: max(wanted, 0)].count(False))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CuveeError
-from cuvee.integrations.core.chunk_io import Stored, fetch_ahead, fetched_together
+from cuvee.integrations.core.chunk_io import Stored, delete_parts, fetch_ahead, fetched_together, get_parts
 from cuvee.integrations.vllm.messages import Entry, Load
 from cuvee.integrations.vllm.pages.draft_layers import DraftPages
 from cuvee.integrations.vllm.phases import LoadPhase, following
@@ -123,7 +123,7 @@ class Restorer:
         state = self._state
 
         def find(digests: Sequence[bytes], parts: int) -> list[Fetched]:
-            answers = state.keys.find(tenant, digests, lambda _, keys: state.store.get_parts(keys, parts))
+            answers = state.keys.find(tenant, digests, lambda keys: get_parts(state.store, keys, parts))
             return [Fetched(*answer) for answer in answers]
 
         def ask() -> list[Fetched]:
@@ -257,7 +257,7 @@ class Restorer:
             )  # fmt: skip
         try:
             for key, first in bad.items():
-                self._state.store.delete_parts(key, first)
+                delete_parts(self._state.store, key, first)
         except Exception as error:
             logger.warning("cuvee: a bad entry could not be deleted: %s", error)
 

@@ -33,7 +33,7 @@ from cuvee.codec.format.container import read_header
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.states import States
 from cuvee.codec.token_ids import NO_TOKEN
-from cuvee.integrations.core.chunk_io import Chunk, ChunkIO
+from cuvee.integrations.core.chunk_io import Chunk, ChunkIO, put_parts
 from cuvee.integrations.core.guard import Guard, Once
 from cuvee.integrations.identity.lora_files import AdapterFiles, AdapterFolders
 from cuvee.integrations.vllm.messages import Entry, Save
@@ -314,7 +314,7 @@ class WorkerSaves:
             if drafts is not None:
                 keys.append(self._draft_key(save, drafts))
                 counts[-1] += 1
-        there = iter(self._state.store.holds(keys))
+        there = iter(self._state.store.contains(keys))
         return [all(list(islice(there, count))) for count in counts]
 
     def _encode_state(self, save: Save, states: States) -> dict[int, tuple[bytes, ...]]:
@@ -360,8 +360,8 @@ class WorkerSaves:
                 self._release([save])
                 return
             try:
-                kept = store.put_parts(key, parts)
-                drafted = store.put_parts(*draft) if kept and draft is not None else 0
+                kept = put_parts(store, key, parts)
+                drafted = put_parts(store, *draft) if kept and draft is not None else 0
             except Exception as error:
                 self._fail([save], "store", error)
                 return

@@ -58,7 +58,7 @@ def store_info(
                 if check:
                     row["seconds"] = _round_trip(tier)
                 else:
-                    tier.holds([_new_key()])
+                    tier.contains([_new_key()])
                 if isinstance(tier, DiskStore):
                     row["entries"], row["bytes"] = tier.count()
             except StoreError as error:
@@ -253,7 +253,7 @@ def _round_trip(store: Store) -> float:
         raise StoreError(
             f"{store.name} store: lost an entry of {_CHECK_BYTES} bytes: is it full, or its budget too small?"
         )
-    if store.holds([key])[0]:
+    if store.contains([key])[0]:
         raise StoreError(f"{store.name} store: an entry could not be deleted")
     return time.perf_counter() - begin
 

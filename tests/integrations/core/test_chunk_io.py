@@ -30,9 +30,9 @@ def pool() -> Iterator[ThreadPool]:
 def test_an_empty_entry_is_there_and_no_parts_are_not() -> None:
     """An empty blob is damaged, and is to be deleted under the key that has it."""
     keys = EntryKeys([NEW, OLD])
-    assert keys.find("t", DIGESTS[:1], lambda _, names: [b""] * len(names)) == [(keys.written("t", DIGESTS[0]), b"")]
+    assert keys.find("t", DIGESTS[:1], lambda names: [b""] * len(names)) == [(keys.written("t", DIGESTS[0]), b"")]
     for absent in (None, False, ()):
-        (found,) = keys.find("t", DIGESTS[:1], lambda _, names, absent=absent: [absent] * len(names))  # type: ignore[misc]
+        (found,) = keys.find("t", DIGESTS[:1], lambda names, absent=absent: [absent] * len(names))  # type: ignore[misc]
         assert found == (keys.all("t", DIGESTS[0])[1], absent)
 
 
@@ -50,7 +50,7 @@ def test_tags_cover_tenant_digest_and_shard_but_no_secret() -> None:
 
 def test_each_shard_has_its_own_entry() -> None:
     keys = EntryKeys([NEW])
-    found = keys.find("t", [DIGESTS[0]] * 2, lambda _, names: names, [0, 7])
+    found = keys.find("t", [DIGESTS[0]] * 2, lambda names: names, [0, 7])
     assert [key for key, _ in found] == [store_key("t", DIGESTS[0], shard, NEW) for shard in (0, 7)]
 
 

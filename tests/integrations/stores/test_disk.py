@@ -465,7 +465,7 @@ def test_a_disk_that_is_full_before_the_budget_is_used_evicts(
     assert 180 <= kept < 200 and 70_000 <= used(root) <= 100_000
     now = counters(store)
     assert (now.dropped, now.errors, now.puts) == (200 - kept, 0, kept) and now.evictions >= 100
-    there = store.holds(keys[:200])
+    there = store.contains(keys[:200])
     assert there.index(True) > 90 and sum(there[-70:]) >= 60, "the oldest are gone, the newest are there"
     assert not list(root.glob(".tmp-*")) and caplog.text.count("the disk is full") == 1
     small.others = 50_000

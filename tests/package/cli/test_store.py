@@ -89,8 +89,8 @@ class Wrong(DiskStore):
     def delete(self, key: str) -> bool:
         return self.fault != "delete" and super().delete(key)
 
-    def holds(self, keys: Any) -> list[bool]:
-        return [True] if self.fault == "holds" else super().holds(keys)
+    def contains(self, keys: Any) -> list[bool]:
+        return [True] if self.fault == "contains" else super().contains(keys)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ class Wrong(DiskStore):
         ("get", "lost an entry of 65536 bytes", 0),
         ("get raises", "gone", 0),
         ("delete", "could not be deleted", 1),
-        ("holds", "could not be deleted", 0),
+        ("contains", "could not be deleted", 0),
     ],
 )
 def test_info_says_what_goes_wrong(

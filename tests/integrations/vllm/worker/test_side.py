@@ -81,14 +81,14 @@ def test_large_entries_are_fetched_few_at_a_time(bench: Callable[..., Bench], mo
     """What loads hold of fetched bytes is bounded."""
     b = bench()
     b.store_all()
-    fetch, sizes = b.store.get_parts, list[int]()
+    fetch, sizes = b.store.get_many, list[int]()
 
-    def noting(keys: Sequence[str], parts: int) -> Any:
-        found = fetch(keys, parts)
-        sizes.append(sum(len(part) for each in found for part in each))
+    def noting(keys: Sequence[str]) -> Any:
+        found = fetch(keys)
+        sizes.append(sum(len(each) for each in found if each is not None))
         return found
 
-    monkeypatch.setattr(b.store, "get_parts", noting)
+    monkeypatch.setattr(b.store, "get_many", noting)
     whole = sum(map(len, b.store.entries.values()))
     for most in (whole, 3 * whole // 8, 1):
         monkeypatch.setattr(chunk_io, "_FETCHED", 1.1 * most)
