@@ -119,15 +119,11 @@ class ChunkCache:
             chunks. Each chunk then costs N passes of the model instead of one, and N * C tokens of KV stay on the
             model's device once the first chunk is computed. With None, chunks are computed alone.
         tenant: cache salt. Chunks of different tenants never share a key.
-        identity: identity of the blobs, instead of one of the model; it names the codec's layout, profile and quality.
-            With that of an engine (`cuvee.integrations.identity.checkpoint.engine_identity`), engine and cache find
-            each other's segments. A chunk may then have been computed behind any text.
 
     Raises:
         InputError: `store` is not one, but its URL for example; the contexts have the wrong shape or dtype, tokens
             outside the vocabulary, or leave no position for a chunk; the codec's backend does not serve the model's
-            device, or it has refinements; `identity` names another layout, profile or quality than the codec's, or
-            several shards; the model is in training mode.
+            device, or it has refinements; the model is in training mode.
         ProfileMismatchError: the codec's profile belongs to another model.
         UnsupportedModelError: the model cannot be blended.
     """
@@ -140,7 +136,6 @@ class ChunkCache:
         store: ChunkStore,
         contexts: torch.Tensor | None = None,
         tenant: str = "",
-        identity: Identity | None = None,
     ) -> None:
         checked = TransformersModel(model)
         self._layout, self._vocabulary = checked.layout, checked.vocabulary
@@ -159,27 +154,18 @@ class ChunkCache:
                 "codec: must have no refinements, which only loads with a deadline leave out, got one: make it without "
                 "refinements="
             )
-        written: dict[str, Any] = {
-            "layout": self._layout.fingerprint,
-            "profile": b"" if codec.lossless else codec.profile.id,
-            "quality": codec.quality_name,
-            "shards": 1,
-        }
-        for field, value in written.items():
-            if identity is not None and getattr(identity, field) != value:
-                raise InputError(
-                    f"identity.{field}: must be that of the model and the codec, whose blobs are stored under it, got "
-                    "another: take engine_identity(path, codec), and load the model in the engine's dtype"
-                )
         self._model: Any = model
         self._weights = weights_state(model)
         self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
         self._codec = codec
         self._store = store
         self._contexts = None if contexts is None else self._check_contexts(contexts)
-        self._shared = identity is not None
-        self._identity = identity or Identity(
-            model=f"{model_fingerprint(model)} {function_digest(model)}", tokenizer="", **written
+        self._identity = Identity(
+            model=f"{model_fingerprint(model)} {function_digest(model)}",
+            tokenizer="",
+            layout=self._layout.fingerprint,
+            profile=b"" if codec.lossless else codec.profile.id,
+            quality=codec.quality_name,
         )
         self._scope = Scope(tenant=tenant)
         self._context_name = b"" if self._contexts is None else _name(self._contexts)
@@ -230,8 +216,8 @@ class ChunkCache:
             )
         context = b"" if contexts is None else self._context_name
         digest = content_digest(self._identity, self._scope, ids.tolist(), context=context)
-        bound_to = store_key(self._scope.tenant, digest).encode() if self._codec.key_ids else b""
-        key = f"{store_key(self._scope.tenant, digest)} {leading and self._shared}"
+        key = store_key(self._scope.tenant, digest)
+        bound_to = key.encode() if self._codec.key_ids else b""
         with self._lock:
             other = self._running.get(key)
             if other is None:
@@ -241,7 +227,7 @@ class ChunkCache:
             self._count("hits")
         else:
             try:
-                blob = self._find_or_make(digest, ids, contexts, leading, bound_to)
+                blob = self._find_or_make(digest, ids, contexts, bound_to)
                 mine.set_result(blob)
             except BaseException as error:
                 mine.set_exception(error)
@@ -252,16 +238,15 @@ class ChunkCache:
         return Segment(tokens, blob, associated_data=bound_to)
 
     def _find_or_make(
-        self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, leading: bool, associated_data: bytes
+        self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, associated_data: bytes
     ) -> bytes:
         keys = [store_key(self._scope.tenant, digest, key_id=key_id) for key_id in self._codec.key_ids or (b"",)]
-        # An engine's chunk, computed behind other text, serves better elsewhere, so it is not replaced.
-        replace = not (leading and self._shared)
+        replace = True
         for key in keys:
             stored = self._ask(partial(self._store.get, key), None)
             if stored is None:
                 continue
-            expected = Expected(len(ids), None if self._shared else _start(contexts), self._layout.dtype)
+            expected = Expected(len(ids), _start(contexts), self._layout.dtype)
             try:
                 opened = self._codec.open(stored, associated_data=associated_data, expected=expected)
                 self._codec.verify(opened)
@@ -274,8 +259,6 @@ class ChunkCache:
                     _log.info("cuvee: the entry of a chunk is left as it is, and the chunk computed: %s", error)
                     replace = False
                 continue
-            if opened.start and leading:  # an engine computed it behind other text, so it is not exact here
-                break
             self._count("hits")
             return stored
         with self._computing, torch.no_grad():

@@ -24,7 +24,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -37,10 +37,7 @@ from cuvee.integrations.identity.checkpoint_files import load_config, open_file,
 from cuvee.integrations.identity.file_digests import file_digests, file_state
 from cuvee.integrations.identity.weight_fingerprints import reading_fingerprints
 from cuvee.integrations.identity.weights_name import Make
-from cuvee.naming.identity import Identity, canonical
-
-if TYPE_CHECKING:
-    from cuvee.codec.codec import Codec
+from cuvee.naming.identity import canonical
 
 logger = logging.getLogger(__name__)
 
@@ -275,31 +272,6 @@ def naming_of_weights(
     )
 
 
-def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = None, tokenizer: bool = True) -> Identity:
-    """Return the identity of the blobs of an engine on one rank, whose options that matter have their defaults.
-
-    With it, `cuvee.blend.ChunkCache` and the connector find each other's segments in one store.
-
-    Args:
-        path: of the checkpoint, as in `checkpoint_identity`.
-        codec: with the engine's profile and quality; its layout's dtype is the engine's dtype of computation and
-            cache.
-        model_id: the option of the connector, if it is set.
-        tokenizer: False if the engine has none (`skip_tokenizer_init`).
-
-    Raises:
-        InputError: as `checkpoint_identity`.
-    """
-    layout = codec.profile.layout
-    return Identity(
-        model=name_of_weights(model_id or checkpoint_identity(path), layout.torch_dtype),
-        tokenizer=tokenizer_identity(path) if tokenizer else "",
-        layout=layout.fingerprint,
-        profile=b"" if codec.lossless else codec.profile.id,
-        quality=codec.quality_name,
-    )
-
-
 def checkpoint_files(path: str | Path) -> tuple[Path, list[Path]]:
     """Return the folder of a checkpoint, or its single file, and the files that make its identity.
 
@@ -360,26 +332,10 @@ def changed_while_loading(vllm_config: Any, path: str | Path) -> bool:
     return file is not None
 
 
-def check_profile(profile: Profile, path: str | Path, *, revision: str | None = None) -> str:
-    """Check whether a profile was calibrated on the weights of a checkpoint, without loading them.
-
-    Args:
-        profile: any.
-        path: of the checkpoint, as in `checkpoint_identity`.
-        revision: of a hub id.
-
-    Returns:
-        `"match"`, `"mismatch"`, or `"unknown: "` and the reason: the profile names no model, or the fingerprints of the
-        checkpoint's weights cannot be known (`weight_fingerprints`).
-
-    Raises:
-        InputError: the path does not exist, or holds a damaged file.
+def checking_profile(profile: Profile, path: str | Path, revision: str | None) -> Callable[[threading.Event], str]:
+    """Return what says, on any thread, whether a profile was calibrated on the weights of a checkpoint: "match",
+    "mismatch", or "unknown: " and the reason, as the profile names no model, or the fingerprints are not known.
     """
-    return _checking(profile, path, revision)(threading.Event())
-
-
-def _checking(profile: Profile, path: str | Path, revision: str | None) -> Callable[[threading.Event], str]:
-    """Return what does `check_profile`, on any thread."""
     if profile.model is None:
         return lambda stop: f"unknown: the profile ({profile.source}) names no model"
     if not profile.model.startswith(PREFIX):
@@ -409,13 +365,13 @@ def naming_with_profile(
         revision: of a hub id.
 
     Returns:
-        raises a ProfileMismatchError if the profile was calibrated on other weights, and an InputError as
-        `check_profile`.
+        raises a ProfileMismatchError if the profile was calibrated on other weights, and an InputError if a file of the
+        checkpoint is damaged.
 
     Raises:
         InputError: the path does not exist.
     """
-    check = _checking(profile, path, revision)
+    check = checking_profile(profile, path, revision)
 
     def checked(stop: threading.Event) -> str:
         verdict = check(stop)

@@ -4,7 +4,7 @@ its environment variables (`engine_environment`).
     configuration ──> fields that differ from their defaults ──> without those listed ──> JSON, in `name_of_weights`
 
 An option that this version does not know belongs to the identity as soon as it is set. Defaults are left out: a plain
-engine then has the identity of its checkpoint (`engine_identity`), and a newer engine finds what an older one stored.
+engine then has the identity of its checkpoint, and a newer engine finds what an older one stored.
 
 An option is listed, with its reason, if it cannot change what is computed for a token, apart from rounding: kernels,
 compilation, ranks and batches change the order of sums, and entries are shared among all of them.

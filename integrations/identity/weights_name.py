@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 from cuvee.codec.errors import ProfileMismatchError
 from cuvee.integrations.core.niceness import give_way
@@ -77,18 +76,6 @@ class WeightsName:
     """
 
     def __init__(self, make: Make, failed: Callable[[], object] = lambda: None) -> None:
-        self._open(failed)
-        self.make(make)
-
-    @classmethod
-    def given(cls, text: str) -> Self:
-        """Return one whose first name is known without reading anything, such as the user's."""
-        weights = cls.__new__(cls)
-        weights._open()
-        weights.use(text)
-        return weights
-
-    def _open(self, failed: Callable[[], object] = lambda: None) -> None:
         self.current: Named | None = None
         self._changed = threading.Condition()
         self._numbers = 0
@@ -97,6 +84,7 @@ class WeightsName:
         self._gives_way = False  # whether threads that read give way: not while an engine's start waits for them
         self._failed = failed
         self._refused: ProfileMismatchError | None = None
+        self.make(make)
 
     def holds(self, named: Named | None) -> bool:
         """Return whether a name that was read before is still the present one; False for None."""

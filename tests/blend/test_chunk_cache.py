@@ -357,16 +357,6 @@ def test_an_entry_of_another_profile_is_left_as_it_is(model: Any, caplog: pytest
     assert "left as it is" in caplog.text
 
 
-@pytest.mark.parametrize(("field", "value"), [("layout", b"another"), ("profile", b"p" * 16), ("shards", 2)])
-def test_an_identity_names_what_is_written(model: Any, field: str, value: Any) -> None:
-    """Otherwise blobs of one profile would be stored under the name of another."""
-    codec = lossy(model)
-    named = Identity("weights", "", codec.profile.layout.fingerprint, codec.profile.id, codec.quality_name)
-    make(model, Shelf(), codec=codec, identity=named)
-    with pytest.raises(InputError, match=rf"identity\.{field}: must be that of the model and the codec"):
-        make(model, Shelf(), codec=codec, identity=replace(named, **{field: value}))
-
-
 def test_a_chunk_that_is_stored_without_loss_is_used_as_it_is(model: Any) -> None:
     """A lossy codec stores what it cannot make smaller so."""
     store = Shelf()
@@ -609,55 +599,12 @@ def test_a_model_that_changed_since_is_refused(model: Any, changed: str) -> None
     assert again.counters.misses == 1 and len(store) == 2
 
 
-# Shared with an engine -----------------------------------------------------------------------------------------------
-
-
-def engine_of(model: Any) -> tuple[Identity, str]:
-    """An engine's identity, and its key of TOKENS."""
-    engine = Identity("an engine's weights", "", layout_of(model).fingerprint, b"", "lossless")
-    return engine, store_key("", content_digest(engine, Scope(), TOKENS))
-
-
-def engine_blob(model: Any, start: int) -> bytes:
-    """TOKENS as an engine stores them, computed behind `start` others."""
-    before = [at % 61 for at in range(start)]
+def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
+    """And are not stored."""
+    store, codec = Shelf(), lossy(model)
     with torch.no_grad():
-        (chunk,) = prefill(model, torch.tensor([[*before, *TOKENS]]), layout_of(model))
-    return exact(model).encode(chunk.slice(start, start + len(TOKENS)))
-
-
-def test_chunks_computed_behind_text_do_not_lead_a_prompt(model: Any) -> None:
-    store, (engine, key) = Shelf(), engine_of(model)
-    store[key] = theirs = engine_blob(model, 5)
-    library = make(model, store, identity=engine)
-    assert blob_of(library, TOKENS, leading=True) == engine_blob(model, 0)
-    assert dict(store) == {key: theirs}, "it serves better elsewhere"
-    assert library.counters == ChunkCounters(misses=1)
-    assert blob_of(library, TOKENS) == theirs
-    store[key] = engine_blob(model, 0)
-    assert blob_of(library, TOKENS, leading=True) == store[key]
-    assert library.counters == ChunkCounters(hits=2, misses=1)
-
-
-def test_leading_chunks_share_no_computation_with_others(model: Any) -> None:
-    """The other may come from the store, computed behind something."""
-    store, held, go = Shelf(), threading.Event(), threading.Event()
-    engine, key = engine_of(model)
-    store[key] = theirs = engine_blob(model, 5)
-    library, get = make(model, store, identity=engine), store.get
-
-    def slow(key: str) -> bytes | None:
-        first = not held.is_set()
-        held.set()
-        assert not first or go.wait(LONG)
-        return get(key)
-
-    store.get = slow  # type: ignore[method-assign]
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(blob_of, library, TOKENS)
-        assert held.wait(LONG)
-        try:
-            assert blob_of(library, TOKENS, leading=True) == engine_blob(model, 0)
-        finally:
-            go.set()
-        assert other.result(LONG) == theirs
+        model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
+    library = make(model, store, codec=codec)
+    with pytest.raises(CuveeError):
+        blob_of(library, TOKENS)
+    assert not store and library.counters == ChunkCounters()

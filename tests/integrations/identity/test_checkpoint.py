@@ -9,6 +9,7 @@ import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import huggingface_hub
@@ -26,7 +27,7 @@ from cuvee.integrations.identity import file_digests
 from cuvee.integrations.identity import weight_fingerprints as weight_fingerprints_module
 from cuvee.integrations.identity.checkpoint import (
     Checkpoint,
-    check_profile,
+    checking_profile,
     checkpoint_identity,
     read_layout,
     tokenizer_identity,
@@ -53,6 +54,10 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     monkeypatch.setattr("socket.socket.connect", refuse)
+
+
+def check_profile(profile: Profile, path: str | Path) -> str:
+    return checking_profile(profile, path, None)(Event())
 
 
 def edit_json(file: Path, **changes: Any) -> None:

@@ -13,8 +13,8 @@ from cuvee.integrations.identity.weights_name import WeightsName
 
 
 def test_the_same_text_again_is_another_name() -> None:
-    weights = WeightsName.given("a")
-    first = weights.current
+    weights = WeightsName(lambda stop: "a")
+    first = weights.wait(60)
     assert first is not None and first.number == 1
     weights.withdraw("of a test")
     assert weights.current is None and not weights.holds(first)

@@ -154,7 +154,7 @@ def test_weights_that_change_while_a_profile_is_compared_with_those_before(
         return verdict
 
     monkeypatch.setattr("cuvee.integrations.identity.weights_name.START_SECONDS", 0.0)
-    monkeypatch.setattr("cuvee.integrations.identity.checkpoint._checking", lambda *_: slow)
+    monkeypatch.setattr("cuvee.integrations.identity.checkpoint.checking_profile", lambda *_: slow)
     stores = opened(profile=path, quality="lossless")
     stores.withdraw("of a test")
     stores.rename(version)

@@ -236,8 +236,8 @@ def test_what_was_begun_under_a_name_that_no_longer_holds_does_not_count(
     """The weights change while pages are stored, or loaded."""
     d = desk()
     d.save(range(4))
-    weights = WeightsName.given("w")
-    named = weights.current
+    weights = WeightsName(lambda stop: "w")
+    named = weights.wait(60)
     d.pages = d.pages.sibling(d.pages._io.codec, d.pages._names, d.pages.layout, valid=lambda: weights.holds(named))
     assert d.load(range(4), range(20, 24)) == [True] * 4
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import fitted_to
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -463,7 +462,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Say what the checkpoint's files are, and whether a profile is of them."""
 
     def say(verdict: str = "match", weights: str = "weights") -> None:
-        monkeypatch.setattr(checkpoint_module, "_checking", lambda *_: lambda stop: verdict)
+        monkeypatch.setattr(checkpoint_module, "checking_profile", lambda *_: lambda stop: verdict)
         monkeypatch.setattr(setup, "Checkpoint", lambda path, **_: SimpleNamespace(identity=lambda stop: weights))
         monkeypatch.setattr(setup, "tokenizer_identity", lambda path, **_: "tokenizer")
 
@@ -565,31 +564,6 @@ def test_what_names_a_blob(
 
     def nowhere(path: str, **_: Any) -> str:
         raise InputError("path: no tokenizer")
-
-    monkeypatch.setattr(setup, "tokenizer_identity", nowhere)
-    assert identity().tokenizer == "" and "path: no tokenizer" in caplog.text
-
-
-@pytest.mark.parametrize(("extra", "tokenizer"), [({"step": 1.0}, True), ({"model_id": "mine"}, False)])
-def test_the_library_names_blobs_as_a_plain_engine_does(
-    checkpoint: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    extra: dict[str, Any],
-    tokenizer: bool,
-) -> None:
-    if "step" in extra:
-        fitted_to(Setup.of_engine(*_engine()).layout).save(tmp_path / "p")
-        extra = {**extra, "profile": str(tmp_path / "p")}
-    monkeypatch.setattr(checkpoint_module, "checkpoint_identity", lambda path: "weights")
-    monkeypatch.setattr(checkpoint_module, "tokenizer_identity", lambda path, **_: "tokenizer")
-    config, cache = _engine(extra=extra, model__skip_tokenizer_init=not tokenizer)
-    made = Setup.of_engine(config, cache)
-    identity = checkpoint_module.engine_identity(
-        "folder", made.codec(0), model_id=extra.get("model_id"), tokenizer=tokenizer
-    )
-    assert identity == made.identity(config)
-
 
 def test_the_id_of_the_key_is_logged_and_not_the_key(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -36,17 +36,13 @@ from tests.integrations.vllm.engines import (
     save_tiny_model,
 )
 
-from cuvee.blend import Blender, ChunkCache, Guided, Segment
+from cuvee.blend import Blender, Guided, Segment
 from cuvee.blend.runs import context_overhead
 from cuvee.calibration.bundled import bundled_model_path, bundled_text
 from cuvee.calibration.corpus import load_tokenizer
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
-from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.identity.checkpoint import engine_identity
-from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm.blending.executing import RUN_OVERHEAD
 
 pytestmark = pytest.mark.slow
@@ -399,32 +395,3 @@ def test_a_blend_is_what_the_library_makes_of_it(family: str, cost: float, first
         ours = torch.tensor([answer.logprobs[0][token] for token in range(len(expected))])
         assert float((expected.exp() * (expected - ours)).sum()) < 1e-5
         assert float((expected - ours).abs().max()) < 1e-2
-
-
-def test_a_library_in_transformers_finds_what_the_engine_stored(folder: Path, first: Results, models: Any) -> None:
-    import transformers
-
-    assert first["llama"].steps
-    model = transformers.AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32).eval()
-    codec = Codec(Profile.unlearned(KVLayout.from_config(model.config, dtype=torch.float32)), "lossless")
-    identity = engine_identity(models["llama"], codec, tokenizer=False)
-    store = open_store(f"file://{folder}/llama-store")
-    library = ChunkCache(model, codec, store, identity=identity)
-
-    def decoded(tokens: list[int], leading: bool = False) -> KVChunk:
-        blob = library.segment(tokens, leading=leading).chunk
-        assert isinstance(blob, bytes)
-        return codec.decode(blob)
-
-    for document in (A, B, C):
-        chunk = decoded(document)
-        with torch.no_grad():
-            (whole,) = prefill(model, torch.tensor([[*BEHIND, *document]]), chunk.layout)
-        assert chunk.start == len(BEHIND)
-        assert torch.allclose(chunk.keys[2], whole.keys[2][len(BEHIND) :], atol=1e-4)
-    assert (library.counters.hits, library.counters.misses) == (3, 0)
-    # At the beginning of a prompt only what was computed there is exact; the engine's entry stays.
-    leading = decoded(A, leading=True)
-    assert leading.start == 0
-    assert (library.counters.hits, library.counters.misses, library.counters.rejected) == (3, 1, 0)
-    store.close()

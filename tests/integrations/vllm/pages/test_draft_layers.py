@@ -25,7 +25,9 @@ TOKENS = len(TABLE) * BLOCK
 
 def drafts(name: bytes = b"head") -> Drafts:
     layers = CachedLayers(("model.layers.3.attn",), (), (LayerGroup((0,)),), (), BLOCK)
-    return Drafts(layers, HEAD, None, Codec(Profile.unlearned(HEAD), quality="lossless"), WeightsName.given(name.hex()))
+    weights = WeightsName(lambda stop: name.hex())
+    weights.wait(20)
+    return Drafts(layers, HEAD, None, Codec(Profile.unlearned(HEAD), quality="lossless"), weights)
 
 
 class Drafted(Bench):

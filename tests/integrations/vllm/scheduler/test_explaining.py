@@ -158,7 +158,7 @@ def test_each_reason(
 
 
 def test_weights_without_a_name_are_a_reason_and_all_are_tested(desk: Callable[..., Desk]) -> None:
-    weights = WeightsName.given("a")
+    weights = WeightsName(lambda stop: "a")
     weights.withdraw("a test says so")
     d, request = desk(weights=weights), make_request(kv_transfer_params=ASKS)
     d.side.arrived(request)
