@@ -18,15 +18,15 @@ _MOST_MS = 3_600_000  # a later deadline is none
 _MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
 
 
-def request_fields(params: Any) -> Mapping[str, Any] | None:
-    """Return what `kv_transfer_params` say to this connector; None: nothing.
+def request_fields(params: Any) -> Mapping[str, Any]:
+    """Return what `kv_transfer_params` say to this connector.
 
     Raises:
         InputError: not an object, an unknown field, or a wrong `store` or `explain`.
     """
     given = _given(params)
     if given is None:
-        return None
+        return {}
     if not isinstance(given, Mapping):
         raise InputError(f"{PARAMETERS}: must be an object, got {type(given).__name__}")
     for name in given:
@@ -36,22 +36,6 @@ def request_fields(params: Any) -> Mapping[str, Any] | None:
         if type(given.get(name, True)) is not bool:
             raise InputError(f"{PARAMETERS}.{name}: must be true or false, got {shown(given[name])}")
     return given
-
-
-def refusal(params: Any) -> str:
-    """Return why `kv_transfer_params` cannot be read; empty: they can. The request is then not stored: a field that is
-    misspelt may have been `store`.
-    """
-    try:
-        request_fields(params)
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-def may_store(params: Any) -> bool:
-    """Return whether a request may be stored; `params` can be read."""
-    return (request_fields(params) or {}).get("store", True) is True
 
 
 def wants_reason(params: Any) -> bool:

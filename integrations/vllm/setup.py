@@ -147,7 +147,9 @@ class Setup:
 
     @property
     def loads_in_part(self) -> bool:
-        """Whether a part of a load can be restored and the rest computed."""
+        """Whether a part of a load can be restored and the rest computed. Not where there are several groups of layers,
+        since block numbers then tell the engine nothing; nor with windows and states, which end with the whole load.
+        """
         return self.windows == (None,) and not self.recurrent
 
     @property

@@ -99,8 +99,6 @@ class BlendRequest:
             InputError: an unknown field, or a value of the wrong type or range.
         """
         given = request_fields(params)
-        if given is None:
-            return cls()
         blend, cost = given.get("blend", True), given.get("cost")
         if not isinstance(blend, bool):
             raise InputError(f"{PARAMETERS}.blend: must be true or false, got {shown(blend)}")

@@ -8,6 +8,7 @@ A blend is computed in slices, one per step of the engine, so that other request
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -29,10 +30,11 @@ class RankFailedError(CuveeError):
     blames_blob = False
 
 
+@dataclass(frozen=True, slots=True)
 class PageBlender:
     """Recomputes prompts in the pages of one rank.
 
-    Args:
+    Attributes:
         cache: the engine's pages.
         block_tokens: tokens per block.
         open_model: makes the model for a prompt, from its block table.
@@ -42,23 +44,13 @@ class PageBlender:
         rows: most tokens that are computed at a time.
     """
 
-    def __init__(
-        self,
-        cache: PagedCache,
-        block_tokens: int,
-        open_model: Callable[[Sequence[int]], RecomputeModel],
-        context_overhead: float,
-        total: Callable[[torch.Tensor], torch.Tensor],
-        agree: Callable[[bool], bool],
-        rows: int = MOST_ROWS,
-    ) -> None:
-        self.cache = cache
-        self.open_model = open_model
-        self.context_overhead = context_overhead
-        self.total = total
-        self.agree = agree
-        self.rows = rows
-        self._block = block_tokens
+    cache: PagedCache
+    block_tokens: int
+    open_model: Callable[[Sequence[int]], RecomputeModel]
+    context_overhead: float
+    total: Callable[[torch.Tensor], torch.Tensor]
+    agree: Callable[[bool], bool]
+    rows: int = MOST_ROWS
 
     def begin(self, blend: Blend, end: int) -> PageBlend:
         """Return the blend of the tokens `blend.start … end`, of which nothing is computed yet."""
@@ -66,8 +58,8 @@ class PageBlender:
 
     def slots(self, blocks: Sequence[int], end: int) -> torch.Tensor:
         """Return the slots of the first `end` tokens of a prompt with this block table, on the pages' device."""
-        at = torch.arange(end)
-        return (torch.tensor(blocks)[at // self._block] * self._block + at % self._block).to(self.cache.device)
+        at, block = torch.arange(end), self.block_tokens
+        return (torch.tensor(blocks)[at // block] * block + at % block).to(self.cache.device)
 
 
 class PageBlend:

@@ -72,7 +72,7 @@ class Segmented:
     def forget_lookup(self) -> None:
         """Cancel the lookup."""
         if self.lookup is not None:
-            self.lookup.answer.cancel()
+            self.lookup.cancel()
 
     def entry(self, at: int) -> Entry:
         """Return the entry of segment number `at`, without blocks."""
@@ -163,10 +163,10 @@ class BlendPlanner:
             segmented.there = segmented.lookup.in_time()
         except Exception:
             logger.exception("cuvee: a lookup of segments failed; its request is computed")
-            self._refuse(segmented, "failed")
+            self.refuse(segmented, "failed")
             return True
         if segmented.there is not None and segmented.lookup.timed_out and not any(segmented.there):
-            self._refuse(segmented, "timeout")
+            self.refuse(segmented, "timeout")
         return segmented.there is not None
 
     def match(self, record: RequestRecord, base: int) -> BlendMatch:
@@ -213,7 +213,7 @@ class BlendPlanner:
         segmented.verdict = match.verdict or segmented.verdict
         segmented.reason = match.reason or segmented.reason
         if match.refused:
-            self._refuse(segmented, match.refused)
+            self.refuse(segmented, match.refused)
         if match.blend is None:
             return True
         if segmented.exact is None and not self._renames_late:
@@ -240,11 +240,6 @@ class BlendPlanner:
             if at not in segmented.reused and segmented.spans[at][0] >= segmented.min_context:
                 found.append(at)
         return found
-
-    def refuse(self, record: RequestRecord, reason: str) -> None:
-        """Do not blend a request; count the reason and tell the client. The first reason stands."""
-        if record.segmented is not None:
-            self._refuse(record.segmented, reason)
 
     def _segmented(self, options: BlendOptions, record: RequestRecord) -> Segmented | None:
         """Return a request's segments; None: it has none, or is not cut."""
@@ -282,7 +277,8 @@ class BlendPlanner:
         starts = {piece.start for piece in blend.pieces}
         segmented.reused = frozenset(at for at, (start, _) in enumerate(segmented.spans) if start in starts)
 
-    def _refuse(self, segmented: Segmented, reason: str) -> None:
+    def refuse(self, segmented: Segmented, reason: str) -> None:
+        """Do not blend a request; count the reason and tell the client. The first reason stands."""
         segmented.forget_lookup()
         segmented.reused = frozenset()  # everything is computed, so segments that were to be reused can be stored again
         if segmented.refused:
@@ -325,7 +321,7 @@ class BlendPlanner:
 
     def _refused(self, reason: str) -> Segmented:
         segmented = Segmented([], [], 0.0)
-        self._refuse(segmented, reason)
+        self.refuse(segmented, reason)
         return segmented
 
     def _are_named(self, request: Any, blend: Blend) -> bool:

@@ -160,7 +160,7 @@ class SchedulerLoads:
             whether what is known is of use; False: the engine is to ask again.
         """
         request, lookup = record.request, record.lookup
-        if lookup is None or (lookup.answer.done() and self._is_stale(lookup, request)):
+        if lookup is None or (lookup.over and self._is_stale(lookup, request)):
             lookup = self.ask(record)
         if lookup is record.learned:
             return True

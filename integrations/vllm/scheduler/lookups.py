@@ -7,7 +7,6 @@ the rest.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Generic, TypeVar
@@ -30,10 +29,10 @@ class Lookup(Generic[T]):
         tokens: of the prompt that it asks about.
 
     Attributes:
-        answer: to come; cancel it to ask nothing more.
+        answer: of the thread.
         asked: when it began.
         tokens: as given.
-        timed_out: whether the answer was settled before everything was known.
+        timed_out: whether the answer was not awaited: what was known by then is used.
 
     Raises:
         RuntimeError: the threads were dismissed, or none can be started.
@@ -42,11 +41,20 @@ class Lookup(Generic[T]):
     def __init__(
         self, state: SchedulerState, tenant: str, find: Callable[[Lookup[T]], T], nothing: T, tokens: int
     ) -> None:
-        self.answer: Future[T] = Future()
         self.asked, self.tokens, self.timed_out = state.clock(), tokens, False
         self._state, self._tenant, self._so_far = state, tenant, nothing
-        self._lock = threading.Lock()  # of the answer, which the asking and the waiting thread may both set
-        state.lookup_threads.submit(self._run, find)
+        self._cancelled = False
+        self.answer: Future[T] = state.lookup_threads.submit(find, self)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is awaited of it."""
+        return self._cancelled or self.answer.done()
+
+    def cancel(self) -> None:
+        """Ask nothing more: nobody waits for the answer."""
+        self._cancelled = True
+        self.answer.cancel()
 
     def in_time(self) -> T | None:
         """Return the answer, or after `lookup_timeout` what is known by then; None: ask again in another step.
@@ -54,6 +62,8 @@ class Lookup(Generic[T]):
         Raises:
             Exception: the error of the lookup, or CancelledError if the answer was cancelled.
         """
+        if self.timed_out:
+            return self._so_far
         with self._state.waiting() as patience:
             pending = not wait([self.answer], patience).done
         if pending and self._state.clock() - self.asked <= self._state.options.lookup_timeout:
@@ -61,8 +71,8 @@ class Lookup(Generic[T]):
         if pending:
             self._state.overdue()
             self.timed_out = True
-        self._answer(lambda: self.answer.set_result(self._so_far))
-        return self.answer.result()
+            self.cancel()
+        return self._so_far if pending else self.answer.result()
 
     @property
     def batch(self) -> int:
@@ -81,13 +91,13 @@ class Lookup(Generic[T]):
             CancelledError: nobody waits for the answer any more.
             Exception: that of the store.
         """
-        self._so_far = so_far
         there: list[bool] = []
         state, size = self._state, self.batch
         ranks = list(state.holders)
         for first in range(0, len(digests), size):
-            if self.answer.done():
+            if self._cancelled:
                 raise CancelledError
+            self._so_far = so_far
             batch = digests[first : first + size]
             parts = [digest for digest in batch for _ in ranks]
             found = state.keys.find(self._tenant, parts, state.store.contains, ranks * len(batch))
@@ -96,19 +106,3 @@ class Lookup(Generic[T]):
             state.store.missed(held[: max(wanted, 0)].count(False))
             there += [all(held[at : at + len(ranks)]) for at in range(0, len(held), len(ranks))]
         return there
-
-    def _run(self, find: Callable[[Lookup[T]], T]) -> None:
-        try:
-            answer = find(self)
-        except CancelledError:
-            return
-        except Exception as error:
-            failure = error
-            self._answer(lambda: self.answer.set_exception(failure))
-        else:
-            self._answer(lambda: self.answer.set_result(answer))
-
-    def _answer(self, give: Callable[[], None]) -> None:
-        with self._lock:
-            if not self.answer.done():
-                give()

@@ -107,7 +107,7 @@ class RequestRecord:
     def forget_lookups(self) -> None:
         """Cancel the request's lookups: no one waits for them any more."""
         if self.lookup is not None:
-            self.lookup.answer.cancel()
+            self.lookup.cancel()
         if self.segmented is not None:
             self.segmented.forget_lookup()
 

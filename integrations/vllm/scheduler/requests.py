@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+from cuvee.codec.errors import InputError
 from cuvee.integrations.core.guard import Once
 from cuvee.integrations.identity.lora_files import Adapters
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.messages import Report
-from cuvee.integrations.vllm.request_params import may_store, refusal
+from cuvee.integrations.vllm.request_params import request_fields
 from cuvee.integrations.vllm.scheduler.media_names import MediaNames
 from cuvee.integrations.vllm.scheduler.request_record import Names, Naming, RequestRecord
 from cuvee.integrations.vllm.scheduler.state import SchedulerState
@@ -161,10 +162,12 @@ class Requests:
         name = "" if adapter is None else adapter.identity(lora.lora_name)
         record.scope = Scope(salt or self._state.options.tenant, name, tuple(named))
         record.chain, record.adapter = self.chain(record.scope), adapter
-        record.error = refusal(request.kv_transfer_params)
-        if record.error:
-            self._once("parameters", "cuvee: request %s is not stored: %s", request.request_id, record.error)
-        record.unstored = "" if not record.error and may_store(request.kv_transfer_params) else "asked"
+        try:
+            stored = request_fields(request.kv_transfer_params).get("store", True)
+        except InputError as error:  # a field that is misspelt may have been `store`
+            record.error, stored = str(error), False
+            self._once("parameters", "cuvee: request %s is not stored: %s", request.request_id, error)
+        record.unstored = "" if stored else "asked"
         record.cached = True
         return ""
 

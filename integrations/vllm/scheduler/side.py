@@ -423,8 +423,8 @@ class SchedulerSide:
     def _refuse(self, record: RequestRecord) -> None:
         """Load nothing more for a request whose load failed, because it would only fail again."""
         record.given, record.cut = 0, "failed"
-        if record.cached and record.blend is not None:
-            self._planner.refuse(record, "failed")
+        if record.cached and record.blend is not None and record.segmented is not None:
+            self._planner.refuse(record.segmented, "failed")
         self._blends.drop(record)
         self._records.load_no_more(record)
 

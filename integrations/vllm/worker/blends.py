@@ -73,14 +73,12 @@ class WorkerBlends:
                         job.blend = blender.begin(blend, job.load.end)
                         job.enter(LoadPhase.BLENDING)
                     spent = job.blend.advance(tokens)
-            except CuveeError as error:
-                logger.warning("cuvee: request %s is not blended but computed: %s", job.load.request, error)
+            except Exception as error:
+                level, trace = (logging.WARNING, None) if isinstance(error, CuveeError) else (logging.ERROR, error)
+                text = "cuvee: request %s is not blended but computed: %s"
+                logger.log(level, text, job.load.request, error, exc_info=trace)
                 self._loads.end(job, "blend")
                 return tokens  # the ranks have not computed alike
-            except Exception:
-                logger.exception("cuvee: request %s is not blended but computed", job.load.request)
-                self._loads.end(job, "blend")
-                return tokens
             job.compute_seconds += time.monotonic() - begun
             self._state.recorder.count("blend_slices")
             if job.blend.done:

@@ -101,6 +101,7 @@ class WorkerState:
         report: what happened since the last report.
         blocks: tokens per block of each group of layers.
         windows: of each group of layers, how many tokens the engine keeps; None: all.
+        fails_whole: whether a load that fails in part fails as a whole (`Setup.loads_in_part`).
         bytes_per_token: of the pages and a drafter's, uncompressed.
         bytes_per_state: of all recurrent layers, uncompressed.
         coded: the engine's pages; None: there are none yet, or the engine sleeps.
@@ -131,7 +132,7 @@ class WorkerState:
         self.report = Report()
         self.closed = False
         self.stale = ""
-        self.blocks, self.windows = setup.blocks, setup.windows
+        self.blocks, self.windows, self.fails_whole = setup.blocks, setup.windows, not setup.loads_in_part
         self.coded: CodedPages | None = None
         self._drafts: DraftPages | None = None
         self.states: StatePages | None = None
@@ -158,15 +159,6 @@ class WorkerState:
     def drafts(self) -> DraftPages | None:
         """The pages of a drafter's layers."""
         return self._drafts if self._drafts is not None and self._drafts.named else None
-
-    @property
-    def fails_whole(self) -> bool:
-        """Whether a load that fails in part fails as a whole.
-
-        Block numbers mean nothing to the engine where there are several groups of layers; and where a layer has a
-        window or a state, the part in front of the failure lacks the window or state that ends there.
-        """
-        return len(self.windows) > 1 or self.windows != (None,)
 
     @property
     def pages(self) -> CodedPages:

@@ -37,7 +37,7 @@ SCHEDULER = (
     "_loads.release", "_blends.drop", "_state.clock", "_loads.take", "_record",
     "_recorder.count", "_recorder.absorb", "_state.store.report_overdue", "_state.store.counters",
     "_state.store.contains", "_pays.observe", "_pays.judge", "_pays.note",
-    "_planner.segment", "_planner.ask", "_planner.learn", "_planner.harvest", "_planner._refuse", "_planner.rename",
+    "_planner.segment", "_planner.ask", "_planner.learn", "_planner.harvest", "_planner.refuse", "_planner.rename",
 )  # fmt: skip
 WORKER = (
     "loads._place", "blends._slice", "blends._blended", "loads._restorer.fetched",

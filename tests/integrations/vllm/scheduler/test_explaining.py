@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +97,7 @@ def _timeout(d: Desk, request: SimpleNamespace) -> None:
 
     d.store.before = hangs
     lookup = d.side._state.lookup_threads
-    lookup.submit = lambda *_: None  # type: ignore[method-assign, assignment]  # no thread ever answers
+    lookup.submit = lambda *_: Future()  # type: ignore[method-assign]  # no thread ever answers
     d.side.arrived(request)
     d.now += 1e6
     assert d.matched(request)[0] == 0

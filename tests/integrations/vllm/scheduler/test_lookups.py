@@ -140,7 +140,9 @@ def test_the_rest_is_not_asked_for_once_the_request_has_ended(desk: Callable[...
     elif ends == "reset":
         d.side.reset()
     else:
-        d.side._planner.refuse(d.record(), "failed")
+        segmented = d.record().segmented
+        assert segmented is not None
+        d.side._planner.refuse(segmented, "failed")
     go.set()
     assert d.side._state.lookup_threads.dismiss(20)
     assert 1 <= counted.count(CALL_KEYS) <= 2, "of the prefix, of the segments: seven more of these were left"
