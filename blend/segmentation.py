@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.errors import InputError
-
 _log = logging.getLogger(__name__)
 
 Span = tuple[int, int]
@@ -46,27 +44,14 @@ class ContentChunker:
         (14, 13)
 
     Args:
-        least: tokens of the shortest chunk.
-        mean: average tokens per chunk, not counting the limit `most`.
-        most: tokens of the longest chunk.
-
-    Raises:
-        InputError: not 1 <= least < mean <= most.
+        least: tokens of the shortest chunk, at least 1.
+        mean: average tokens per chunk, not counting the limit `most`; above `least`.
+        most: tokens of the longest chunk, at least `mean`.
     """
 
     least: int = 64
     mean: int = 192
     most: int = 768
-
-    def __post_init__(self) -> None:
-        for name in ("least", "mean", "most"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InputError(f"{name}: must be a whole number of at least 1, got {value!r}")
-        if not self.least < self.mean <= self.most:
-            raise InputError(
-                f"mean: must be above least={self.least} and at most most={self.most} tokens, got {self.mean}"
-            )
 
     def cut(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> list[Span]:
         """Return the chunks of `tokens`, adjacent and in order, without the tokens after the last cut."""

@@ -75,7 +75,6 @@ class CodingOptions:
             None: lossless.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one, which then is the only quality.
-        worst: with `kl`: the worst kind of text decides, as it does for presets.
         tenant: of requests without a `cache_salt`.
         model_id: identifies the weights; default: computed from the checkpoint's files. Where SGLang updates weights
             while it serves, it names the run of training that counts their versions.
@@ -97,7 +96,6 @@ class CodingOptions:
     bits: float | None = limited(None, elsewhere=True)
     ratio: float | None = limited(None, elsewhere=True)
     step: float | None = limited(None, elsewhere=True)
-    worst: bool = False
     tenant: str = limited("", elsewhere=True)
     model_id: str | None = None
     check_model: bool = True
@@ -130,10 +128,10 @@ class CodingOptions:
             ProfileLocation.parse(self.profile)
         if not isinstance(self.tenant, str):
             raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
-        given_qualities = self.codec_quality.keys() - {"worst"}
-        if len(given_qualities) > 1:
-            got = ", ".join(name for name in _QUALITIES if name in given_qualities)
-            raise InputError(f"quality: must be at most one of {', '.join(_QUALITIES)}, got {got}")
+        if len(self.codec_quality) > 1:
+            raise InputError(
+                f"quality: must be at most one of {', '.join(_QUALITIES)}, got {', '.join(self.codec_quality)}"
+            )
         if self.profile is None and not self.check_model:
             raise InputError("check_model: must be left out without a profile, which is what it checks, got false")
 
@@ -161,8 +159,7 @@ class CodingOptions:
     @property
     def codec_quality(self) -> dict[str, Any]:
         """The configured quality, as arguments of `Codec` and `Profile.resolve`; empty: the default."""
-        given = {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
-        return {**given, "worst": True} if self.worst else given
+        return {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
 
     def quality_of(self, dtype: str) -> dict[str, Any]:
         """The same for a cache of this dtype, whose size a ratio is of."""

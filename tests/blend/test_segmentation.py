@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunker, Span
-from cuvee.codec.errors import InputError
 
 WINDOW = 4  # tokens that decide about a cut
 SMALL = ContentChunker(4, 12, 30)
@@ -81,20 +79,6 @@ def test_cuts_are_those_of_every_release() -> None:
     """Stored segments are only found again by the same cuts."""
     cuts = ends(ContentChunker(8, 24, 64).cut(list(range(200))))
     assert cuts == [24, 51, 68, 85, 96, 104, 127, 141, 165, 186]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((0, 24, 64), "least: must be a whole number of at least 1"),
-        ((8, 24, True), "most: must be a whole number of at least 1"),
-        ((8, 8, 64), "mean: must be above least=8 and at most most=64 tokens, got 8"),
-        ((8, 65, 64), "mean: must be above least=8 and at most most=64 tokens, got 65"),
-    ],
-)
-def test_bad_sizes_are_refused_by_name(sizes: Any, message: str) -> None:
-    with pytest.raises(InputError, match=f"^{message}"):
-        ContentChunker(*sizes)
 
 
 # By paragraphs -------------------------------------------------------------------------------------------------------
