@@ -12,8 +12,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -175,7 +175,11 @@ def watch_loads(adapters: Adapters, executor: Any) -> None:
 
     @wraps(add)
     def add_lora(self: Any, lora_request: Any) -> Any:
-        return _while_loading(list(_watching), lora_request, lambda: add(self, lora_request))
+        with ExitStack() as stack:
+            for each in list(_watching):
+                again = bool(lora_request.load_inplace)
+                stack.enter_context(each.loading(lora_request.lora_int_id, lora_request.lora_path, again))
+            return add(self, lora_request)
 
     @wraps(remove)
     def remove_lora(self: Any, lora_id: int) -> Any:
@@ -184,13 +188,6 @@ def watch_loads(adapters: Adapters, executor: Any) -> None:
         return remove(self, lora_id)
 
     executor.add_lora, executor.remove_lora = add_lora, remove_lora
-
-
-def _while_loading(watching: list[Adapters], request: Any, load: Callable[[], Any]) -> Any:
-    if not watching:
-        return load()
-    with watching[0].loading(request.lora_int_id, request.lora_path, bool(request.load_inplace)):
-        return _while_loading(watching[1:], request, load)
 
 
 def _signature(path: str) -> Signature:

@@ -386,7 +386,8 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
             try:
                 return work(key, memory)
             except UnsupportedModelError as error:
-                self._refuse(error)
+                self._counts.count("refused_pages")
+                self._once(str(error), "cuvee: objects are not stored or loaded: %s", error)
         return None
 
     def _pages_of(self, key: ObjectKey, memory: Any, counts: Recorder) -> tuple[PageStore, PagedCache | None]:
@@ -438,11 +439,6 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         """Return the tensor-parallel rank of a key and the number of ranks, those of other servers included."""
         ranks, rank = key.kv_rank >> 24 & 0xFF, key.kv_rank >> 16 & 0xFF  # ObjectKey.ComputeKVRank
         return self._options.server_index * ranks + rank, self._options.servers * ranks
-
-    def _refuse(self, error: UnsupportedModelError) -> None:
-        """Count an object that is not supported, and log it."""
-        self._counts.count("refused_pages")
-        self._once(str(error), "cuvee: objects are not stored or loaded: %s", error)
 
 
 def _layout_of_values(path: str, revision: str | None, dtype: str | None) -> KVLayout:

@@ -18,7 +18,6 @@ import logging
 import re
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_PROFILE_BYTES = 8 << 30
 _FOLDER = "cuvee-profiles"
 _NAME = re.compile(rf"{_FOLDER}/([0-9a-f]{{32}})/([0-9a-f]{{32}})\.safetensors")
+_REMEDY = "push the profile there again"  # about a damaged file
 _LONGEST_MESSAGE = 500  # characters of huggingface_hub's messages that are shown
 
 
@@ -210,30 +210,14 @@ def _file_name(layout: str, identity: str) -> str:
     return f"{_FOLDER}/{layout}/{identity}.safetensors"
 
 
-class _Backend(ABC):
-    """Where files are kept by name.
+class _Folder:
+    """Files in a folder, which the first `write` creates.
 
-    Attributes:
-        remedy: what to do about a damaged file, for messages.
+    As in the other places, `fetched` yields the path of a file on this machine, or None; `write` replaces files of the
+    same names, each all or nothing; `list` returns name, bytes and time of each file.
     """
 
-    remedy = "push the profile there again"
-
-    @abstractmethod
-    def fetched(self, name: str) -> AbstractContextManager[Path | None]:
-        """Yield the path of a file on this machine; None: there is no such file."""
-
-    @abstractmethod
-    def write(self, files: Mapping[str, Path]) -> None:
-        """Write the content of a profile and its card, each all or nothing, in place of files of the same names."""
-
-    @abstractmethod
-    def list(self) -> list[tuple[str, int, float]]:
-        """Return the name of each profile, its bytes, and when it was written; other files may be among them."""
-
-
-class _Folder(_Backend):
-    """Files in a folder, which the first `write` creates."""
+    remedy = _REMEDY
 
     def __init__(self, location: ProfileLocation) -> None:
         self._path = Path(location.root).expanduser().absolute()
@@ -253,8 +237,10 @@ class _Folder(_Backend):
         return [(str(file.relative_to(self._path)), info.st_size, info.st_mtime) for file, info in files]
 
 
-class _Bucket(_Backend):
+class _Bucket:
     """Files as objects of the same names below a prefix, the URL of an `ObjectStore`."""
+
+    remedy = _REMEDY
 
     def __init__(self, location: ProfileLocation) -> None:
         from cuvee.integrations.stores.objects import ObjectStore
@@ -282,7 +268,7 @@ class _Bucket(_Backend):
         return self._store.attempt(self._store.list_objects, _FOLDER)
 
 
-class _Hub(_Backend):
+class _Hub:
     """Files in a model repository of the Hugging Face hub.
 
     All of it is huggingface_hub's: its cache, which serves a file again when the hub cannot be reached, its retries,
@@ -295,7 +281,9 @@ class _Hub(_Backend):
         except ImportError as missing:
             raise ImportError("hf:// needs huggingface_hub: pip install 'cuvee[transformers]'") from missing
         self._repository, self._revision = location.root, location.revision
-        self.remedy += f", or, if only this machine's copy is damaged, remove that (hf cache rm model/{location.root})"
+        self.remedy = (
+            f"{_REMEDY}, or, if only this machine's copy is damaged, remove that (hf cache rm model/{location.root})"
+        )
 
     def fetched(self, name: str) -> AbstractContextManager[Path | None]:
         from huggingface_hub import hf_hub_download

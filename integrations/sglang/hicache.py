@@ -32,7 +32,6 @@ from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.guard import Guard
-from cuvee.integrations.core.refusals import refuse
 from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.sglang.host_pool import OpaquePool, check_pool, holds_latents, pool_cache
 from cuvee.integrations.sglang.options import HiCacheOptions
@@ -42,7 +41,6 @@ from cuvee.integrations.sglang.weight_updates import watch_updates
 logger = logging.getLogger(__name__)
 
 _ENGINE = "sglang-hicache"
-_MESSAGE = "CuveeHiCache does not support {}"
 _SGLANGS_OWN = ("backend_name", "module_path", "class_name", "interface_v1")
 _MOST_MOVED = 1000
 
@@ -66,7 +64,10 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
             raise InputError(f"interface_v1: must be 1, because pages are coded in the pool's memory, got {version!r}")
         self._options = HiCacheOptions.from_dict({k: v for k, v in extra.items() if k not in _SGLANGS_OWN})
         self._config = storage_config
-        _refuse_features(storage_config)
+        if storage_config.should_split_heads:
+            raise UnsupportedModelError(
+                "CuveeHiCache does not support pages shared by engines of different tensor-parallel sizes (tp_lcm_size)"
+            )
         self._counts = Counts()
         self._guard = Guard(self._counts)
         self._attached: tuple[PageStores, PagedCache | None] | None = None  # once SGLang has registered its pool
@@ -356,10 +357,3 @@ def _moved() -> dict[str, deque[tuple[int, float]]]:
 
 def _names(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
-
-
-def _refuse_features(config: HiCacheStorageConfig) -> None:
-    features = {
-        "pages shared by engines of different tensor-parallel sizes (tp_lcm_size)": config.should_split_heads,
-    }
-    refuse(features, _MESSAGE)

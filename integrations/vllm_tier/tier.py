@@ -269,7 +269,7 @@ class CuveeTier(SecondaryTierManager):
     def _submit(self, kind: str, pool: ThreadPool, work: Callable[[_Job, Any], list[bool]], metadata: Any) -> None:
         job = _Job(metadata.job_id, kind == "store", list(metadata.keys), metadata, time.monotonic())
         with self._changed:
-            waiting = self._waiting() * self.block_size_bytes
+            waiting = sum(len(each.keys) for each in self._jobs.values() if each.stores) * self.block_size_bytes
             full = job.stores and (self._failed or waiting >= self._options.max_pending_gb * 1e9)
             self._jobs[job.number] = job
         with self._guard(f"submit_{kind}", then=lambda: self._end(job, [])):
@@ -277,10 +277,6 @@ class CuveeTier(SecondaryTierManager):
                 self._end(job, [])
                 return
             pool.submit(self._run, kind, work, job).add_done_callback(partial(self._end_of, job))
-
-    def _waiting(self) -> int:
-        """Return how many chunks of store jobs have not ended."""
-        return sum(len(job.keys) for job in self._jobs.values() if job.stores)
 
     def _run(self, kind: str, work: Callable[[_Job, Any], list[bool]], job: _Job) -> list[bool]:
         """Return whether each chunk of the job was stored, or restored; of a list that ends early, the others not."""
