@@ -84,7 +84,7 @@ class CuveeHiCache(HiCacheStorage):  # type: ignore[misc]  # types are checked w
             InputError, ProfileError, FormatError, ProfileMismatchError, FileNotFoundError: as `PageStores`.
         """
         pool, options = self.mem_pool_host, self._options
-        model = ServedModel.find(options.model, self._config.model_name, options.model_id)
+        model = ServedModel.find(options.model)
         layout, cache = None, None
         rank, ranks = self._config.tp_rank, self._config.tp_size
         if self._config.is_mla_model:  # all ranks hold the same latents, and SGLang stores those of the first

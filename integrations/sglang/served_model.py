@@ -11,7 +11,6 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_context, get_server_args
 
-from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.integrations.identity.checkpoint import (
     files_changed_since,
@@ -30,43 +29,25 @@ class ServedModel:
 
     Attributes:
         path: folder or hub id of the checkpoint.
+        server_args: SGLang's.
         revision: of a hub id.
         overrides: SGLang's `--json-model-override-args`, parsed.
-        server_args: SGLang's; None: none are known in this process.
     """
 
     path: str
+    server_args: Any
     revision: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
-    server_args: Any = None
 
     @classmethod
-    def find(cls, model: str | None, served_name: str | None, model_id: str | None = None) -> ServedModel:
-        """Return the model by the user's option, by SGLang's arguments, or by its served name, in this order.
-
-        Args:
-            model: option `model`.
-            served_name: name of the model that SGLang gives its storage backends.
-            model_id: the user's name for the weights.
+    def find(cls, model: str | None) -> ServedModel:
+        """Return the model by the user's option, or by SGLang's arguments.
 
         Raises:
-            InputError: none of them names a model; or there are no arguments, and the user names no weights.
+            ValueError: SGLang has published none in this process.
         """
-        try:
-            args = get_server_args()
-        except ValueError:  # nothing was published in this process
-            args = None
-        path = model or getattr(args, "model_path", None) or served_name
-        if not path:
-            raise InputError("model: must be the folder or hub id of the served checkpoint, got none")
-        if args is None:
-            if model_id is None:
-                raise InputError(
-                    "model_id: must be a name that changes with the weights and SGLang's options, which this process "
-                    "does not tell, got none"
-                )
-            return cls(path)
-        return cls(path, args.revision, json.loads(args.json_model_override_args or "{}"), args)
+        args = get_server_args()
+        return cls(model or args.model_path, args, args.revision, json.loads(args.json_model_override_args or "{}"))
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
         """Return the layout of the whole model's cache, whose values have `dtype`.
@@ -91,14 +72,10 @@ class ServedModel:
 
     def changed_since(self, time_ns: int) -> Path | None:
         """Return a file of the checkpoint, or of a drafter's, that was written or put there since a time."""
-        drafter = getattr(self.server_args, "speculative_draft_model_path", None)
-        return files_changed_since(self.path, time_ns, self._load_format) or (
+        drafter = self.server_args.speculative_draft_model_path
+        return files_changed_since(self.path, time_ns, str(self.server_args.load_format)) or (
             files_changed_since(drafter, time_ns) if drafter else None
         )
-
-    @property
-    def _load_format(self) -> str:
-        return "auto" if self.server_args is None else str(self.server_args.load_format)
 
     def naming(self, model_id: str | None, dtype: torch.dtype) -> Make:
         """Return what names the weights as this engine uses them.
@@ -110,15 +87,16 @@ class ServedModel:
         Raises:
             InputError: as `naming_of_weights` and `set_options`.
         """
-        options = None if self.server_args is None else sglang_options(self.server_args, named=model_id is not None)
-        drafter = getattr(self.server_args, "speculative_draft_model_path", None)
+        options = sglang_options(self.server_args, named=model_id is not None)
+        drafter = self.server_args.speculative_draft_model_path
         if model_id is None:
             features = {
-                "download_dir": getattr(self.server_args, "download_dir", None),
+                "download_dir": self.server_args.download_dir,
                 "SGLANG_USE_MODELSCOPE": envs.SGLANG_USE_MODELSCOPE.get(),
             }
             refuse_other_copies([self.path, drafter], features)
         return naming_of_weights(
-            self.path, dtype, options, model_id=model_id, revision=self.revision, load_format=self._load_format,
+            self.path, dtype, options, model_id=model_id, revision=self.revision,
+            load_format=str(self.server_args.load_format),
             drafter=drafter and (drafter, self.server_args.speculative_draft_model_revision),
         )  # fmt: skip

@@ -48,7 +48,6 @@ from cuvee.integrations.identity.engine_config import vllm_options
 from cuvee.integrations.identity.weights_name import Make
 from cuvee.integrations.pages import COUNTED, Counts, PageStore, PageStores
 from cuvee.integrations.pages.counts import GAUGES
-from cuvee.integrations.pages.opaque import LAYOUT
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.weight_calls import watch_calls
 from cuvee.integrations.vllm_tier.chunk_rows import ChunkRows, OpaqueRows, cache_dtype, row_memory, row_shape
@@ -114,7 +113,7 @@ class CuveeTier(SecondaryTierManager):
         config = offloading_spec.config
         path, engine = given.model or str(config.model.name), of_connector("vllm_config")
         refuse_names(engine, given)
-        revision = None if engine is None or given.model else engine.model_config.revision
+        revision = None if given.model else engine.model_config.revision
         # Released at the end, because vLLM cannot release its memory while others refer to it.
         self._rows: ChunkRows | OpaqueRows | None = None
         layout = None
@@ -149,8 +148,6 @@ class CuveeTier(SecondaryTierManager):
     def _naming(self, path: str, revision: str | None, layout: KVLayout | None, engine: Any) -> Make:
         """Return what names the weights as vLLM uses them; `layout` is None if the rows are bytes."""
         model_id = self._options.model_id
-        if engine is None:  # the user names them
-            return naming_of_weights(path, (layout or LAYOUT).torch_dtype, model_id=model_id, revision=revision)
         options, drafter = vllm_options(engine, named=model_id is not None), None
         if layout is None:
             options["bytes"], drafter = options_of_bytes(engine), drafter_of(engine)

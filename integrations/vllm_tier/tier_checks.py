@@ -65,15 +65,13 @@ def refuse_names(engine: Any, options: TierOptions) -> None:
 
     Raises:
         InputError: the user must say what the names do not, in `model_id`.
-        UnsupportedModelError: images, which clients may name, and which vLLM counts if nothing else needs their names.
+        UnsupportedModelError: images, which clients may name, and which vLLM counts if nothing else needs their names;
+            a vLLM that tells nothing of the engine (`of_connector`).
     """
     if engine is None:
-        if options.model_id is None:
-            raise InputError(
-                "model_id: must be a name that changes with the weights and the engine's options, which this vLLM does "
-                "not tell, got none"
-            )
-        return
+        raise UnsupportedModelError(
+            "CuveeTier does not support this vLLM, which tells it nothing of the engine: use 0.32 or 0.33"
+        )
     algorithm = str(engine.cache_config.prefix_caching_hash_algo)
     if "xxhash" in algorithm:
         raise InputError(
