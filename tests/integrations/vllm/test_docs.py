@@ -1,4 +1,4 @@
-"""The connector's and the stores' READMEs say what the code does, and the example runs on the real engine."""
+"""The connector's and the stores' READMEs say what the code does."""
 
 from __future__ import annotations
 
@@ -96,21 +96,20 @@ def test_counters_of_the_text_exist() -> None:
         assert hasattr(known, name)
 
 
-# One process, because to import vLLM takes longer than all of this. The offline example has both engines in it as well;
-# those of `test_serve` and of the ranks have their own.
+# One process, because to import vLLM takes longer than all of this.
 WRONG_OPTIONS = {
     '{"profile": "nowhere.safetensors"}': "no such file: 'nowhere.safetensors'",
     '{"store": "fle:///var/cache/kv"}': "got fle://; did you mean file://?",
 }
 STARTED = """
-import json, runpy, sys
+import json, sys
 import cuvee.integrations.vllm.connector
 print("loaded:", {"numba", "llvmlite"} & {*sys.modules})
 from tests.integrations.vllm import engines
 engines.import_vllm()
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-_, model, wrong, *sys.argv = sys.argv
+_, model, wrong = sys.argv
 for options in json.loads(wrong):
     transfer = KVTransferConfig(
         kv_connector="CuveeConnector", kv_role="kv_both", kv_connector_extra_config=json.loads(options)
@@ -119,19 +118,16 @@ for options in json.loads(wrong):
         EngineArgs(model=model, kv_transfer_config=transfer).create_engine_config()
     except (OSError, ValueError) as error:
         print("refused:", *str(error).splitlines())
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a process says that imports the connector, has vLLM read wrong options of ours, and runs the example."""
+    """What a process says that imports the connector, and has vLLM read wrong options of ours."""
     need_vllm()
     folder, model = tmp_path_factory.mktemp("started"), str(bundled_model_path())
     (folder / "started.py").write_text(STARTED)
-    offline = (str(ROOT / "vllm" / "examples" / "offline.py"), model, f"file://{folder}/kv", "400")
-    arguments = (str(folder / "started.py"), model, json.dumps([*WRONG_OPTIONS]), *offline)
-    status, said = run_script(folder, *arguments, VLLM_CPU_KVCACHE_SPACE="1")
+    status, said = run_script(folder, str(folder / "started.py"), model, json.dumps([*WRONG_OPTIONS]))
     assert status == 0, said[-8000:]
     return said
 
@@ -148,11 +144,6 @@ def test_wrong_options_are_refused_while_vllm_reads_its_own(started: str) -> Non
     refused = re.findall(r"^refused: (.*)$", started, re.MULTILINE)
     for found, message in zip(refused, WRONG_OPTIONS.values(), strict=True):
         assert message in found
-
-
-@pytest.mark.slow
-def test_the_offline_example_runs_on_the_real_engine(started: str) -> None:
-    assert "same words: True\ntokens loaded: [384, 384, 384]\n" in started
 
 
 def test_the_dashboard_shows_metrics_that_exist() -> None:
