@@ -30,7 +30,7 @@ from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Nothing
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, InputError, ProfileMismatchError
+from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import PREFIX, function_digest, model_fingerprint
 from cuvee.codec.models.forward import cache_argument, prefill

@@ -565,6 +565,7 @@ def test_what_names_a_blob(
     def nowhere(path: str, **_: Any) -> str:
         raise InputError("path: no tokenizer")
 
+
 def test_the_id_of_the_key_is_logged_and_not_the_key(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
