@@ -201,7 +201,7 @@ def show_blends(report: Mapping[str, Any]) -> Shown:
         f"computing the prompt (median), and the KL of {report['prompts']} prompts in float32"
     )
     table = ReportTable(["tokens ", *(str(entry["tokens"]) for entry in lengths)], rows, title)
-    return Shown("Blended prompts in vLLM", machine_and_vllm(report), [table])
+    return Shown(machine_and_vllm(report), [table])
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
