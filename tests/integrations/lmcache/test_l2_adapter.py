@@ -41,6 +41,7 @@ from tests.waiting import wait_until
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.integrations.core.refusals import check_uniform
 from cuvee.integrations.identity.records import RecordStore
 from cuvee.integrations.stores.base import Store
 from cuvee.integrations.stores.disk import DiskStore
@@ -464,6 +465,14 @@ def test_many_tasks_at_once(memory: Callable[..., Memory]) -> None:
 # What goes wrong ------------------------------------------------------------------------------------------------------
 
 
+def test_results_that_come_after_the_end_are_dropped() -> None:
+    results = real("cuvee.integrations.lmcache.l2_tasks").Results()
+    results.put(1, "in time")
+    results.close()
+    results.put(2, "late")
+    assert results.take_all() == {1: "in time"}
+
+
 def test_a_listener_that_fails_does_not_lose_the_task(memory: Callable[..., Memory]) -> None:
     m = memory()
 
@@ -532,6 +541,14 @@ def split_values(chunk: KVChunk) -> torch.Tensor:
 def test_what_is_not_supported_fails_the_start(params: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make_adapter(params)
+
+
+def test_models_that_need_several_shapes_are_refused() -> None:
+    one = LayerLayout(2, 8, 8, None)
+    check_uniform(KVLayout("m", (one, one), "bfloat16", None))
+    for other in (LayerLayout(1, 8, 8, None), LayerLayout(2, 16, 16, None), LayerLayout(2, 8, 4, None)):
+        with pytest.raises(UnsupportedModelError, match=r"model: must have 2 heads of 8 .* in layer 1"):
+            check_uniform(KVLayout("m", (one, other), "bfloat16", None))
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,21 @@ def test_nothing_blocks_the_scheduler_while_the_store_hangs(engine: Callable[...
     e.manager.on_request_finished(context)
 
 
+def test_draining_ends_all_jobs_and_reports_each(engine: Callable[..., Engine], store: DictStore) -> None:
+    e = engine()
+    e.save([50])
+    held = hold(store, "put")
+    for number in range(15):
+        e.offload([number])
+    assert held.begun.wait(30)
+    threading.Timer(0.2, held.set).start()
+    e.reset()  # asserts that no job is left
+    assert not e.manager._jobs and not e.tier._jobs
+    e.view.fill_(-1)
+    found = [number for number in range(15) if e.load([number])]
+    assert len(found) == e.counters["saved_pages"] - 1 < 15
+
+
 def test_a_reset_before_the_weights_have_a_name_changes_no_name(
     engine: Callable[..., Engine], store: DictStore
 ) -> None:
@@ -350,6 +365,46 @@ def test_chunks_in_an_order_that_is_not_known_come_back_bit_for_bit(
 
 
 # A step that fails ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "error"), [("step", KeyboardInterrupt), ("step_with_batch_queue", RuntimeError)])
+def test_after_a_step_that_raised_nothing_is_stored(
+    engine: Callable[..., Engine], store: DictStore, caplog: pytest.LogCaptureFixture, step: str,
+    error: type[BaseException],
+) -> None:  # fmt: skip
+    """vLLM offers what it computed in part, and what builds on it, if an application goes on. It still loads."""
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    e, core = engine(), real("vllm.v1.engine.core").EngineCore
+    e.save([1])
+    failing = SimpleNamespace(
+        scheduler=SimpleNamespace(has_requests=lambda: True, schedule=fails), batch_queue=[], batch_queue_size=2,
+        _should_throttle_prefills=lambda: False,
+    )  # fmt: skip
+    e.offload([2])  # of a step before
+    e.settle()
+    with pytest.raises(error):
+        getattr(core, step)(failing)
+    e.save([3, 4])
+    assert len(store.entries) == 2 and e.load([1]) == 1 and e.lookup([3]) == 0
+    assert e.counters["unsaved_pages"] == 2 and caplog.text.count("a step of vLLM has failed") == 1
+    assert "contained" not in " ".join(e.counters)
+
+
+def test_a_model_with_windows_is_stored_as_bytes(
+    engine: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    heads = {"num_key_value_heads": 2, "num_attention_heads": 2}
+    shape: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 128, **heads}
+    MistralForCausalLM(MistralConfig(sliding_window=64, vocab_size=64, **shape)).save_pretrained(tmp_path)
+    e = engine(model=str(tmp_path))
+    e.save(range(3))
+    assert e.load(range(4)) == 3 and e.counters["opaque_pages{bfloat16}"] == 6
+    assert "got layers of sliding_attention" in caplog.text
 
 
 class _Told:
