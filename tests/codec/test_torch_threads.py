@@ -53,6 +53,7 @@ def test_no_other_thread_notices(threads: int, tokens: int, monkeypatch: pytest.
 
     def watched(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
+            assert not torch.is_grad_enabled()
             seen["own"].add(torch.get_num_threads())
             seen["new"].add(in_new_thread())
             seen["running"].add(running.submit(torch.get_num_threads).result())
