@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,6 @@ class State:
         target: compiled for.
         options: of the launches to come.
         kernels: every one that was loaded, by its text.
-        mutate: (name, PTX) -> other PTX, which is launched in its place: to see what finds the change.
         tables: names of arguments that hold addresses: the first column of their int64 rows.
         places: of memory that tables point to: its end by its start.
     """
@@ -47,14 +46,11 @@ class State:
     def __init__(self, target: str, options: Options, tables: Sequence[str] = ()) -> None:
         self.target, self.options, self.tables = target, options, tables
         self.kernels: dict[str, Kernel] = {}
-        self.mutate: Callable[[str, str], str] | None = None
         self.places: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def kernel(self, name: str, text: str) -> Kernel:
+    def kernel(self, text: str) -> Kernel:
         """Return the kernel of a PTX text."""
-        if self.mutate is not None:
-            text = self.mutate(name, text)
         with self._lock:
             if text not in self.kernels:
                 self.kernels[text] = Kernel(text)
@@ -98,8 +94,6 @@ class _Launcher:
     def __call__(self, x: int, y: int, z: int, stream: int, kernel: Kernel, packed: Any, launch_metadata: Any,
                  enter: Any, leave: Any, *values: Any) -> None:  # fmt: skip
         current = state()
-        if current.mutate is not None:
-            kernel = current.kernel(kernel.name, kernel.text)
         parameters: list[int] = []
         memory: list[Memory] = []
         for index, name, kind in self.arguments:
@@ -134,7 +128,7 @@ def _bits(kind: str, value: Any) -> int:
 class _Utilities:
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Kernel, int, int, int]:
         """Module, function, registers, spills, threads."""
-        return object(), state().kernel(name, binary.decode()), 0, 0, MOST_THREADS
+        return object(), state().kernel(binary.decode()), 0, 0, MOST_THREADS
 
     def unload_module(self, module: Any) -> None:
         """Do nothing: kernels stay loaded."""

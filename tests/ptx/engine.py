@@ -20,11 +20,10 @@ KINDS = (
     "out of bounds", "misaligned", "shared memory out of bounds", "shared-memory race",
     "shared memory read before written", "asynchronous copy read before waited for",
     "shared memory read by tensor cores without a fence", "local memory out of bounds", "lanes missing", "endless loop",
-    "trap", "tensor memory out of bounds", "tensor memory read before written",
+    "tensor memory out of bounds", "tensor memory read before written",
     "tensor memory touched before waited for", "tensor-memory race",
     "tensor memory allocated, given back or addressed wrongly", "mbarrier used wrongly",
 )  # fmt: skip
-CHECK, SHUFFLE = 1, 2
 INSTRUCTION = np.dtype(
     [("op", "u2"), ("negated", "u1"), ("width", "u1"), ("count", "u1"), ("sign", "u1"), ("mode", "u1"), ("row", "u1")]
     + [(name, "i4") for name in ("guard", "d", "a", "b", "c", "e", "list", "target")]
@@ -43,14 +42,14 @@ class _Program(ctypes.Structure):
     _fields_ = [
         ("code", ctypes.c_void_p), ("lists", ctypes.c_void_p), ("constants", ctypes.c_void_p),
         ("length", ctypes.c_int32), ("file_bytes", ctypes.c_int32), ("constants_at", ctypes.c_int32),
-        ("constants_bytes", ctypes.c_int32), ("local_bytes", ctypes.c_int32), ("special", ctypes.c_int32 * 11),
+        ("constants_bytes", ctypes.c_int32), ("local_bytes", ctypes.c_int32), ("special", ctypes.c_int32 * 7),
     ]  # fmt: skip
 
 
 class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint32 * 3), ("warps", ctypes.c_uint32), ("shared_bytes", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32), ("parameters", ctypes.c_void_p), ("regions", ctypes.c_void_p),
+        ("shuffled", ctypes.c_uint32), ("parameters", ctypes.c_void_p), ("regions", ctypes.c_void_p),
         ("region_count", ctypes.c_int32), ("quantum", ctypes.c_uint32), ("seed", ctypes.c_uint64),
         ("limit", ctypes.c_uint64), ("faults", ctypes.c_void_p),
         ("fault_room", ctypes.c_int32), ("fault_count", ctypes.c_int32), ("fault_totals", ctypes.c_uint64 * 24),
@@ -62,14 +61,12 @@ class Options:
     """Options for running programs.
 
     Attributes:
-        check: watch shared memory for races, bytes nothing was written to, and what was not waited for.
         seed: None: programs in order, each warp up to its next barrier. Else programs in an order that is drawn, and
             warps in turns of up to `quantum` instructions.
         quantum: see `seed`.
         limit: instructions of warps that one program may run.
     """
 
-    check: bool = True
     seed: int | None = None
     quantum: int = 40
     limit: int = 1 << 27
@@ -159,7 +156,7 @@ class Kernel:
         self._program = _Program(
             self._code.ctypes.data, self._lists.ctypes.data, self._constants.ctypes.data, len(self._code),
             found.file_bytes, found.constants_at, len(found.constants), found.local_bytes,
-            (ctypes.c_int32 * 11)(*found.special),
+            (ctypes.c_int32 * 7)(*found.special),
         )  # fmt: skip
 
     def _keep(self, name: str, initial: bytes, size: int) -> int:
@@ -202,7 +199,7 @@ class Kernel:
         faults = np.zeros(FAULT_ROOM, FAULT)
         request = _Launch(
             (ctypes.c_uint32 * 3)(*grid), self.encoded.entry.threads // 32, shared_bytes + self.encoded.shared_bytes,
-            CHECK * chosen.check | SHUFFLE * (chosen.seed is not None), values.ctypes.data,
+            chosen.seed is not None, values.ctypes.data,
             ctypes.addressof(regions), len(allowed), chosen.quantum if chosen.seed is not None else 0,
             chosen.seed or 0, chosen.limit, faults.ctypes.data, FAULT_ROOM, 0,
         )  # fmt: skip
@@ -220,7 +217,7 @@ class Kernel:
             where = f"; {size} bytes at {address - near.low} of {near.name}, which has {near.high - near.low}"
         elif kind in KINDS[2:8]:
             where = f"; {size} bytes at {address}"
-        elif kind in KINDS[11:]:
+        elif kind in KINDS[10:]:
             where = f"; row {address >> 16}, column {address & 0xFFFF}" if size else f"; at {address}"
         return Fault(kind, statement.text, statement.line, statement.source, int(fault["program"]), int(fault["warp"]),
                      int(fault["lane"]), where)  # fmt: skip

@@ -12,11 +12,7 @@ from tests.ptx.syntax import BYTES, Entry, PtxError, Statement
 SHARED_BASE = 1024  # as in machine.h
 ROW = {1: 64, 2: 64, 4: 128, 8: 256}  # bytes of a row of lanes
 LANE = {1: 2, 2: 2, 4: 4, 8: 8}  # bytes of a lane
-SPECIAL = (
-    "%tid.x", "%laneid", "%warpid", "%ntid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y",
-    "%nctaid.z",
-)  # fmt: skip
-_ONE_DIMENSIONAL = {"%tid.y": 0, "%tid.z": 0, "%ntid.y": 1, "%ntid.z": 1}
+SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z")
 # Of rows, so that vector instructions find them; predicates are words.
 ALIGNMENT = 64
 
@@ -99,7 +95,7 @@ class Operands:
             if self.width[token] < width and width > 1:
                 raise PtxError(f"{token} is too narrow")
             return token
-        value = _ONE_DIMENSIONAL.get(token, self.symbols.get(token, number(token)))
+        value = self.symbols.get(token, number(token))
         if value is None:
             raise PtxError(f"no operand: {token}")
         return self.constant(value, width)

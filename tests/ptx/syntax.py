@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 BYTES = {
     "pred": 4, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
-    "b32": 4, "u32": 4, "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "u16x2": 4, "s16x2": 4, "tf32": 4,
+    "b32": 4, "u32": 4, "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "s16x2": 4, "tf32": 4,
     "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8,
 }  # fmt: skip
 
@@ -50,7 +50,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A declaration with an address: `space` is shared, local, global or const; `size` bytes, 0 if set at launch."""
+    """A declaration with an address: `space` is shared, local or global; `size` bytes, 0 if set at launch."""
 
     space: str
     name: str
@@ -77,7 +77,7 @@ _LOCATION = re.compile(
 )
 _INSTRUCTION = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
 _VARIABLE = re.compile(
-    r"\.(shared|local|global|const)\s+(?:\.align\s+\d+\s+)?\.[bus](\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?(?:\s*=\s*\{?([^}]*)\}?)?$"
+    r"\.(shared|local|global)\s+(?:\.align\s+\d+\s+)?\.[bus](\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?(?:\s*=\s*\{?([^}]*)\}?)?$"
 )
 _IGNORED = (".pragma", ".file", ".section", ".version", ".target", ".address_size")
 
@@ -113,7 +113,7 @@ def parse(text: str) -> Entry:
         raise PtxError(f"{found[1]} does not say how many threads a program has")
     entry = Entry(found[1], int(threads[1]), [_parameter(part) for part in split(found[2])])
     for line in code[: found.start()].splitlines():
-        declared = re.search(r"\.(shared|global|const)\b.*", line)
+        declared = re.search(r"\.(shared|global)\b.*", line)
         if declared:
             _declare(entry, declared[0].rstrip(" ;"))
     source: tuple[str, ...] = ()

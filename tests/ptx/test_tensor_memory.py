@@ -22,7 +22,7 @@ SHARED = A_BYTES + B_BYTES + 16
 FLOAT32, TF32 = 1 << 4, 2 << 7 | 2 << 10
 SHAPE = FLOAT32 | TF32 | 8 // 8 << 17 | 64 // 16 << 24
 IN_ORDER = Options()
-ORDERS = [IN_ORDER, *(Options(seed=seed, quantum=3) for seed in range(4))]
+ORDERS = [IN_ORDER, Options(seed=0, quantum=3), Options(seed=1, quantum=3)]
 
 
 def descriptor(start: str, leading: int, stride: int, to: str) -> str:
@@ -87,19 +87,13 @@ def product(
     return outcome, out.transpose(0, 2, 1, 3).reshape(64, 8)
 
 
-@pytest.mark.parametrize("options", ORDERS, ids=["in order", *map(str, range(4))])
-def test_a_product_is_added_to_what_was_stored(options: Options) -> None:
-    outcome, out = product(options=options)
+@pytest.mark.parametrize("options", ORDERS)
+@pytest.mark.parametrize("added", [-1, 0])
+def test_a_product_is_added_to_what_was_stored(added: int, options: Options) -> None:
+    outcome, out = product(changed("issue", "mov.pred %p4, -1", f"mov.pred %p4, {added}"), options)
     assert not outcome.totals, outcome.faults
     a, b = factors()
-    np.testing.assert_allclose(out, a.astype(np.float64) @ b.T.astype(np.float64) + 1, rtol=0, atol=1e-6)
-
-
-def test_a_product_that_is_not_added() -> None:
-    outcome, out = product({"issue": PARTS["issue"].replace("mov.pred %p4, -1", "mov.pred %p4, 0")})
-    a, b = factors()
-    np.testing.assert_allclose(out, a.astype(np.float64) @ b.T.astype(np.float64), rtol=0, atol=1e-6)
-    assert not outcome.totals
+    np.testing.assert_allclose(out, a.astype(np.float64) @ b.T.astype(np.float64) - added, rtol=0, atol=1e-6)
 
 
 def changed(part: str, old: str, new: str) -> dict[str, str]:
@@ -122,16 +116,12 @@ MBARRIER = "mbarrier used wrongly"
         ({"fence": ""}, ["shared memory read by tensor cores without a fence"]),
         ({"relinquish": PARTS["relinquish"] + PARTS["allocate"]}, [WRONG]),
         ({"give back": ""}, [WRONG]),
-        (changed("give back", "%r0, 32", "%r0, 64"), [WRONG]),
         (changed("allocate", "32;", "48;"), [WRONG]),
         (changed("meet", "%r0, %r1;", "%r0, 2097152;"), [BEYOND]),  # rows of warp 1
         (changed("load", "4;", "30;"), [BEYOND]),
-        (changed("fill", "%r6 + 0", "%r6 + 26"), [BEYOND]),
-        (changed("load", "%r6 + 0", "%r6 + 8"), ["tensor memory read before written"]),
         (changed("fill", "tcgen05.st", "add.s32 %r6, %r6, %t; tcgen05.st"), [WRONG]),  # not the same in all lanes
         (changed("issue", "%r0 + 0 ]", "%r0 + 32 ]"), [BEYOND]),
         (changed("issue", str(SHAPE), str(SHAPE | 1 << 2)), [WRONG]),  # sparse
-        (changed("issue", str(SHAPE), str(SHAPE ^ 2 << 7)), [WRONG]),  # of two types
         (changed("issue", "%rd1, %rd2", "%rd1, 0"), [WRONG]),  # no descriptor
         ({"open": "@%p1 st.shared.b32 [%r11], %r9;"}, [MBARRIER]),
         ({"open": PARTS["open"] * 2}, [MBARRIER]),
@@ -166,33 +156,3 @@ def test_a_wait_for_nothing_is_endless() -> None:
     assert LATE in product(changed("issued", "%r16, 0", "%r16, 1"))[0].totals
     twice = PARTS["wait"] + "\nmov.b32 %r16, 1;\n" + PARTS["wait"].replace("@!complete bra.uni waitLoop;", "")
     assert not product({"wait": twice})[0].totals
-
-
-def test_shapes_of_loads_and_stores() -> None:
-    """Written in one shape, read in the other: lane l has row l, or lanes 0 and 16 the first row in two places."""
-    body = f"""mov.u32 %r9, room; add.s32 %r12, %r9, {ADDRESS}; shr.u32 %r1, %t, 5; shl.b32 %r1, %r1, 21;
-setp.lt.u32 %p1, %t, 32; {PARTS["allocate"]} {PARTS["relinquish"]}
-bar.sync 0; ld.shared.b32 %r0, [%r12]; add.s32 %r6, %r0, %r1;
-mad.wide.u32 %rd0, %t, 16, %rd_x; ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd0];
-tcgen05.st.sync.aligned.32x32b.x4.b32 [%r6 + 8], {{%r2, %r3, %r4, %r5}}; tcgen05.wait::st.sync.aligned;
-tcgen05.ld.sync.aligned.16x32bx2.x2.b32 {{%r20, %r21}}, [%r6 + 8], 2;
-add.s32 %r6, %r6, 1048576; tcgen05.ld.sync.aligned.16x32bx2.x2.b32 {{%r22, %r23}}, [%r6 + 8], 2;
-tcgen05.wait::ld.sync.aligned;
-mad.wide.u32 %rd0, %t, 16, %rd_out; st.global.v4.b32 [%rd0], {{%r20, %r21, %r22, %r23}};
-bar.sync 0; {PARTS["give back"]}"""
-    x = np.arange(128 * 4, dtype=np.uint32).reshape(4, 2, 16, 2, 2)  # warp, half of rows, row, half of columns, column
-    out = np.zeros((4, 2, 16, 2, 2), np.uint32)  # warp, half of lanes, lane, half of registers, register
-    outcome = run(kernel(body, ["x", "out"], 128, ROOM), {"x": x, "out": out}, SHARED)
-    assert not outcome.totals, outcome.faults
-    np.testing.assert_array_equal(out, x.transpose(0, 3, 2, 1, 4))
-
-
-def test_one_lane_is_elected() -> None:
-    body = """setp.ge.u32 %p0, %t, 5; @!%p0 bra $over; elect.sync %r0|%p1, 0xffffffe0;
-selp.b32 %r1, 100, 0, %p1; add.s32 %r0, %r0, %r1; mad.wide.u32 %rd0, %t, 4, %rd_out; st.global.b32 [%rd0], %r0;
-$over:
-bar.warp.sync -1;"""
-    out = np.zeros(32, np.uint32)
-    outcome = run(kernel(body, ["out"]), {"out": out})
-    assert not outcome.totals
-    assert out.tolist() == [0] * 5 + [105] + [5] * 26

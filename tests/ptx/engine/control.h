@@ -38,11 +38,6 @@ inline void leave(Warp& w, const Ins&, Mask m) {
   w.live &= ~m, w.mask &= ~m;
   if (!w.mask && !resume(w)) w.done = true;
 }
-inline void trap(Warp& w, const Ins& i, Mask m) {
-  if (!m) return;
-  report(w, i, TRAPPED, 0, 0, 0);
-  w.done = true;
-}
 inline void barrier(Warp& w, const Ins& i, Mask m) {
   if (w.mask != w.live || m != w.live) report(w, i, MISSING_LANES, 0, m, 0);
   w.at_barrier = true;
@@ -57,7 +52,7 @@ inline Mask members_of(Warp& w, const Ins& i, i32 row, Mask m) {
 }
 inline void warp_barrier(Warp& w, const Ins& i, Mask m) { members_of(w, i, i.a, m); }
 
-enum Direction : u8 { UP, DOWN, BUTTERFLY, INDEX };
+enum Direction : u8 { UP, BUTTERFLY, INDEX };
 inline void shuffle(Warp& w, const Ins& i, Mask m) {  // d, and the predicate at `target`; e: members
   Mask members = members_of(w, i, i.e, m), in_range = 0;
   const u32 *a = w.row<u32>(i.a), *b = w.row<u32>(i.b), *c = w.row<u32>(i.c);
@@ -68,7 +63,6 @@ inline void shuffle(Warp& w, const Ins& i, Mask m) {  // d, and the predicate at
     bool inside = false;
     switch (i.mode) {
       case UP: from = lane - by, inside = from >= limit; break;
-      case DOWN: from = lane + by, inside = from <= limit; break;
       case BUTTERFLY: from = lane ^ by, inside = from <= limit; break;
       default: from = bottom | (by & ~segment), inside = from <= limit;
     }
@@ -81,7 +75,7 @@ inline void shuffle(Warp& w, const Ins& i, Mask m) {  // d, and the predicate at
   put_predicate(w, i.target, in_range, m);
 }
 
-enum Reduction : u8 { SUM, MAX_SIGNED, MIN_SIGNED, MAX_UNSIGNED, MIN_UNSIGNED, CONJUNCTION, DISJUNCTION, PARITY };
+enum Reduction : u8 { SUM, MAX_SIGNED, MIN_SIGNED, MAX_UNSIGNED };
 inline void reduce(Warp& w, const Ins& i, Mask m) {  // b: members
   Mask members = members_of(w, i, i.b, m) & m;
   if (!members) return;
@@ -93,11 +87,7 @@ inline void reduce(Warp& w, const Ins& i, Mask m) {  // b: members
       case SUM: result += x; break;
       case MAX_SIGNED: result = u32(std::max(i32(result), i32(x))); break;
       case MIN_SIGNED: result = u32(std::min(i32(result), i32(x))); break;
-      case MAX_UNSIGNED: result = std::max(result, x); break;
-      case MIN_UNSIGNED: result = std::min(result, x); break;
-      case CONJUNCTION: result &= x; break;
-      case DISJUNCTION: result |= x; break;
-      default: result ^= x;
+      default: result = std::max(result, x);
     }
   }
   put_all<u32>(w, i.d, result, m);
@@ -113,6 +103,6 @@ inline void elect(Warp& w, const Ins& i, Mask m) {  // d, and the predicate at `
 }
 
 static const Entry CONTROL[] = {
-    {"bra", branch}, {"ret", leave}, {"trap", trap}, {"bar.sync", barrier}, {"bar.warp.sync", warp_barrier},
+    {"bra", branch}, {"ret", leave}, {"bar.sync", barrier}, {"bar.warp.sync", warp_barrier},
     {"shfl", shuffle}, {"redux", reduce}, {"elect", elect},
 };

@@ -105,28 +105,23 @@ void ptx_launch(const Program* program, Launch* launch) {
     Warp& w = block.warps[k];
     w.block = &block, w.id = int(k), w.file = file + file_bytes * k, w.local = own + local_bytes * k;
     memcpy(w.file + program->constants_at, program->constants, program->constants_bytes);
-    for (int lane = 0; lane < LANES; lane++) {
-      if (program->special[0] >= 0) w.row<u32>(program->special[0])[lane] = k * LANES + lane;
-      if (program->special[1] >= 0) w.row<u32>(program->special[1])[lane] = lane;
-    }
-    fill(w, program->special[2], k);
-    fill(w, program->special[3], launch->warps * LANES);
-    for (int axis = 0; axis < 3; axis++) fill(w, program->special[7 + axis], launch->grid[axis]);
+    if (program->special[0] >= 0) std::iota(w.row<u32>(program->special[0]), w.row<u32>(program->special[0]) + LANES, k * LANES);
+    for (int axis = 0; axis < 3; axis++) fill(w, program->special[4 + axis], launch->grid[axis]);
   }
   u64 total = u64(launch->grid[0]) * launch->grid[1] * launch->grid[2];
   Random random{launch->seed * 2 + 1};
   std::vector<u64> order(total);
   for (u64 k = 0; k < total; k++) order[k] = k;
-  if (launch->flags & SHUFFLE)
+  if (launch->shuffled)
     for (u64 k = total; k > 1; k--) std::swap(order[k - 1], order[random() % k]);
   for (u64 index : order) {
     block.index = i64(index);
     u64 at[3] = {index % launch->grid[0], index / launch->grid[0] % launch->grid[1], index / launch->grid[0] / launch->grid[1]};
     memset(block.shared, 0xff, launch->shared_bytes);
-    if (launch->flags & CHECK) shadow.clear(launch->shared_bytes);
+    shadow.clear(launch->shared_bytes);
     tensors.clear(), block.barriers.clear();
     for (auto& w : block.warps) {
-      for (int axis = 0; axis < 3; axis++) fill(w, program->special[4 + axis], u32(at[axis]));
+      for (int axis = 0; axis < 3; axis++) fill(w, program->special[1 + axis], u32(at[axis]));
       w.pc = 0, w.mask = w.live = ALL, w.carry = 0, w.group_count = 0, w.at_barrier = w.done = w.tried = false;
       w.meeting = std::numeric_limits<i32>::max();
       w.copies.clear(), w.products.clear(), w.tensor_stores.clear(), w.tensor_products.clear(), w.commits.clear();

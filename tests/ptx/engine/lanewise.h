@@ -83,20 +83,13 @@ inline u64 halves(F f, T... x) {
   return u64(to_bits(f(to_float(u32(x >> 32))...))) << 32 | to_bits(f(to_float(u32(x))...));
 }
 
-// Division by zero gives all ones, and leaves the whole as the rest, as the machine does; PTX leaves both open.
+// Division by zero gives all ones, as the machine does; PTX leaves it open.
 template <class T>
 inline T quotient(T a, T b) {
   if (b == 0) return T(-1);
   if constexpr (std::is_signed_v<T>)
     if (b == -1) return T(0 - std::make_unsigned_t<T>(a));
   return T(a / b);
-}
-template <class T>
-inline T rest(T a, T b) {
-  if (b == 0) return a;
-  if constexpr (std::is_signed_v<T>)
-    if (b == -1) return 0;
-  return T(a % b);
 }
 
 // Shifts by the width or more leave nothing but copies of the sign.
@@ -124,18 +117,6 @@ inline T field(T a, u32 at, u32 bits) {  // bfe
   U low = (U(1) << bits) - 1;
   return T((value & low) | (U(fill) & ~low));
 }
-inline u32 inserted(u32 from, u32 into, u32 at, u32 bits) {  // bfi
-  at &= 255, bits &= 255;
-  if (at > 31 || !bits) return into;
-  u32 low = (bits > 31 ? ~0u : (1u << bits) - 1) << at;
-  return (into & ~low) | (from << at & low);
-}
-inline void insert_field(Warp& w, const Ins& i, Mask m) {
-  const u32 *a = w.row<u32>(i.a), *b = w.row<u32>(i.b), *c = w.row<u32>(i.c), *e = w.row<u32>(i.e);
-  u32 out[LANES];
-  for (int lane = 0; lane < LANES; lane++) out[lane] = inserted(a[lane], b[lane], c[lane], e[lane]);
-  put(w, i.d, out, m);
-}
 inline u32 permuted(u32 a, u32 b, u32 selectors) {
   u64 bytes = u64(b) << 32 | a;
   u32 out = 0;
@@ -146,30 +127,12 @@ inline u32 permuted(u32 a, u32 b, u32 selectors) {
   }
   return out;
 }
-inline void table_of_three(Warp& w, const Ins& i, Mask m) {  // lop3
-  const u32 *a = w.row<u32>(i.a), *b = w.row<u32>(i.b), *c = w.row<u32>(i.c);
-  u32 out[LANES] = {};
-  for (int k = 0; k < 8; k++)
-    if (i.imm >> k & 1)
-      for (int lane = 0; lane < LANES; lane++)
-        out[lane] |= (k & 4 ? a[lane] : ~a[lane]) & (k & 2 ? b[lane] : ~b[lane]) & (k & 1 ? c[lane] : ~c[lane]);
-  put(w, i.d, out, m);
-}
-
 // A NaN loses against a number, and -0 lies below 0.
-template <class T>
-inline T lesser(T a, T b) {
+inline float lesser(float a, float b) {
   if (a != a) return b;
   if (b != b) return a;
   return a < b || (a == b && std::signbit(a)) ? a : b;
 }
-template <class T>
-inline T greater(T a, T b) {
-  if (a != a) return b;
-  if (b != b) return a;
-  return a > b || (a == b && !std::signbit(a)) ? a : b;
-}
-
 // Integers to integers of other widths. width, sign: of the source's type; count: bytes of a lane of its register;
 // mode: bytes of the target's type, imm: whether it is signed.
 inline void convert_integer(Warp& w, const Ins& i, Mask m) {
@@ -189,9 +152,6 @@ void pack_narrowed(Warp& w, const Ins& i, Mask m) {  // the first operand goes t
   binary<[](float a, float b) { return D(F(a)) << BITS | D(F(b)); }, D, float>(w, i, m);
 }
 
-#define SIGNED_AND_NOT(name, op) \
-  {name ".u16", op(u16)}, {name ".s16", op(i16)}, {name ".u32", op(u32)}, {name ".s32", op(i32)}, \
-  {name ".u64", op(u64)}, {name ".s64", op(i64)}
 #define WIDTHS(name, op) {name ".b16", op(u16)}, {name ".b32", op(u32)}, {name ".b64", op(u64)}
 #define ADD(T) binary<[](T a, T b) { return a + b; }, T, T>
 #define SUB(T) binary<[](T a, T b) { return a - b; }, T, T>
@@ -202,13 +162,11 @@ void pack_narrowed(Warp& w, const Ins& i, Mask m) {  // the first operand goes t
 #define XOR(T) binary<[](T a, T b) { return a ^ b; }, T, T>
 #define NOT(T) unary<[](T a) { return ~a; }, T, T>
 #define NEG(T) unary<[](T a) { return T(0) - a; }, T, T>
-#define ABS(T) unary<[](T a) { return a < 0 ? T(0 - u64(a)) : a; }, T, T>
 #define MOV(T) unary<[](T a) { return a; }, T, T>
 #define SELECT(T) select<T>
 #define SHL(T) binary<shifted_left<T>, T, T, u32>
 #define SHR(T) binary<shifted_right<T>, T, T, u32>
 #define DIV(T) binary<quotient<T>, T, T>
-#define REM(T) binary<rest<T>, T, T>
 #define MIN(T) binary<[](T a, T b) { return (a < b) ? a : b; }, T, T>
 #define MAX(T) binary<[](T a, T b) { return (a > b) ? a : b; }, T, T>
 #define COMPARE(name, T, op) {"setp." name, compare<[](T a, T b) { return (a op b); }, T>}
@@ -217,16 +175,13 @@ void pack_narrowed(Warp& w, const Ins& i, Mask m) {  // the first operand goes t
   COMPARE("le." suffix, T, <=), COMPARE("gt." suffix, T, >), COMPARE("ge." suffix, T, >=)
 // Ordered comparisons of a NaN are false; those that end in u are true.
 #define COMPARE_FLOATS(suffix, T) \
-  COMPARE("eq." suffix, T, ==), COMPARE("lt." suffix, T, <), COMPARE("le." suffix, T, <=), \
-  COMPARE("gt." suffix, T, >), COMPARE("ge." suffix, T, >=), COMPARE("neu." suffix, T, !=), \
+  COMPARE("eq." suffix, T, ==), COMPARE("lt." suffix, T, <), COMPARE("gt." suffix, T, >), \
+  COMPARE("ge." suffix, T, >=), COMPARE("neu." suffix, T, !=), \
   {"setp.ne." suffix, compare<[](T a, T b) { return (a < b || a > b); }, T>}, \
   {"setp.equ." suffix, compare<[](T a, T b) { return !(a < b || a > b); }, T>}, \
   {"setp.ltu." suffix, compare<[](T a, T b) { return !(a >= b); }, T>}, \
-  {"setp.leu." suffix, compare<[](T a, T b) { return !(a > b); }, T>}, \
-  {"setp.gtu." suffix, compare<[](T a, T b) { return !(a <= b); }, T>}, \
   {"setp.geu." suffix, compare<[](T a, T b) { return !(a < b); }, T>}, \
-  {"setp.num." suffix, compare<[](T a, T b) { return a == a && b == b; }, T>}, \
-  {"setp.nan." suffix, compare<[](T a, T b) { return a != a || b != b; }, T>}
+  {"setp.num." suffix, compare<[](T a, T b) { return a == a && b == b; }, T>}
 #define FLOAT(expression) [](float a, float b) { return canonical(expression); }
 // Two floats in 64 bits, each as if alone.
 #define FLOATS_OF_TWO(expression) \
@@ -234,18 +189,6 @@ void pack_narrowed(Warp& w, const Ins& i, Mask m) {  // the first operand goes t
 #define FLOATS_OF_THREE(expression) \
   ternary<[](u64 a, u64 b, u64 c) { \
     return halves([](float a, float b, float c) { return canonical(expression); }, a, b, c); }, u64, u64>
-#define ROUND(name, f) \
-  {"cvt." name ".f32.f32", unary<[](float a) { return canonical(f(a)); }, float, float>}, \
-  {"cvt." name ".ftz.f32.f32", unary<[](float a) { return canonical(f(flushed(a))); }, float, float>}
-#define TO_INTEGER(name, f, suffix, To) \
-  {"cvt." name "." suffix ".f32", unary<[](float a) { return saturated<To>(f(a)); }, To, float>}, \
-  {"cvt." name ".ftz." suffix ".f32", unary<[](float a) { return saturated<To>(f(flushed(a))); }, To, float>}
-#define TO_INTEGERS(name, f) \
-  TO_INTEGER(name, f, "s32", i32), TO_INTEGER(name, f, "u32", u32), \
-  TO_INTEGER(name, f, "s64", i64), TO_INTEGER(name, f, "u64", u64)
-#define FROM_INTEGER(suffix, From, Row) \
-  {"cvt.rn.f32." suffix, unary<[](Row a) { return float(From(a)); }, float, Row>}, \
-  {"cvt.rn.f64." suffix, unary<[](Row a) { return double(From(a)); }, double, Row>}
 
 static const Entry LANEWISE[] = {
     // moves
@@ -258,48 +201,35 @@ static const Entry LANEWISE[] = {
     {"add.u16x2", binary<[](u32 a, u32 b) { return ((a + (b & 0xffff0000)) & 0xffff0000) | u16(a + b); }, u32, u32>},
     {"mul.hi.u32", binary<[](u32 a, u32 b) { return (u64(a) * b >> 32); }, u32, u32>},
     {"mul.hi.s32", binary<[](i32 a, i32 b) { return (i64(a) * b >> 32); }, i32, i32>},
-    {"mul.hi.u64", binary<[](u64 a, u64 b) { return ((unsigned __int128)a * b >> 64); }, u64, u64>},
-    {"mul.hi.s64", binary<[](i64 a, i64 b) { return ((__int128)a * b >> 64); }, i64, i64>},
-    {"mad.hi.u32", ternary<[](u32 a, u32 b, u32 c) { return u32(u64(a) * b >> 32) + c; }, u32, u32>},
-    {"mad.hi.s32", ternary<[](i32 a, i32 b, u32 c) { return u32(i64(a) * b >> 32) + c; }, u32, i32>},
     {"mul.wide.u16", binary<[](u16 a, u16 b) { return u32(a) * b; }, u32, u16>},
     {"mul.wide.s16", binary<[](i16 a, i16 b) { return i32(a) * b; }, i32, i16>},
     {"mul.wide.u32", binary<[](u32 a, u32 b) { return u64(a) * b; }, u64, u32>},
     {"mul.wide.s32", binary<[](i32 a, i32 b) { return i64(a) * b; }, i64, i32>},
-    {"mad.wide.u16", ternary<[](u16 a, u16 b, u32 c) { return u32(a) * b + c; }, u32, u16>},
-    {"mad.wide.s16", ternary<[](i16 a, i16 b, u32 c) { return u32(i32(a) * b) + c; }, u32, i16>},
     {"mad.wide.u32", ternary<[](u32 a, u32 b, u64 c) { return u64(a) * b + c; }, u64, u32>},
     {"mad.wide.s32", ternary<[](i32 a, i32 b, u64 c) { return u64(i64(a) * b) + c; }, u64, i32>},
     {"mad.lo.cc.b32", multiply_add_carry_out}, {"madc.hi.u32", multiply_high_add_carry_in},
-    SIGNED_AND_NOT("div", DIV), SIGNED_AND_NOT("rem", REM), SIGNED_AND_NOT("min", MIN), SIGNED_AND_NOT("max", MAX),
-    WIDTHS("and", AND), WIDTHS("or", OR), WIDTHS("xor", XOR), WIDTHS("not", NOT), WIDTHS("neg", NEG),
-    {"abs.s16", ABS(i16)}, {"abs.s32", ABS(i32)}, {"abs.s64", ABS(i64)},
+    {"div.u32", DIV(u32)}, {"div.s32", DIV(i32)}, {"div.s64", DIV(i64)},
+    {"rem.s32", binary<[](i32 a, i32 b) { return b ? i32(i64(a) % b) : a; }, i32, i32>},
+    {"min.s32", MIN(i32)}, {"min.s64", MIN(i64)}, {"max.u32", MAX(u32)}, {"max.s32", MAX(i32)},
+    WIDTHS("and", AND), WIDTHS("or", OR), WIDTHS("xor", XOR), {"not.b32", NOT(u32)}, WIDTHS("neg", NEG),
     {"and.pred", logical<[](u32 a, u32 b) { return a & b; }>}, {"or.pred", logical<[](u32 a, u32 b) { return a | b; }>},
     {"xor.pred", logical<[](u32 a, u32 b) { return a ^ b; }>}, {"not.pred", logical<[](u32 a, u32) { return ~a; }>},
-    WIDTHS("shl", SHL), SIGNED_AND_NOT("shr", SHR),
+    WIDTHS("shl", SHL), {"shr.u16", SHR(u16)}, {"shr.u32", SHR(u32)}, {"shr.s32", SHR(i32)}, {"shr.u64", SHR(u64)}, {"shr.s64", SHR(i64)},
     {"shf.l.wrap.b32", ternary<[](u32 low, u32 high, u32 n) { return (u32((u64(high) << 32 | low) << (n & 31) >> 32)); }, u32, u32>},
-    {"shf.r.wrap.b32", ternary<[](u32 low, u32 high, u32 n) { return (u32((u64(high) << 32 | low) >> (n & 31))); }, u32, u32>},
     {"popc.b32", unary<[](u32 a) { return __builtin_popcount(a); }, u32, u32>},
-    {"popc.b64", unary<[](u64 a) { return __builtin_popcountll(a); }, u32, u64>},
-    {"clz.b32", unary<[](u32 a) { return a ? __builtin_clz(a) : 32; }, u32, u32>},
-    {"clz.b64", unary<[](u64 a) { return a ? __builtin_clzll(a) : 64; }, u32, u64>},
-    {"brev.b32", unary<[](u32 a) { u32 r = 0; for (int k = 0; k < 32; k++) r |= (a >> k & 1) << (31 - k); return r; }, u32, u32>},
     {"bfe.u32", ternary<field<u32>, u32, u32>}, {"bfe.s32", ternary<field<i32>, i32, i32, u32, u32>},
-    {"bfi.b32", insert_field}, {"prmt.b32", ternary<permuted, u32, u32>}, {"lop3.b32", table_of_three},
-    COMPARE_INTEGERS("u16", u16), COMPARE_INTEGERS("s16", i16), COMPARE_INTEGERS("u32", u32),
-    COMPARE_INTEGERS("s32", i32), COMPARE_INTEGERS("u64", u64), COMPARE_INTEGERS("s64", i64),
+    {"prmt.b32", ternary<permuted, u32, u32>},
+    COMPARE_INTEGERS("u16", u16), COMPARE_INTEGERS("u32", u32), COMPARE_INTEGERS("s32", i32),
+    COMPARE_INTEGERS("u64", u64), COMPARE_INTEGERS("s64", i64),
     // floats
     COMPARE_FLOATS("f32", float),
     {"add.f32", binary<FLOAT(a + b), float, float>}, {"sub.f32", binary<FLOAT(a - b), float, float>},
     {"mul.f32", binary<FLOAT(a * b), float, float>}, {"div.f32", binary<FLOAT(a / b), float, float>},
-    {"add.ftz.f32", binary<FLOAT(flushed(flushed(a) + flushed(b))), float, float>},
-    {"sub.ftz.f32", binary<FLOAT(flushed(flushed(a) - flushed(b))), float, float>},
     {"mul.ftz.f32", binary<FLOAT(flushed(flushed(a) * flushed(b))), float, float>},
     {"fma.f32", ternary<[](float a, float b, float c) { return canonical(__builtin_fmaf(a, b, c)); }, float, float>},
     {"fma.ftz.f32", ternary<[](float a, float b, float c) {
        return canonical(flushed(__builtin_fmaf(flushed(a), flushed(b), flushed(c)))); }, float, float>},
-    {"min.f32", binary<FLOAT(lesser(a, b)), float, float>}, {"max.f32", binary<FLOAT(greater(a, b)), float, float>},
-    {"sqrt.f32", unary<[](float a) { return canonical(std::sqrt(a)); }, float, float>},
+    {"min.f32", binary<FLOAT(lesser(a, b)), float, float>},
     {"neg.f32", unary<[](u32 a) { return a ^ 0x80000000u; }, u32, u32>},
     {"abs.f32", unary<[](u32 a) { return a & 0x7fffffffu; }, u32, u32>},
     {"abs.ftz.f32", unary<[](u32 a) { return to_bits(flushed(to_float(a & 0x7fffffffu))); }, u32, u32>},
@@ -308,15 +238,14 @@ static const Entry LANEWISE[] = {
     {"mul.f64", binary<[](double a, double b) { return a * b; }, double, double>},
     // conversions
     {"cvt.integer", convert_integer},
-    {"cvt.b16.b32", unary<[](u32 a) { return u16(a); }, u16, u32>}, {"cvt.b16.b64", unary<[](u64 a) { return u16(a); }, u16, u64>},
-    {"cvt.b32.b64", unary<[](u64 a) { return u32(a); }, u32, u64>},
-    {"cvt.b32.u16", unary<[](u16 a) { return u32(a); }, u32, u16>}, {"cvt.b32.s16", unary<[](i16 a) { return i32(a); }, i32, i16>},
-    {"cvt.b64.u16", unary<[](u16 a) { return u64(a); }, u64, u16>}, {"cvt.b64.s16", unary<[](i16 a) { return i64(a); }, i64, i16>},
+    {"cvt.b16.b32", unary<[](u32 a) { return u16(a); }, u16, u32>}, {"cvt.b32.b64", unary<[](u64 a) { return u32(a); }, u32, u64>},
+    {"cvt.b32.u16", unary<[](u16 a) { return u32(a); }, u32, u16>}, {"cvt.b64.u16", unary<[](u16 a) { return u64(a); }, u64, u16>},
     {"cvt.b64.u32", unary<[](u32 a) { return u64(a); }, u64, u32>}, {"cvt.b64.s32", unary<[](i32 a) { return i64(a); }, i64, i32>},
-    FROM_INTEGER("s8", i8, u16), FROM_INTEGER("u8", u8, u16), FROM_INTEGER("s16", i16, u16), FROM_INTEGER("u16", u16, u16),
-    FROM_INTEGER("s32", i32, u32), FROM_INTEGER("u32", u32, u32), FROM_INTEGER("s64", i64, u64), FROM_INTEGER("u64", u64, u64),
-    TO_INTEGERS("rzi", std::trunc), TO_INTEGERS("rni", std::nearbyint), TO_INTEGERS("rmi", std::floor), TO_INTEGERS("rpi", std::ceil),
-    ROUND("rzi", std::trunc), ROUND("rni", std::nearbyint), ROUND("rmi", std::floor), ROUND("rpi", std::ceil),
+    {"cvt.rn.f32.s32", unary<[](i32 a) { return float(a); }, float, i32>}, {"cvt.rn.f32.s64", unary<[](i64 a) { return float(a); }, float, i64>},
+    {"cvt.rn.f64.s64", unary<[](i64 a) { return double(a); }, double, i64>},
+    {"cvt.rzi.s32.f32", unary<[](float a) { return saturated(std::trunc(a)); }, i32, float>},
+    {"cvt.rni.ftz.s32.f32", unary<[](float a) { return saturated(std::nearbyint(flushed(a))); }, i32, float>},
+    {"cvt.rmi.ftz.f32.f32", unary<[](float a) { return canonical(std::floor(flushed(a))); }, float, float>},
     {"cvt.rn.f32.f64", unary<[](double a) { return canonical(float(a)); }, float, double>},
     {"cvt.f32.f16", unary<[](u16 a) { return from_f16(a); }, float, u16>}, {"cvt.rn.f16.f32", unary<[](float a) { return to_f16(a); }, u16, float>},
     {"cvt.f32.bf16", unary<[](u16 a) { return from_bf16(a); }, float, u16>}, {"cvt.rn.bf16.f32", unary<[](float a) { return to_bf16(a); }, u16, float>},

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -42,7 +43,6 @@ enum Kind : i32 {
   LOCAL_OUT_OF_BOUNDS,
   MISSING_LANES,
   ENDLESS,
-  TRAPPED,
   TENSOR_OUT_OF_BOUNDS,
   TENSOR_UNWRITTEN,
   TENSOR_IN_FLIGHT,
@@ -51,8 +51,6 @@ enum Kind : i32 {
   MBARRIER_MISUSED,
   KINDS
 };
-
-enum Flag : u32 { CHECK = 1, SHUFFLE = 2 };
 
 // As engine.py's INSTRUCTION. An offset below 0 is no operand.
 struct Ins {
@@ -86,13 +84,13 @@ struct Program {
   const i32* lists;
   const u8* constants;
   i32 length, file_bytes, constants_at, constants_bytes, local_bytes;
-  i32 special[11];  // rows of %tid.x, %laneid, %warpid, %ntid.x, %ctaid.{x,y,z}, %nctaid.{x,y,z}, or -1
+  i32 special[7];  // rows of %tid.x, %ctaid.{x,y,z}, %nctaid.{x,y,z}, or -1
 };
 
 // As engine.py's LaunchRequest.
 struct Launch {
   u32 grid[3];
-  u32 warps, shared_bytes, flags;
+  u32 warps, shared_bytes, shuffled;  // shuffled: programs come in an order that is drawn
   const u64* parameters;
   const Region* regions;
   i32 region_count;

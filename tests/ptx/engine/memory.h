@@ -1,4 +1,4 @@
-// Global, shared and local memory: who may touch what, who must have waited for whom, and how many sectors it takes.
+// Global, shared and local memory: who may touch what, and who must have waited for whom.
 #pragma once
 #include "machine.h"
 
@@ -100,16 +100,13 @@ inline Mask shared_lanes(Warp& w, const Ins& i, Mask m, const u64* at, int size)
   return allowed;
 }
 
-inline bool checked(const Warp& w) { return w.block->launch->flags & CHECK; }
 inline u8* shared_at(Warp& w, u64 address) { return w.block->shared + (address - SHARED_BASE); }
 
 inline void note_read(Warp& w, const Ins& i, int lane, u64 address, int size, bool mark = true) {
-  if (!checked(w)) return;
   Kind wrong = w.block->shadow->read(w, u32(address - SHARED_BASE), size, mark);
   if (wrong != KINDS) report(w, i, wrong, lane, address - SHARED_BASE, size);
 }
 inline void note_write(Warp& w, const Ins& i, int lane, u64 address, int size, const void* then, bool atomic = false) {
-  if (!checked(w)) return;
   const u8* now = shared_at(w, address);
   Kind wrong = w.block->shadow->write(w, u32(address - SHARED_BASE), size, now, static_cast<const u8*>(then), atomic);
   if (wrong != KINDS) report(w, i, wrong, lane, address - SHARED_BASE, size);
@@ -134,18 +131,9 @@ inline void load_rows(Warp& w, const Ins& i, Mask m, const Places& places) {
 inline void load_lanes(Warp& w, const Ins& i, Mask m, const Places& places) {
   switch (i.row * 100 + i.width * 10 + i.sign) {
     case 210: return load_rows<u8, u16>(w, i, m, places);
-    case 211: return load_rows<i8, i16>(w, i, m, places);
-    case 220: case 221: return load_rows<u16, u16>(w, i, m, places);
+    case 220: return load_rows<u16, u16>(w, i, m, places);
     case 410: return load_rows<u8, u32>(w, i, m, places);
-    case 411: return load_rows<i8, i32>(w, i, m, places);
-    case 420: return load_rows<u16, u32>(w, i, m, places);
-    case 421: return load_rows<i16, i32>(w, i, m, places);
-    case 440: case 441: return load_rows<u32, u32>(w, i, m, places);
-    case 810: return load_rows<u8, u64>(w, i, m, places);
-    case 811: return load_rows<i8, i64>(w, i, m, places);
-    case 820: return load_rows<u16, u64>(w, i, m, places);
-    case 821: return load_rows<i16, i64>(w, i, m, places);
-    case 840: return load_rows<u32, u64>(w, i, m, places);
+    case 440: return load_rows<u32, u32>(w, i, m, places);
     case 841: return load_rows<i32, i64>(w, i, m, places);
     default: return load_rows<u64, u64>(w, i, m, places);
   }
@@ -236,28 +224,13 @@ inline void load_parameter(Warp& w, const Ins& i, Mask m) {
 
 // --- atomics
 
-enum Update : u8 { ADD_TO, OR_INTO, AND_INTO, XOR_INTO, EXCHANGE, MAXIMUM, MINIMUM };
-template <class T>
-T updated(u8 how, T old, T value) {
-  switch (how) {
-    case ADD_TO: return T(std::make_unsigned_t<T>(old) + std::make_unsigned_t<T>(value));
-    case OR_INTO: return old | value;
-    case AND_INTO: return old & value;
-    case XOR_INTO: return old ^ value;
-    case EXCHANGE: return value;
-    case MAXIMUM: return std::max(old, value);
-    default: return std::min(old, value);
-  }
-}
-template <class T>
-void update_at(Warp& w, const Ins& i, int lane, u8* at) {
-  T old = bits_of<T>(at), now = updated<T>(u8(i.e), old, T(lane_of(w, i.b, i.row, lane)));
-  memcpy(at, &now, sizeof now);
-  set_lane(w, i.d, i.row, lane, u64(old));
-}
+enum Update : u8 { ADD_TO, OR_INTO };
 inline void update_lane(Warp& w, const Ins& i, int lane, u8* at) {
-  if (i.width == 4) i.sign ? update_at<i32>(w, i, lane, at) : update_at<u32>(w, i, lane, at);
-  else i.sign ? update_at<i64>(w, i, lane, at) : update_at<u64>(w, i, lane, at);
+  u64 old = 0, value = lane_of(w, i.b, i.row, lane);
+  memcpy(&old, at, i.width);
+  set_lane(w, i.d, i.row, lane, old);
+  u64 now = i.e == ADD_TO ? old + value : old | value;
+  memcpy(at, &now, i.width);
 }
 inline void atomic_global(Warp& w, const Ins& i, Mask m) {
   u64 at[LANES];
@@ -280,9 +253,8 @@ inline void finish_copy(Warp& w, const Copy& copy) {
     u8 bytes[16] = {};
     memcpy(bytes, reinterpret_cast<const u8*>(copy.from[lane]), copy.bytes[lane]);
     u8* to = shared_at(w, copy.to[lane]);
-    if (checked(w))
-      for (int k = 0; k < copy.ins->width; k++)
-        w.block->shadow->state[copy.to[lane] - SHARED_BASE + k] &= u8(~Shadow::IN_FLIGHT);
+    for (int k = 0; k < copy.ins->width; k++)
+      w.block->shadow->state[copy.to[lane] - SHARED_BASE + k] &= u8(~Shadow::IN_FLIGHT);
     note_write(w, *copy.ins, lane, copy.to[lane], copy.ins->width, bytes);
     memcpy(to, bytes, copy.ins->width);
   }
@@ -306,20 +278,16 @@ inline void copy_async(Warp& w, const Ins& i, Mask m) {
   EACH_LANE(lane, reads & ~allowed) copy.bytes[lane] = 0;
   EACH_LANE(lane, copy.mask) {
     note_write(w, i, lane, copy.to[lane], i.width, nullptr);
-    if (checked(w))
-      for (int k = 0; k < i.width; k++) w.block->shadow->state[copy.to[lane] - SHARED_BASE + k] |= Shadow::IN_FLIGHT;
+    for (int k = 0; k < i.width; k++) w.block->shadow->state[copy.to[lane] - SHARED_BASE + k] |= Shadow::IN_FLIGHT;
   }
   w.copies.items.push_back(copy);
 }
 inline void commit_copies(Warp& w, const Ins&, Mask) { w.copies.commit(); }
 inline void wait_for_copies(Warp& w, const Ins& i, Mask) {
-  if (i.imm < 0) w.copies.commit();  // cp.async.wait_all
-  w.copies.wait(size_t(std::max<i64>(i.imm, 0)), [&](const Copy& copy) { finish_copy(w, copy); });
+  w.copies.wait(size_t(i.imm), [&](const Copy& copy) { finish_copy(w, copy); });
 }
-inline void fence_proxy(Warp& w, const Ins&, Mask) {
-  if (checked(w)) w.block->shadow->fence(w);
-}
-inline void fence(Warp&, const Ins&, Mask) {}  // warps of a block see each other's accesses at once
+inline void fence_proxy(Warp& w, const Ins&, Mask) { w.block->shadow->fence(w); }
+inline void nothing(Warp&, const Ins&, Mask) {}  // wgmma.fence: warps of a block see each other's accesses at once
 
 static const Entry MEMORY[] = {
     {"ld.param", load_parameter},
@@ -328,5 +296,5 @@ static const Entry MEMORY[] = {
     {"ld.local", local_memory<false>}, {"st.local", local_memory<true>},
     {"atom.global", atomic_global}, {"atom.shared", atomic_shared},
     {"cp.async", copy_async}, {"cp.async.commit_group", commit_copies}, {"cp.async.wait_group", wait_for_copies},
-    {"fence.proxy", fence_proxy}, {"fence", fence},
+    {"fence.proxy", fence_proxy},
 };

@@ -8,48 +8,20 @@ constexpr u32 NAN32 = 0x7fffffff;
 inline float canonical(float x) { return x == x ? x : to_float(NAN32); }
 inline float flushed(float x) { return to_bits(x) & 0x7f800000 ? x : to_float(to_bits(x) & 0x80000000); }
 
-// A float32 in fewer bits, rounded to nearest, ties to even: EXPONENT and MANTISSA bits, biased as IEEE does.
-// FINITE: no infinity, and one NaN (e4m3). SATURATE: what is too large becomes the largest number.
-template <int EXPONENT, int MANTISSA, bool FINITE = false, bool SATURATE = false>
-inline u32 narrowed(float x) {
-  constexpr int BIAS = (1 << (EXPONENT - 1)) - 1, DROPPED = 23 - MANTISSA;
-  constexpr u32 TOP = ((1u << EXPONENT) - 1) << MANTISSA;                      // of infinity
-  constexpr u32 LARGEST = FINITE ? (TOP | ((1u << MANTISSA) - 2)) : TOP - 1;   // finite
-  constexpr u32 NOT_A_NUMBER = TOP | ((1u << MANTISSA) - 1);
-  u32 bits = to_bits(x), sign = bits >> 31 << (EXPONENT + MANTISSA), size = bits & 0x7fffffff;
-  if (size > 0x7f800000) return NOT_A_NUMBER;
-  i32 exponent = i32(size >> 23) - 127 + BIAS;
-  u32 result;
-  if (exponent >= 1) {
-    u32 odd = size >> DROPPED & 1;
-    result = ((size + ((1u << (DROPPED - 1)) - 1) + odd) >> DROPPED) - (u32(127 - BIAS) << MANTISSA);
-  } else {
-    // Subnormal: the last bit is worth 2**(1 - BIAS - MANTISSA).
-    u32 mantissa = (size & 0x7fffff) | (size >> 23 ? 0x800000 : 0);
-    int shift = DROPPED + 1 - (size >> 23 ? exponent : 1 - 127 + BIAS);
-    if (shift > 25) return sign;
-    u64 half = 1ull << (shift - 1), odd = mantissa >> shift & 1;
-    result = u32((mantissa + half - 1 + odd) >> shift);
-  }
-  if (result > LARGEST) result = SATURATE ? LARGEST : FINITE ? NOT_A_NUMBER : TOP;
-  return sign | result;
+// Rounded to nearest, ties to even.
+inline u16 to_f16(float x) {
+  u32 bits = to_bits(x), sign = bits >> 31 << 15, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return 0x7fff;
+  if (size >= 113 << 23) return u16(sign | std::min(0x7c00u, ((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10)));
+  // Subnormal: the last bit of the sum is worth 2**-24.
+  return u16(sign | (to_bits(to_float(size) + 0.5f) & 0xffff));
 }
-template <int EXPONENT, int MANTISSA, bool FINITE = false>
-inline float widened(u32 x) {
-  constexpr int BIAS = (1 << (EXPONENT - 1)) - 1;
-  constexpr u32 TOP = (1u << EXPONENT) - 1, LOW = (1u << MANTISSA) - 1;
-  u32 sign = x >> (EXPONENT + MANTISSA) & 1, exponent = x >> MANTISSA & TOP, mantissa = x & LOW;
-  if (exponent == TOP && (FINITE ? mantissa == LOW : true)) {
-    if (FINITE || mantissa) return to_float(NAN32);
-    return to_float(sign << 31 | 0x7f800000);
-  }
-  float size = exponent ? to_float((exponent + 127 - BIAS) << 23 | mantissa << (23 - MANTISSA))
-                        : std::ldexp(float(mantissa), 1 - BIAS - MANTISSA);
+inline float from_f16(u16 x) {
+  u32 sign = u32(x & 0x8000) << 16, exponent = x >> 10 & 31, mantissa = x & 1023;
+  if (exponent == 31) return to_float(mantissa ? NAN32 : sign | 0x7f800000);
+  float size = exponent ? to_float((exponent + 112) << 23 | mantissa << 13) : std::ldexp(float(mantissa), -24);
   return sign ? -size : size;
 }
-
-inline u16 to_f16(float x) { return u16(narrowed<5, 10>(x)); }
-inline float from_f16(u16 x) { return widened<5, 10>(x); }
 inline u16 to_bf16(float x) {
   u32 bits = to_bits(x);
   return x == x ? u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fff;
@@ -63,11 +35,7 @@ inline u32 to_tf32(float x) {
 inline float from_tf32(u32 x) { return to_float(x & 0xffffe000); }
 
 // Nearest integer in range; NaN becomes 0.
-template <class To, class From>
-inline To saturated(From x) {
-  constexpr From END = From(std::numeric_limits<To>::max() / 2 + 1) * 2;  // the maximum plus 1, exactly
-  if (!(x == x)) return 0;
-  if (x >= END) return std::numeric_limits<To>::max();
-  if (x <= From(std::numeric_limits<To>::min())) return std::numeric_limits<To>::min();
-  return To(x);
+inline i32 saturated(float x) {
+  if (x != x) return 0;
+  return x >= 0x1p31f ? std::numeric_limits<i32>::max() : x <= -0x1p31f ? std::numeric_limits<i32>::min() : i32(x);
 }

@@ -4,7 +4,7 @@
 #include "memory.h"
 #include "numbers.h"
 
-enum Factor : u8 { BF16, F16, TF32 };
+enum Factor : u8 { BF16, TF32 };
 
 inline bool everyone(Warp& w, const Ins& i, Mask m) {
   if (w.mask == w.live && m == w.live && m == ALL) return true;
@@ -15,8 +15,7 @@ inline bool everyone(Warp& w, const Ins& i, Mask m) {
 // Two values of 16 bits, or one of 32.
 inline float factor(u32 bits, int half, int type) {
   if (type == TF32) return from_tf32(bits);
-  u16 own = half ? u16(bits >> 16) : u16(bits);
-  return type == BF16 ? from_bf16(own) : from_f16(own);
+  return from_bf16(half ? u16(bits >> 16) : u16(bits));
 }
 
 // 8x8 matrices of 16 bits: lane 8 k + r has the address of row r of matrix k.
@@ -116,12 +115,11 @@ inline const u8* product_piece(Warp& w, const Ins& i, u64 at, bool mark = true) 
     return zeros;
   }
   note_read(w, i, 0, at, 16, mark);
-  if (checked(w))
-    for (int k = 0; k < 16; k++)
-      if (w.block->shadow->state[at - SHARED_BASE + k] & Shadow::UNFENCED) {
-        report(w, i, SHARED_WITHOUT_FENCE, 0, at - SHARED_BASE, 16);
-        break;
-      }
+  for (int k = 0; k < 16; k++)
+    if (w.block->shadow->state[at - SHARED_BASE + k] & Shadow::UNFENCED) {
+      report(w, i, SHARED_WITHOUT_FENCE, 0, at - SHARED_BASE, 16);
+      break;
+    }
   return shared_at(w, at);
 }
 // `lines` x `depth` factors; `contiguous` if neighbors along the depth are. `piece_at`: address -> 16 bytes there.
@@ -141,8 +139,7 @@ void read_factors(const Descriptor& d, int type, int first, int lines, int depth
 }
 
 // wgmma.m64nNkK: `list` holds the registers of D, then those of A or its descriptor; b: B's descriptor; c: whether D is
-// added to, else imm. width: N / 8, mode: Factor, count: A is in registers, sign: bits 0, 1: A, B are transposed,
-// 2, 3: A, B are negated.
+// added to, else imm. width: N / 8, mode: Factor, count: A is in registers, sign: bits 0, 1: A, B are transposed.
 inline void issue_product(Warp& w, const Ins& i, Mask m) {
   if (!everyone(w, i, m)) return;
   Product product;
@@ -170,7 +167,6 @@ inline void finish_product(Warp& w, const Product& product) {
     read_factors<16>(Descriptor(product.a, int(product.a >> 62)), i.mode, first, 16, depth, !(i.sign & 1), left, piece_at);
   }
   read_factors<16>(Descriptor(product.b, int(product.b >> 62)), i.mode, 0, columns, depth, !(i.sign & 2), right, piece_at);
-  double sign = (i.sign & 4 ? -1 : 1) * (i.sign & 8 ? -1 : 1);
   const i32* d = w.block->program->lists + i.list;
   for (int r = 0; r < columns / 2; r++) {
     float* to = w.row<float>(d[r]);
@@ -179,7 +175,7 @@ inline void finish_product(Warp& w, const Product& product) {
       const float* b = right + (r / 4 * 8 + lane % 4 * 2 + r % 2) * 16;
       double sum = 0;
       for (int k = 0; k < depth; k++) sum += double(a[k]) * b[k];
-      to[lane] = canonical(float((product.accumulate ? double(to[lane]) : 0) + sign * sum));
+      to[lane] = canonical(float((product.accumulate ? double(to[lane]) : 0) + sum));
     }
   }
 }
@@ -190,6 +186,6 @@ inline void wait_for_products(Warp& w, const Ins& i, Mask) {
 
 static const Entry TENSOR[] = {
     {"ldmatrix", load_matrices}, {"stmatrix", store_matrices}, {"mma", multiply},
-    {"wgmma", issue_product}, {"wgmma.fence", fence},
+    {"wgmma", issue_product}, {"wgmma.fence", nothing},
     {"wgmma.commit_group", commit_products}, {"wgmma.wait_group", wait_for_products},
 };

@@ -125,7 +125,7 @@ inline void load_tensors(Warp& w, const Ins& i, Mask m) {
     if (found != KINDS) wrong = found, where = cell / TensorMemory::COLUMNS << 16 | column;
     if (rows[k] >= 0) w.row<u32>(rows[k])[lane] = tensors.cells[cell];
   });
-  if (wrong != KINDS && checked(w)) report(w, i, wrong, 0, where, CELL);
+  if (wrong != KINDS) report(w, i, wrong, 0, where, CELL);
 }
 inline void store_tensors(Warp& w, const Ins& i, Mask m) {
   if (!m || !everyone(w, i, m) || !same_address(w, i)) return;
@@ -139,7 +139,7 @@ inline void store_tensors(Warp& w, const Ins& i, Mask m) {
     store.values[size_t(k * LANES + lane)] = w.row<u32>(rows[k])[lane];
     tensors.state[cell] |= TensorMemory::STORING, tensors.writer[cell] = w.block->shadow->tag(w);
   });
-  if (busy && checked(w)) report(w, i, TENSOR_IN_FLIGHT, 0, store.address, CELL);
+  if (busy) report(w, i, TENSOR_IN_FLIGHT, 0, store.address, CELL);
   if (may) w.tensor_stores.push_back(std::move(store));
 }
 inline void wait_for_tensor_stores(Warp& w, const Ins&, Mask) {
@@ -161,17 +161,15 @@ inline void wait_for_tensor_loads(Warp&, const Ins&, Mask) {}
 struct ProductShape {
   int type, rows, columns;
   bool a_turned, b_turned, known;
-  double sign;
 
   // f16: of kind::f16, else of kind::tf32.
   ProductShape(u32 bits, bool f16) {
     u32 a = bits >> 7 & 7, b = bits >> 10 & 7;
-    type = f16 ? (a == 1 ? BF16 : F16) : TF32;
+    type = f16 ? BF16 : TF32;
     rows = int(bits >> 24 & 31) * 16, columns = int(bits >> 17 & 63) * 8;
     a_turned = bits >> 15 & 1, b_turned = bits >> 16 & 1;
-    sign = (bits >> 13 & 1) == (bits >> 14 & 1) ? 1 : -1;
-    // No sparse factors, no saturation, sums in float32, nothing in what is reserved.
-    known = (bits & 0x7f) == 0x10 && !(bits & 0xe0800000) && a == b && (f16 ? a <= 1 : a == 2) &&
+    // No sparse or negated factors, no saturation, sums in float32, nothing in what is reserved.
+    known = (bits & 0x7f) == 0x10 && !(bits & 0xe0806000) && a == b && a == (f16 ? 1 : 2) &&
             (rows == 64 || rows == 128) && columns && columns <= 256 && columns % (rows == 64 ? 8 : 16) == 0;
   }
   int depth() const { return type == TF32 ? 8 : 16; }
@@ -229,11 +227,9 @@ inline void issue_tensor_product(Warp& w, const Ins& i, Mask m) {
     };
     if (i.count) look(a, shape.a_columns());
     if (p.accumulate) look(d, shape.columns);
-    if (checked(w)) {
-      if (wrong != KINDS) report(w, i, wrong, lane, where, CELL);
-      float left[128 * 16], right[256 * 16];
-      each_factor(p, shape, i.count, left, right, [&](u64 at) { return product_piece(w, i, at, false); });
-    }
+    if (wrong != KINDS) report(w, i, wrong, lane, where, CELL);
+    float left[128 * 16], right[256 * 16];
+    each_factor(p, shape, i.count, left, right, [&](u64 at) { return product_piece(w, i, at, false); });
     for (int k = 0; k < shape.columns; k++) tensors.written_by[d + u32(k)]++;
     if (i.count) for (int k = 0; k < shape.a_columns(); k++) tensors.read_by[a + u32(k)]++;
     w.tensor_products.items.push_back(p);
@@ -246,7 +242,7 @@ inline void finish_tensor_product(Warp& w, Warp& waits, const TensorProduct& p) 
   Shadow& shadow = *w.block->shadow;
   ProductShape shape(p.shape, i.mode);
   u32 first_row = lane_row(p.d), d = column_of(p.d), a = column_of(u32(p.a));
-  bool reported = !checked(w);
+  bool reported = false;
   // What was written to after the issue may be what the product finds.
   auto piece_at = [&](u64 at) {
     static const u8 zeros[16] = {};
@@ -271,7 +267,7 @@ inline void finish_tensor_product(Warp& w, Warp& waits, const TensorProduct& p) 
       double sum = 0;
       for (int k = 0; k < shape.depth(); k++) sum += double(left[r * 16 + k]) * right[column * 16 + k];
       u32& cell = tensors.cells[row + d + u32(column)];
-      cell = to_bits(canonical(float((p.accumulate ? double(to_float(cell)) : 0) + shape.sign * sum)));
+      cell = to_bits(canonical(float((p.accumulate ? double(to_float(cell)) : 0) + sum)));
       tensors.state[row + d + u32(column)] = TensorMemory::WRITTEN, tensors.writer[row + d + u32(column)] = 0;
     }
   }
@@ -358,7 +354,7 @@ inline void try_mbarrier(Warp& w, const Ins& i, Mask m) {
 
 // Programs that end leave nothing behind.
 inline void report_what_is_left(Block& block) {
-  if (block.launch->fault_totals[ENDLESS] || block.launch->fault_totals[TRAPPED]) return;
+  if (block.launch->fault_totals[ENDLESS]) return;
   for (Warp& w : block.warps) {
     if (!w.tensor_products.items.empty()) report(w, *w.tensor_products.items.back().ins, TENSOR_IN_FLIGHT, 0, 0, 0);
     if (!w.tensor_stores.empty()) report(w, *w.tensor_stores.back().ins, TENSOR_IN_FLIGHT, 0, 0, 0);
