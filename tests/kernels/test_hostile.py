@@ -8,9 +8,6 @@ pages, and many blobs in one call.
 from __future__ import annotations
 
 import struct
-import time
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -20,7 +17,6 @@ from tests.codec.forging import START, correlated_chunk, reseal, sections_of, wi
 from tests.conftest import decoded_layers
 from tests.kernels.coding import Pages
 
-from cuvee.codec.backends import Coding
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
@@ -28,8 +24,6 @@ from cuvee.codec.format.container import Scheme, read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.setting import Setting
 from cuvee.codec.schemes import coefficients, lossless
 
 ROPE = Rope((1.0, 0.1))
@@ -272,27 +266,3 @@ def test_only_the_layers_asked_for_are_read(device: torch.device) -> None:
     decoded_layers(codec, forged, range(1), device=device)
     with pytest.raises(CorruptError, match=r"^chunk 0, layers 1 … 1: its streams"):
         decoded_layers(codec, forged, range(1, 2), device=device)
-
-
-class Hesitant(OrderedDict[object, object]):
-    """Lets another thread in between two accesses."""
-
-    def move_to_end(self, key: object, last: bool = True) -> None:
-        time.sleep(1e-4)
-        super().move_to_end(key, last)
-
-
-def test_threads_share_the_schemes_that_are_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("cuvee.kernels.backend")
-    backend = kernels.TritonBackend()
-    monkeypatch.setattr(kernels, "MAX_SCHEMES", 1)
-    monkeypatch.setattr(backend, "_make", lambda coding, cache, product: coding.setting.step_index)
-    monkeypatch.setattr(backend, "_schemes", Hesitant())
-    cache, profile = guarded(LAYOUT, device).cache, Profile.unlearned(LAYOUT)
-
-    def use(step: int) -> bool:
-        coding = Coding(profile, Setting(Scheme.TRANSFORM, step), "float32")
-        return all(backend._scheme(coding, cache) == step for _ in range(20))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(use, range(4)))

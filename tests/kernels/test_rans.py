@@ -21,7 +21,7 @@ from cuvee.codec.support.arrays import U8
 from cuvee.kernels.jobs import JobField, PartField, PlanField, Status
 from cuvee.kernels.ops import coded_part
 from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
-from cuvee.kernels.ops.rans import ENTRIES, SPAN, coding_table, decoding_table, rans_decode, rans_encode
+from cuvee.kernels.ops.rans import coding_table, decoding_table, rans_decode, rans_encode
 
 POISON = 0xAB
 GAP = 8  # poisoned elements between what jobs own
@@ -243,17 +243,6 @@ def test_encodes_the_bytes_of_the_codec(name: str, device: torch.device) -> None
     assert launch.write(streams) == [part.coded for part in launch.parts]
 
 
-def test_every_slot_finds_its_symbol() -> None:
-    tables = various_tables()
-    slot = np.arange(TOTAL)
-    for row, slots in zip(decoding_table(tables), tables.slots, strict=True):
-        word = row[slot // SPAN]
-        begun = word & ((2 << slot % SPAN) - 1).astype(np.uint32)
-        entry = row[ENTRIES:][(word >> 24) + np.bitwise_count(begun)]
-        offset = slot.astype(np.uint32) - (entry & 0xFFF)
-        assert np.array_equal((entry >> 12 & 0xFF) << 24 | entry >> 20 << 12 | offset, slots)
-
-
 # --- damage
 
 
@@ -295,10 +284,9 @@ DAMAGE: dict[str, Callable[[Streams, np.random.Generator], Streams]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["one", "each"])
 @pytest.mark.parametrize("name", sorted(DAMAGE))
-def test_damage_is_found_and_stays_in_its_job(name: str, kind: str, device: torch.device) -> None:
-    parts = make_parts([(5, 40, 2, kind), (14, 75, 2, kind), (5, 40, 1, kind)])
+def test_damage_is_found_and_stays_in_its_job(name: str, device: torch.device) -> None:
+    parts = make_parts([(5, 40, 2, "one"), (14, 75, 2, "each"), (5, 40, 1, "one")])
     coded = [part.coded for part in parts]
     coded[1] = parts[1].written(DAMAGE[name](parts[1].streams, np.random.default_rng(7)))
     launch = Launch(parts, device)
@@ -395,24 +383,6 @@ def test_writes_lengths_that_need_four_bytes(device: torch.device) -> None:
     coded = launch.write(EncodedStreams(launch.tensor(words), launch.tensor(states), launch.tensor(lengths)))
     tails = [words[(s + 1) * region - n : (s + 1) * region] for s, n in enumerate(lengths.tolist())]
     assert coded == [part.written(Streams(states, lengths, np.concatenate(tails)))]
-
-
-def test_a_byte_without_frequency_harms_only_its_stream(device: torch.device) -> None:
-    launch = Launch(make_parts([(6, 70, 2, "one"), (6, 5, 2, "one")]), device)
-    planes = launch.plane_offsets()
-    clean = launch.encoded(planes)
-    freq = launch.parts[0].tables.freq[launch.parts[0].plan.tables[0, 2]]
-    assert freq.min() == 0
-    token = 35 + 10  # the second of stream 10
-    planes[launch.jobs[0, JobField.PLANES] + 2 * 70 + token] = int(np.argmin(freq))
-    dirty = launch.encoded(planes)
-    for number, (job, part) in enumerate(zip(launch.jobs, launch.parts, strict=True)):
-        for s in set(range(part.count)) - ({token % 35} if number == 0 else set()):
-            length = int(clean.lengths[job[JobField.LENGTHS] + s])
-            top = job[JobField.WORDS] + (s + 1) * 6 * 2
-            assert int(dirty.lengths[job[JobField.LENGTHS] + s]) == length
-            assert int(dirty.states[job[JobField.STATES] + s]) == int(clean.states[job[JobField.STATES] + s])
-            assert torch.equal(dirty.words[top - length : top], clean.words[top - length : top])
 
 
 def test_the_quotient_is_exact() -> None:

@@ -9,7 +9,6 @@ found in memory lead to what `State.places` describes.
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -104,8 +103,10 @@ class _Launcher:
                 if name in current.tables:
                     for start in set(np.asarray(value)[..., 0].flatten().tolist()) & current.places.keys():
                         memory.append(Memory(start, current.places[start], None, f"memory that {name} point to"))
+            elif kind.startswith(("i", "u")):
+                parameters.append(int(value))
             else:
-                parameters.append(_bits(kind, value))
+                raise NotImplementedError(f"{kernel.name}: no argument of type {kind}")
         # Triton appends two pointers to scratch memory, which no kernel here has.
         parameters += [0] * (len(kernel.encoded.entry.parameters) - len(parameters))
         enter(launch_metadata)
@@ -113,16 +114,6 @@ class _Launcher:
         leave(launch_metadata)
         if outcome.totals:
             raise Faulty(kernel.name, outcome.totals, outcome.faults)
-
-
-def _bits(kind: str, value: Any) -> int:
-    if kind in ("fp32", "f32"):
-        return int.from_bytes(struct.pack("<f", value), "little")
-    if kind in ("fp64", "f64"):
-        return int.from_bytes(struct.pack("<d", value), "little")
-    if not kind.startswith(("i", "u")):
-        raise NotImplementedError(f"no argument of type {kind}")
-    return int(value)
 
 
 class _Utilities:
