@@ -26,7 +26,6 @@ class CacheMemory:
 
     Attributes:
         units: int64 `[2 * layers, len(UnitField)]`, on the host.
-        scales: float32 `[2 * layers]`, on the host.
     """
 
     _instances: ClassVar[WeakKeyDictionary[PagedCache, CacheMemory]] = WeakKeyDictionary()
@@ -34,8 +33,7 @@ class CacheMemory:
     def __init__(self, cache: PagedCache) -> None:
         units = [tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair]
         scales = [scale for pair in zip(cache.key_scales, cache.value_scales, strict=True) for scale in pair]
-        self.units = np.array([unit_row(tensor) for tensor in units], np.int64)
-        self.scales = np.array(scales, np.float32)
+        self.units = np.array([unit_row(*each) for each in zip(units, scales, strict=True)], np.int64)
         self.element = cache.dtype
 
     @classmethod
@@ -47,7 +45,7 @@ class CacheMemory:
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays to send to the device, by name."""
-        return {"units": self.units, "scales": self.scales}
+        return {"units": self.units}
 
     def view(self, sent: Mapping[str, torch.Tensor], slots: torch.Tensor, tiles: I64) -> CacheView:
         """Return the tokens at `slots` as a view for a launch over `tiles`, rows of `TileField` on the host.
@@ -55,7 +53,7 @@ class CacheMemory:
         `sent` are the arrays of `arrays`, on the device.
         """
         unit_stride, aligned = contiguity(self.units, tiles, self.element)
-        return CacheView(sent["units"], sent["scales"], slots, self.element, unit_stride, aligned)
+        return CacheView(sent["units"], slots, self.element, unit_stride, aligned)
 
 
 def chunk_table(tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> I64:
@@ -79,10 +77,12 @@ def touched(sections: Sequence[Section], layers: range) -> range:
     return range(indices[0], indices[-1] + 1)
 
 
-def of_layers(tiles: I64, layers: range) -> I64:
-    """Return the tiles of these layers."""
+def of_layers(tiles: I64, layers: range, sections: range) -> I64:
+    """Return the tiles of these layers, whose sections count from the first of those that have any."""
     layer = tiles[:, TileField.UNIT] // 2
-    return np.ascontiguousarray(tiles[(layers.start <= layer) & (layer < layers.stop)])
+    chosen = np.ascontiguousarray(tiles[(layers.start <= layer) & (layer < layers.stop)])
+    chosen[:, TileField.SECTION] -= sections.start
+    return chosen
 
 
 def raise_status(status: npt.NDArray[np.int32], sections: Sequence[Section], numbers: Sequence[int]) -> None:

@@ -129,7 +129,7 @@ class Incoming:
 
     def chunk_batch(self, sent: Mapping[str, torch.Tensor], status: torch.Tensor) -> ChunkBatch:
         """Return the chunks as launches take them, given the arrays on the device and int32 `[chunks * sections]`."""
-        return ChunkBatch(sent["chunks"], status, len(self._sections), self._sections.start, self.max_tokens)
+        return ChunkBatch(sent["chunks"], status, len(self._sections), self.max_tokens)
 
     def cache_view(self, sent: Mapping[str, torch.Tensor], tiles: I64) -> CacheView:
         """Return the cache as a launch over `tiles` (rows of `TileField`, on the host) takes it."""

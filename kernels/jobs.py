@@ -67,6 +67,8 @@ class PlanField(IntEnum):
     ROW = 3  # row of the first component, in the arrays by component
     EXTENT = 4  # rows of coefficients up to the last that the class fills
     ROW_MAP = 5  # in `row_maps`: the class's component in each row of coefficients, or -1
+    STEP = 6  # two float32: the quantizer's step, and float32(1 / step)
+    LIMIT = 7  # float32: `level_limit(step)`; coefficients must lie below
 
 
 class ChunkField(IntEnum):
@@ -88,12 +90,13 @@ class UnitField(IntEnum):
     DIM = 4
     BLOCK_TOKENS = 5
     SLOTS = 6  # blocks * BLOCK_TOKENS
+    SCALE = 7  # float32: what a stored FP8 value is multiplied by; not read for other types
 
 
 class TileField(IntEnum):
     """A row of `tiles`. Pair p is dimensions DIM0 + p * STEP and DIM1 + p * STEP of a head."""
 
-    SECTION = 0
+    SECTION = 0  # from the first that a launch handles on
     UNIT = 1  # row of `units`
     HEAD = 2
     DIM0 = 3

@@ -24,7 +24,7 @@ from cuvee.kernels.chunks import CacheMemory, chunk_table, join, of_layers, rais
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, ChunkField, PlanField, job_table
-from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, KeyMove, TileTable
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.rans import WIDTH, coding_table, rans_decode
@@ -86,25 +86,24 @@ class LosslessKernels:
         """
         geometry, sections = self._geometry, touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)
-        tiles, max_tokens = of_layers(geometry.tiles.tiles, layers), incoming.max_tokens
+        tiles, max_tokens = of_layers(geometry.tiles.tiles, layers, sections), incoming.max_tokens
         jobs, table, planes_size = self._incoming_jobs(incoming, sections, tiles)
         data, sent = incoming.upload.send()
         status = torch.zeros(incoming.count, dtype=torch.int32, device=self._device)
         planes = torch.empty(planes_size, dtype=torch.uint8, device=self._device)
         decoding = torch.empty(len(sent["freq"]), WIDTH, dtype=torch.uint32, device=self._device)
         batch = incoming.chunk_batch(sent, status)
-        moved = bool(np.any(incoming.chunks[:, ChunkField.SOURCE] != incoming.chunks[:, ChunkField.TARGET]))
-        rows = len(incoming.slots) if moved else 0
-        turning = (batch.chunks, rows, max_tokens if moved else 0)
-        target = geometry.rotations(*turning)
-        source = geometry.rotations(*turning, use_source=True, inverse=True)
+        turns = None
+        if np.any(incoming.chunks[:, ChunkField.SOURCE] != incoming.chunks[:, ChunkField.TARGET]):
+            moved = batch.chunks, len(incoming.slots), max_tokens
+            turns = geometry.turns(*moved, source=True), geometry.turns(*moved)
         decoding_tables(sent["freq"], decoding)
         coding = stream_jobs(jobs, sent["jobs"], sent["plans"], sent["tables"])
         rans_decode(data, coding, decoding, sent["classes"], planes, status)
         merge_planes(
             data, planes, sent["table"], TileTable(sent["tiles"], geometry.tiles.pairs), batch,
-            incoming.cache_view(sent, tiles), KeyMove(source.cos, source.sin, target.cos, target.sin, moved),
-            dtype=self._dtype, even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
+            incoming.cache_view(sent, tiles), turns, dtype=self._dtype,
+            even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
         )  # fmt: skip
         return status
 
@@ -162,7 +161,7 @@ class LosslessKernels:
         status = torch.zeros(len(tokens), dtype=torch.int32, device=device)
         source = (
             TileTable(sent["tiles"], geometry.tiles.pairs),
-            ChunkBatch(sent["chunks"], status, count, 0, int(tokens.max())),
+            ChunkBatch(sent["chunks"], status, count, int(tokens.max())),
             memory.view(sent, joined, tiles),
         )
         references, counts, host_references = self._count_symbols(sent["table"], source, channels, first_chunk)

@@ -25,7 +25,7 @@ from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.centers import TokenCenters
 from cuvee.kernels.jobs import I64
-from cuvee.kernels.ops.arguments import DevicePlans, RotationTables
+from cuvee.kernels.ops.arguments import DevicePlans
 from cuvee.kernels.ops.rans import coding_table, decoding_table
 from cuvee.kernels.ops.symbols import level_limit
 from cuvee.kernels.ops.transform import rotation_tables
@@ -73,40 +73,33 @@ def pack_plans(
     """
     table: list[tuple[int, ...]] = []
     tables: list[npt.NDArray[Any]] = []
-    floats: list[npt.NDArray[Any]] = []
-    ints: list[npt.NDArray[Any]] = []
+    components: list[npt.NDArray[np.int32]] = []
     maps: list[npt.NDArray[np.int32]] = []
     quantizer = family.quantizer
     plane = row = map_at = 0
     for section, extents, most in (one for part in parts for one in zip(part.sections, by_class, deepest, strict=True)):
         begin, width = np.cumsum(most) - most, int(most.sum())
-        for k, (ranks, extent) in enumerate(zip(section.class_ranks, extents, strict=True)):
+        for k, (ranks, extent, step) in enumerate(
+            zip(section.class_ranks, extents, section.classed.steps.tolist(), strict=True)
+        ):
             plan = section.classed.plans[k] or _UNSERVED
             rows, y_rows = len(plan.shift), _runs(begin, np.array(ranks))
             last = int(_runs(begin, extent).max(initial=-1)) + 1
-            table.append((plan.planes, rows, plane, row, last, map_at))
+            floats = np.array([step, 1.0 / step, level_limit(step), 0], np.float32).view(np.int64)
+            table.append((plan.planes, rows, plane, row, last, map_at, *floats.tolist()))
             tables.append(plan.tables)
             low = np.full(rows, -1, np.int32)
             low[plan.wide] = rows + np.arange(len(plan.wide))
-            ints.append(np.stack([plan.shift, low, y_rows, np.zeros(rows)], axis=1))
             at = plan.level_table
-            floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
+            sizes = np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]])
+            numbers = np.column_stack([plan.shift, low, y_rows, np.zeros(rows)])
+            components.append(np.hstack([sizes.astype(np.float32).view(np.int32), numbers.astype(np.int32)]))
             row_map = np.full(width, -1, np.int32)
             row_map[y_rows] = np.arange(rows)
             maps.append(row_map)
             plane, row, map_at = plane + plan.planes, row + rows, map_at + width
-    steps = np.concatenate([section.classed.steps for part in parts for section in part.sections])
     plans = np.array(table, np.int64)
-    arrays = (
-        plans,
-        np.concatenate(tables).astype(np.int32),
-        np.concatenate(floats).astype(np.float32),
-        np.concatenate(ints).astype(np.int32),
-        np.concatenate(maps),
-        steps,
-        np.array([1.0 / step for step in steps.tolist()], np.float32),
-        np.array([level_limit(step) for step in steps.tolist()], np.float32),
-    )
+    arrays = plans, np.concatenate(tables).astype(np.int32), np.concatenate(components), np.concatenate(maps)
     return plans, DevicePlans(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
@@ -131,16 +124,11 @@ class Geometry:
         self.scaling = torch.tensor(scaling or [1.0], dtype=torch.float32).to(device)
         self.tiles = lay_out_tiles(layout, sections, columns)
 
-    def rotations(
-        self, chunks: torch.Tensor, rows: int, max_tokens: int, *, use_source: bool = False, inverse: bool = False
-    ) -> RotationTables:
-        """Return tables of `rows` rows for all tokens of these chunks; see `rotation_tables`."""
-        cos = self.inv_freq.new_empty(rows, len(self.inv_freq))
-        tables = RotationTables(cos, torch.empty_like(cos))
-        rotation_tables(
-            chunks, self.inv_freq, self.scaling, tables, use_source=use_source, inverse=inverse, max_tokens=max_tokens
-        )
-        return tables
+    def turns(self, chunks: torch.Tensor, rows: int, max_tokens: int, source: bool = False) -> torch.Tensor:
+        """Return a table of `rows` rows for all tokens of these chunks; see `rotation_tables`."""
+        turns = self.inv_freq.new_empty(rows, 2, len(self.inv_freq))
+        rotation_tables(chunks, self.inv_freq, self.scaling, turns, source=source, max_tokens=max_tokens)
+        return turns
 
 
 class PackedBases:

@@ -91,7 +91,7 @@ class TransformKernels:
             upload.add_arrays(centers_of.lay_out([chunk.token_ids for chunk in chunks], starts))
         tiles, partial = plan.maps.tiles, len(layers) < cache.layout.num_layers
         if partial:
-            tiles = of_layers(tiles, layers)
+            tiles = of_layers(tiles, layers, sections)
             upload.add_arrays({"tiles": tiles})
         data, sent = upload.send()
         status, *escape_counts = zeros(1 + plan.parts, count, device)
@@ -101,7 +101,7 @@ class TransformKernels:
         view = incoming.cache_view(sent, tiles)
         max_rank = int(tiles[:, TileField.RANK].max())
         config = synthesis_config(plan.product, view.element, max_rank, max_tokens, view.aligned)
-        rotations = geometry.rotations(batch.chunks, len(incoming.slots), max_tokens)
+        turns = geometry.turns(batch.chunks, len(incoming.slots), max_tokens)
         base = None
         for part in range(plan.parts):
             rows, last = slice(part * count, (part + 1) * count), part == plan.parts - 1
@@ -117,7 +117,7 @@ class TransformKernels:
         device_tiles = TileTable(sent["tiles"] if partial else plan.maps.device_tiles, geometry.tiles.pairs)
         synthesize(
             JobCoefficients(y, sent["jobs"]), device_tiles, plan.maps.bases.inverse(plan.product),
-            self._center_table(centers), batch, rotations, view, order, config,
+            self._center_table(centers), batch, turns, view, order, config,
         )  # fmt: skip
         return status
 
@@ -216,13 +216,13 @@ class TransformKernels:
         sent = send_arrays(host, device)
         count, max_tokens = len(self.sections), int(table[:, ChunkField.TOKENS].max())
         status = torch.zeros(len(table) * count, dtype=torch.int32, device=device)
-        chunks = ChunkBatch(sent["chunks"], status, count, 0, max_tokens)
+        chunks = ChunkBatch(sent["chunks"], status, count, max_tokens)
         x = torch.empty(len(slots), geometry.tiles.columns, dtype=torch.float32, device=device)
-        rotations = geometry.rotations(chunks.chunks, len(slots), max_tokens, use_source=True, inverse=True)
+        turns = geometry.turns(chunks.chunks, len(slots), max_tokens, source=True)
         view = memory.view(sent, slots, plan.maps.tiles)
         centers = None if plan.token_centers is None else plan.token_centers.centers(sent, range(count))
         tiles = TileTable(plan.maps.device_tiles, geometry.tiles.pairs)
-        gather(view, tiles, chunks, rotations, self._center_table(centers), x)
+        gather(view, tiles, chunks, turns, self._center_table(centers), x)
         numbers = range(first_chunk, first_chunk + len(table))
         return x, self._choose(table, predictor, x, sent, chunks, centers, numbers), chunks
 

@@ -15,18 +15,16 @@ import torch
 class ChunkBatch:
     """The chunks of a launch, and the run of sections that it handles of each: one job per section of a chunk.
 
-    Jobs are chunk-major, so the job of section i of chunk c is `c * sections + i - first_section`.
+    Jobs are chunk-major, so the job of section i of the run and chunk c is `c * sections + i`.
 
     Attributes:
         chunks: int64 `[C, len(ChunkField)]`.
         status: int32 `[C * sections]`, one per job; kernels add bits of `Status`.
-        first_section: number of the first of them.
     """
 
     chunks: torch.Tensor
     status: torch.Tensor
     sections: int
-    first_section: int
     max_tokens: int
 
 
@@ -48,43 +46,16 @@ class CacheView:
 
     Attributes:
         units: int64 `[units, len(UnitField)]`.
-        scales: float32 `[units]`: what a stored FP8 value is multiplied by; not read for other types.
         slots: int64 `[tokens]`: slot of each token of each chunk, from `ChunkField.FIRST` on; -1: nowhere.
         unit_stride: whether pairs lie one element apart; see `pages.contiguity`.
         aligned: whether 16 bytes can be moved at a time; see `pages.contiguity`.
     """
 
     units: torch.Tensor
-    scales: torch.Tensor
     slots: torch.Tensor
     element: torch.dtype
     unit_stride: bool
     aligned: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RotationTables:
-    """Output of `rotation_tables`, float32 `[tokens, A]`: a row per token, from `ChunkField.FIRST` on."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class KeyMove:
-    """The rotations of keys that were stored at other positions, as in `RotationTables`; not read unless `moved`.
-
-    Attributes:
-        source_cos, source_sin: from `rotation_tables(inverse=True)`, by source positions.
-        target_cos, target_sin: from `rotation_tables`, by target positions.
-        moved: whether any chunk has another target than its source.
-    """
-
-    source_cos: torch.Tensor
-    source_sin: torch.Tensor
-    target_cos: torch.Tensor
-    target_sin: torch.Tensor
-    moved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +108,16 @@ class DevicePlans:
     Attributes:
         plans: int64 `[Q, len(PlanField)]`.
         tables: int32: entropy table of each plane, at `PlanField.TABLES`.
-        row_floats: float32 `[components, 4]`, from `PlanField.ROW` on: shrinkage of level 1, shrinkage of higher
-            levels, dead zone, rounding; the last two in steps.
-        row_ints: int32 `[components, 4]`, likewise: shift, plane of the low bits or -1, row of coefficients, and zero.
+        rows: int32 `[components, 8]`, from `PlanField.ROW` on: the bits of four float32, shrinkage of level 1, that of
+            higher levels, dead zone, rounding, the last two in steps; then shift, plane of the low bits or -1, row of
+            coefficients, and zero.
         row_maps: int32, from `PlanField.ROW_MAP` on: which component each row of coefficients holds, or -1.
-        steps: float32 `[Q]`: quantizer step.
-        inverses: float32 `[Q]`: float32(1 / step).
-        limits: float32 `[Q]`: `level_limit(step)`; coefficients must lie below.
     """
 
     plans: torch.Tensor
     tables: torch.Tensor
-    row_floats: torch.Tensor
-    row_ints: torch.Tensor
+    rows: torch.Tensor
     row_maps: torch.Tensor
-    steps: torch.Tensor
-    inverses: torch.Tensor
-    limits: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ HEADER_BYTES = 20  # W, E, log2 n, zeros, C, the class state
 _HEADER = tl.constexpr(HEADER_BYTES // 4)
 _SHORT_LENGTH = 0xFFFF  # the most symbols of a stream for which two bytes hold its words
 _WRITE_STREAMS = 16
-_WRITE_PRECEDING = 256
-_WRITE_WORDS = 128
-_WRITE_ESCAPES = 1024
+# Of a program of `write_coded`: streams; and how many preceding lengths, words and escapes it takes at a time.
+STREAMS, PRECEDING, WORDS, ESCAPES = (tl.constexpr(number) for number in (_WRITE_STREAMS, 256, 128, 1024))
 Count = TypeVar("Count", int, npt.NDArray[np.int64])
 
 
@@ -61,9 +60,8 @@ def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, class
 
 @triton.jit(do_not_specialize=["blocks"])
 def _write_kernel(  # type: ignore[no-untyped-def]
-    jobs, parts, plans, words, states, lengths, escape_index, escape_value, class_words, out16, out32, blocks,
-    STREAMS: tl.constexpr, WORDS: tl.constexpr, ESCAPES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    jobs, parts, plans, words, states, lengths, escape_index, escape_value, class_words, out32, blocks
+):
     block = tl.program_id(0) % blocks
     first = block * STREAMS
     job = jobs + tl.program_id(0) // blocks * JOB.FIELDS
@@ -78,7 +76,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     escape_count = tl.load(part + PART.ESCAPE_COUNT)
     class_count = tl.load(job + JOB.CLASS_WORD_COUNT)
     section = out32 + tl.load(part + PART.SECTION) // 4
-    coded_lengths = out16 + tl.load(part + PART.SECTION) // 2 + 2 * (_HEADER + streams)
+    coded_lengths = out32.to(tl.pointer_type(tl.uint16)) + tl.load(part + PART.SECTION) // 2 + 2 * (_HEADER + streams)
     coded_words = coded_lengths + streams * (1 + long) + class_count
     coded = 2 * (_HEADER + streams) + streams * (1 + long) + class_count + word_count  # in uint16, padding apart
     if block == 0:
@@ -97,9 +95,9 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         tl.store(coded_words + word_count, 0, mask=coded % 2 > 0)
 
     lengths += tl.load(job + JOB.LENGTHS)
-    before = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, first, BLOCK):
-        other = start + tl.arange(0, BLOCK)
+    before = tl.zeros([PRECEDING], tl.int64)
+    for start in range(0, first, PRECEDING):
+        other = start + tl.arange(0, PRECEDING)
         before += tl.load(lengths + other, mask=other < first, other=0).to(tl.int64)
     stream = first + tl.arange(0, STREAMS)
     exists = stream < streams
@@ -147,6 +145,5 @@ def write_coded(
     blocks = triton.cdiv(coding.max_streams, _WRITE_STREAMS)
     _write_kernel[(blocks * len(coding.jobs),)](
         coding.jobs, parts, coding.plans, streams.words, streams.states, streams.lengths, escape_index, escape_value,
-        class_words, out.view(torch.uint16), out.view(torch.uint32), blocks, STREAMS=_WRITE_STREAMS,
-        WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING, enable_fp_fusion=True,
+        class_words, out.view(torch.uint32), blocks, enable_fp_fusion=True,
     )  # fmt: skip

@@ -17,11 +17,23 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import JOB, PLAN, STATUS
 from cuvee.kernels.ops.arguments import PlaneJobs
-from cuvee.kernels.ops.symbols import ESCAPE, INT_FIELDS, Y_ROW, _coefficient, _half, _low_bits, _of_row, _shrinkage
+from cuvee.kernels.ops.symbols import (
+    ESCAPE,
+    ROW_FIELDS,
+    SHRINK_ONE,
+    Y_ROW,
+    _coefficient,
+    _float_of,
+    _half,
+    _low_bits,
+    _of_row,
+    _two_floats,
+)
 
 _ROWS = 16  # of a tile
 MIN_DEPTH = 64  # its columns
-ENTRIES = 128  # of an escape list at a time
+_ENTRIES = 128  # of an escape list at a time
+ROWS, COLUMNS, ENTRIES = (tl.constexpr(number) for number in (_ROWS, MIN_DEPTH, _ENTRIES))
 CELLS = 1 << 16  # values per program that lists escapes, one in 512; a program repeats where there are more
 MAX_GRID = 65535  # programs along the second and third axis
 
@@ -33,9 +45,8 @@ def _signed(byte):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["depth"])
 def _dequantize(  # type: ignore[no-untyped-def]
-    jobs, plans, row_maps, row_floats, row_ints, steps, classes, planes, base, y, escape_counts, depth,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    jobs, plans, row_maps, rows, classes, planes, base, y, escape_counts, depth
+):
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB.FIELDS
     first_plan = tl.load(job + JOB.PLAN).to(tl.int32)
@@ -61,8 +72,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
     component = _of_row(row_maps, plan, PLAN.ROW_MAP, row, inside & (row < extent), -1)
     exists = component >= 0
     at_row = tl.load(plan + PLAN.ROW).to(tl.int32) + component
-    shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
-    shift, low_plane = _low_bits(row_ints, at_row, exists)
+    shrink_one, shrink_more = _two_floats(rows, at_row, SHRINK_ONE, exists)
+    shift, low_plane = _low_bits(rows, at_row, exists)
     half = _half(shift)
     d = _signed(tl.load(planes + component.to(tl.int64) * tokens + column, mask=exists, other=0))
     # 1 for -128, 0 for every other signed byte: cheaper than a comparison.
@@ -70,7 +81,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     low_row = planes + low_plane.to(tl.int64) * tokens
     low = tl.load(low_row + column, mask=exists & (low_plane >= 0), other=half.to(tl.uint8))
     d = (d << shift) + (low.to(tl.int32) - half)
-    value = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index))
+    value = _coefficient(d, shrink_one, shrink_more, _float_of(plan, PLAN.STEP))
     at = row.to(tl.int64) * stride + column
     written = (row < extent) & (column < stride)
     if base is not None:
@@ -81,19 +92,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write_escapes(  # type: ignore[no-untyped-def]
-    data,
-    jobs,
-    plans,
-    row_floats,
-    row_ints,
-    steps,
-    classes,
-    planes,
-    base,
-    y,
-    escape_counts,
-    status,
-    ENTRIES: tl.constexpr,
+    data, jobs, plans, rows, classes, planes, base, y, escape_counts, status
 ):
     """Check a job's escape list and recompute the values it changes; a *cell* is an entry of the `[R, T]` matrix."""
     index = tl.program_id(0).to(tl.int64)
@@ -127,13 +126,13 @@ def _write_escapes(  # type: ignore[no-untyped-def]
         wrong = tl.max((listed & (valid == 0)).to(tl.int32), 0)
         tl.atomic_or(status + index, STATUS.ESCAPES, mask=wrong > 0, sem="relaxed")
         component = tl.load(plan + PLAN.ROW, mask=valid, other=0) + row
-        shift, low_plane = _low_bits(row_ints, component, valid)
-        y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=valid, other=0).to(tl.int64)
+        shift, low_plane = _low_bits(rows, component, valid)
+        y_row = tl.load(rows + component * ROW_FIELDS + Y_ROW, mask=valid, other=0).to(tl.int64)
         d = tl.load(entries + count + entry, mask=valid, other=0).to(tl.int32, bitcast=True)
         low = tl.load(planes + low_plane * tokens + column, mask=valid & (low_plane >= 0), other=0)
         d = (d << shift) + (low.to(tl.int32) - _half(shift))
-        shrink_one, shrink_more = _shrinkage(row_floats, component, valid)
-        back = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index, mask=valid, other=0.0))
+        shrink_one, shrink_more = _two_floats(rows, component, SHRINK_ONE, valid)
+        back = _coefficient(d, shrink_one, shrink_more, _float_of(plan, PLAN.STEP, 0, valid, 0.0))
         at = y_row * stride + column
         if base is not None:
             back += tl.load(base + at, mask=valid, other=0.0)
@@ -172,12 +171,12 @@ def dequantize(
     grid = (count, triton.cdiv(max_rows, _ROWS), triton.cdiv(max_tokens, MIN_DEPTH))
     if grid[1]:
         _dequantize[grid](
-            jobs, plans.plans, plans.row_maps, plans.row_floats, plans.row_ints, plans.steps, classes, planes, base, y,
-            escape_counts, depth, ROWS=_ROWS, COLUMNS=MIN_DEPTH, num_warps=4, enable_fp_fusion=False,
+            jobs, plans.plans, plans.row_maps, plans.rows, classes, planes, base, y, escape_counts, depth, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     _write_escapes[(count, escape_programs(max_rows, max_tokens))](
-        data.view(torch.uint32), jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, classes, planes,
-        base, y, escape_counts, status, ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
+        data.view(torch.uint32), jobs, plans.plans, plans.rows, classes, planes, base, y, escape_counts, status,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Lossless sections: the table of byte planes, and the parts that `merge_planes.py` and `split_planes.py` share.
 
-A section is one layer, K then V. The job of a tile is chunk * sections + TileField.SECTION - first_section. Values are
-rotated left by one bit before they are cut into bytes: see `codec/stages/byte_planes.py`.
+A section is one layer, K then V. The job of a tile is chunk * sections + TileField.SECTION. Values are rotated left by
+one bit before they are cut into bytes: see `codec/stages/byte_planes.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import triton.language as tl
 
 from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.kernels.jobs import ELEMENTS, TILE, fields_of
-from cuvee.kernels.ops.arguments import CacheView, TileTable
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
 from cuvee.kernels.ops.pages import saturated
 
 WARPS = 8  # 64 tokens of 64 pairs at 4 spill
-TOKENS = 64  # a program's: two sectors of a plane's row
+TOKENS = tl.constexpr(64)  # a program's: two sectors of a plane's row
 WORDS = {2: tl.uint16, 4: tl.uint32}
 
 
@@ -60,9 +60,14 @@ def _words(x, which, DTYPE: tl.constexpr, WORD: tl.constexpr):  # type: ignore[n
     return saturated(x, which, DTYPE).to(DTYPE).to(WORD, bitcast=True)
 
 
+def _grid(tiles: TileTable, batch: ChunkBatch) -> tuple[int, int, int]:
+    """Return the grid of programs that take TOKENS tokens of one tile."""
+    return tiles.grid(batch, TOKENS.value)
+
+
 def _constants(tiles: TileTable, cache: CacheView, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constexprs of kernels that move values of `dtype` between a cache and byte planes."""
     return {
         "DTYPE": ELEMENTS[dtype], "ELEMENT": ELEMENTS[cache.element], "WORD": WORDS[dtype.itemsize],
-        "UNIT_STRIDE": cache.unit_stride, "ALIGNED": cache.aligned, "PAIRS": tiles.pairs, "TOKENS": TOKENS,
+        "UNIT_STRIDE": cache.unit_stride, "ALIGNED": cache.aligned, "PAIRS": tiles.pairs,
     }  # fmt: skip

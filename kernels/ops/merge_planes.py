@@ -11,8 +11,8 @@ import triton.language as tl
 
 from cuvee.codec.entropy import tables
 from cuvee.kernels.jobs import CHUNK, TILE
-from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, KeyMove, TileTable
-from cuvee.kernels.ops.lossless import BYTE, TOKENS, VALUES, WARPS, _constants, _half_channels, _multiple, _words
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
+from cuvee.kernels.ops.lossless import BYTE, TOKENS, VALUES, WARPS, _constants, _grid, _half_channels, _multiple, _words
 from cuvee.kernels.ops.pages import finite, pair_addresses, rotate_pairs, saturated, store_pairs, token_offsets
 from cuvee.kernels.ops.rans import ENTRIES, SPAN, WIDTH
 
@@ -70,16 +70,15 @@ def _values(word, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(inside[:, None], word, 0).to(word.dtype).to(DTYPE, bitcast=True).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["sections", "first_section"])
+@triton.jit(do_not_specialize=["sections"])
 def _merge_planes(  # type: ignore[no-untyped-def]
-    data, planes, table, chunks, tiles, units, scales, slots, source_cos, source_sin, cos, sin, status,
-    sections, first_section, angles,
-    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr, MOVED: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    data, planes, table, chunks, tiles, units, slots, turns_back, turns, status, sections, angles,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(1) * TILE.FIELDS
     unit = tl.load(tile + TILE.UNIT)
-    job = tl.program_id(2) * sections + tl.load(tile + TILE.SECTION) - first_section
+    job = tl.program_id(2) * sections + tl.load(tile + TILE.SECTION)
     chunk = chunks + tl.program_id(2) * CHUNK.FIELDS
     tokens = _multiple(tl.load(chunk + CHUNK.TOKENS), FACTOR)
     if tl.program_id(0) * TOKENS >= tokens:
@@ -94,14 +93,14 @@ def _merge_planes(  # type: ignore[no-untyped-def]
     channel1, has1 = _half_channels(tile, pair, head_dim, TILE.DIM1, TILE.COUNT1)
     a = _merge_half(data, planes, row, channel0, has0, token, inside, tokens, WORD, FACTOR)
     b = _merge_half(data, planes, row, channel1, has1, token, inside, tokens, WORD, FACTOR)
-    if MOVED:
+    if turns is not None:
         angle = tl.load(tile + TILE.ANGLE)
         if (angle >= 0) & (tl.load(chunk + CHUNK.SOURCE) != tl.load(chunk + CHUNK.TARGET)):
             x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
             both = finite(x) & finite(y)
             at = first + token
-            x, y = rotate_pairs(x, y, source_cos, source_sin, at, inside, angles, angle, PAIRS, True, ALIGNED)
-            x, y = rotate_pairs(x, y, cos, sin, at, inside, angles, angle, PAIRS, False, ALIGNED)
+            x, y = rotate_pairs(x, y, turns_back, at, inside, angles, angle, PAIRS, True, ALIGNED)
+            x, y = rotate_pairs(x, y, turns, at, inside, angles, angle, PAIRS, False, ALIGNED)
             a, b = _words(x, both, DTYPE, WORD), _words(y, both, DTYPE, WORD)
     offset, exists = token_offsets(units, unit, slots + first, token, inside, status + job)
     if ELEMENT == DTYPE:
@@ -111,7 +110,7 @@ def _merge_planes(  # type: ignore[no-untyped-def]
     else:
         x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
         x, y = saturated(x, finite(x), ELEMENT), saturated(y, finite(y), ELEMENT)
-        store_pairs(units, scales, tile, offset, exists, x, y, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+        store_pairs(units, tile, offset, exists, x, y, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
 
 
 def decoding_tables(freq: torch.Tensor, decoding: torch.Tensor) -> None:
@@ -130,7 +129,7 @@ def merge_planes(
     tiles: TileTable,
     batch: ChunkBatch,
     cache: CacheView,
-    move: KeyMove,
+    turns: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     dtype: torch.dtype,
     even: bool,
@@ -144,15 +143,16 @@ def merge_planes(
         data: uint8, stored planes and reference bytes.
         planes: uint8, decoded symbols of the coded planes.
         table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`.
+        turns: of `rotation_tables(source=True)` and of `rotation_tables(source=False)`; None: every chunk's target is
+            its source.
         even: whether every chunk's tokens and every BytePlaneField.PLANE are multiples of four.
     """
-    grid = tiles.grid(batch, TOKENS)
+    grid = _grid(tiles, batch)
     if 0 in grid:
         return
     # No fused multiply-add: the turned keys are then the codec's, bit for bit, given the same tables.
     _merge_planes[grid](
-        data, planes, table, batch.chunks, tiles.tiles, cache.units, cache.scales, cache.slots,
-        move.source_cos, move.source_sin, move.target_cos, move.target_sin, batch.status, batch.sections,
-        batch.first_section, move.target_cos.shape[1], FACTOR=4 if even else 1, MOVED=move.moved,
+        data, planes, table, batch.chunks, tiles.tiles, cache.units, cache.slots, *(turns or (None, None)),
+        batch.status, batch.sections, turns[0].shape[2] if turns else 0, FACTOR=4 if even else 1,
         **_constants(tiles, cache, dtype), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

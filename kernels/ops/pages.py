@@ -89,14 +89,20 @@ def pair_addresses(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _scale(units, tile):  # type: ignore[no-untyped-def]
+    """Return what the FP8 values of a tile are multiplied by."""
+    return tl.load((units + tl.load(tile + TILE.UNIT) * UNIT.FIELDS + UNIT.SCALE).to(tl.pointer_type(tl.float32)))
+
+
+@triton.jit
 def load_pairs(  # type: ignore[no-untyped-def]
-    units, scales, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    units, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Read a tile: values `[tokens, PAIRS]` float32 of its two halves at `token_offsets`; zero where there is none."""
     at0, mask0, at1, mask1 = pair_addresses(units, tile, offset, exists, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS)
     if ELEMENT.primitive_bitwidth == 8:
-        scale = tl.load(scales + tl.load(tile + TILE.UNIT))
+        scale = _scale(units, tile)
         a = _from_fp8(tl.load(at0, mask=mask0, other=0), ELEMENT) * scale
         b = _from_fp8(tl.load(at1, mask=mask1, other=0), ELEMENT) * scale
     else:
@@ -107,13 +113,13 @@ def load_pairs(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_pairs(  # type: ignore[no-untyped-def]
-    units, scales, tile, offset, exists, a, b, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    units, tile, offset, exists, a, b, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     ALIGNED: tl.constexpr = False, FIRST: tl.constexpr = 0,
 ):  # fmt: skip
     """Write a tile: the inverse of `load_pairs`, rounded to nearest even; FP8 is divided by its scale and saturates."""
     at0, mask0, at1, mask1 = pair_addresses(units, tile, offset, exists, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST)
     if ELEMENT.primitive_bitwidth == 8:
-        scale = tl.div_rn(1.0, tl.load(scales + tl.load(tile + TILE.UNIT)))
+        scale = tl.div_rn(1.0, _scale(units, tile))
         tl.store(at0, _to_fp8(a, scale, ELEMENT), mask=mask0)
         tl.store(at1, _to_fp8(b, scale, ELEMENT), mask=mask1)
     else:
@@ -178,10 +184,12 @@ def _to_fp8(x, scale, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotate_pairs(  # type: ignore[no-untyped-def]
-    a, b, cos, sin, row, inside, ANGLES, column, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
+    a, b, turns, row, inside, ANGLES, column, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
     ALIGNED: tl.constexpr = False,
 ):  # fmt: skip
-    """Turn pairs by the angles in rows `row`, columns `column …` of `[rows, ANGLES]` tables; INVERSE turns back.
+    """Turn pairs by the angles in rows `row`, columns `column …` of a table of turns; INVERSE turns back.
+
+    The table, `[rows, 2, ANGLES]`, has cosines, then sines.
 
     ALIGNED: `column` is a multiple of 4.
     """
@@ -189,17 +197,17 @@ def rotate_pairs(  # type: ignore[no-untyped-def]
     column = column.to(tl.int32)
     if ALIGNED:
         column = tl.multiple_of(column, 4)
-    at = (row.to(tl.int64) * ANGLES)[:, None] + (column + pair)[None, :]
+    at = (row.to(tl.int64) * (2 * ANGLES))[:, None] + (column + pair)[None, :]
     # The last tile of a head may reach past the tables; what lies there is not stored.
     mask = inside[:, None] & ((column + pair) < ANGLES)[None, :]
-    c = tl.load(cos + at, mask=mask, other=0.0)
-    s = tl.load(sin + at, mask=mask, other=0.0)
+    c = tl.load(turns + at, mask=mask, other=0.0)
+    s = tl.load(turns + ANGLES + at, mask=mask, other=0.0)
     if INVERSE:
         s = -s
     return a * c - b * s, b * c + a * s
 
 
-def unit_row(memory: torch.Tensor) -> list[int]:
+def unit_row(memory: torch.Tensor, scale: float = 1.0) -> list[int]:
     """A row of `units`: where a unit lies, a view `[blocks, tokens, heads, dimensions]` with whatever strides.
 
     Raises:
@@ -211,7 +219,8 @@ def unit_row(memory: torch.Tensor) -> list[int]:
     if blocks * tokens >= 2**31:
         raise InputError(f"memory: must have at most {2**31 - 1} slots, got {blocks * tokens}")
     # Kernels divide by the tokens of a block, even where a cache has no slots.
-    return [memory.data_ptr(), *memory.stride(), max(tokens, 1), blocks * tokens]
+    bits = int(np.float32(scale).view(np.uint32))
+    return [memory.data_ptr(), *memory.stride(), max(tokens, 1), blocks * tokens, bits]
 
 
 def contiguity(

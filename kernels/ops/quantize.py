@@ -15,27 +15,22 @@ from cuvee.kernels.ops.arguments import PlaneJobs
 from cuvee.kernels.ops.symbols import (
     DEAD_ZONE,
     ESCAPE,
-    FLOAT_FIELDS,
-    INT_FIELDS,
+    ROW_FIELDS,
     SHIFT,
+    SHRINK_ONE,
     Y_ROW,
     _coefficient,
+    _float_of,
     _half,
     _low_bits,
     _of_row,
-    _shrinkage,
-    _two,
+    _two_floats,
 )
 
 BEYOND = tl.constexpr(float(1 << 30))  # steps; what is larger, or NaN, has no int32 level
 _BLOCK_ROWS = 4  # of `quantize`, which goes along the windows
-
-
-@triton.jit
-def _thresholds(row_floats, component, mask):  # type: ignore[no-untyped-def]
-    """Return the dead zone and rounding, by component."""
-    dead_zone, rounding = _two(row_floats, component * FLOAT_FIELDS + DEAD_ZONE, mask, 0)
-    return dead_zone.to(tl.float32, bitcast=True), rounding.to(tl.float32, bitcast=True)
+ROWS = tl.constexpr(_BLOCK_ROWS)
+COLUMNS = tl.constexpr(WINDOW)
 
 
 @triton.jit
@@ -50,9 +45,8 @@ def _level(y, inverse, dead_zone, rounding):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["max_rows"])
 def _quantize(  # type: ignore[no-untyped-def]
-    y, left, jobs, plans, row_floats, row_ints, steps, inverses, limits, tables, reach, classes, planes, counts,
-    status, max_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    y, left, jobs, plans, rows, tables, reach, classes, planes, counts, status, max_rows
+):
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB.FIELDS
     first_plan = tl.load(job + JOB.PLAN).to(tl.int32)
@@ -76,20 +70,20 @@ def _quantize(  # type: ignore[no-untyped-def]
             plan = plans + plan_index * PLAN.FIELDS
             present = inside & (row < tl.load(plan + PLAN.ROWS).to(tl.int32))
             component = tl.load(plan + PLAN.ROW).to(tl.int32) + row
-            dead_zone, rounding = _thresholds(row_floats, component, present)
-            shift, low_plane = _low_bits(row_ints, component, present)
-            y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=present, other=0)
+            dead_zone, rounding = _two_floats(rows, component, DEAD_ZONE, present)
+            shift, low_plane = _low_bits(rows, component, present)
+            y_row = tl.load(rows + component * ROW_FIELDS + Y_ROW, mask=present, other=0)
             table = _of_row(tables, plan, PLAN.TABLES, row, present, 0)
             at = y_row.to(tl.int64) * stride + column
             value = tl.load(y + at, mask=present, other=0.0)
-            level = _level(value, tl.load(inverses + plan_index), dead_zone, rounding)
+            level = _level(value, _float_of(plan, PLAN.STEP, 1), dead_zone, rounding)
             if left is not None:
-                shrink_one, shrink_more = _shrinkage(row_floats, component, present)
-                coded = _coefficient(level, shrink_one, shrink_more, tl.load(steps + plan_index))
+                shrink_one, shrink_more = _two_floats(rows, component, SHRINK_ONE, present)
+                coded = _coefficient(level, shrink_one, shrink_more, _float_of(plan, PLAN.STEP))
                 tl.store(left + at, value - coded, mask=present)
             d = level + _half(shift)
             # Not `>=`: NaN is too large as well.
-            large |= ((tl.abs(value) < tl.load(limits + plan_index)) == 0).to(tl.int32)
+            large |= ((tl.abs(value) < _float_of(plan, PLAN.LIMIT)) == 0).to(tl.int32)
             high = d >> shift
             least, greatest = tl.load(reach + 2 * table), tl.load(reach + 2 * table + 1)
             escaped = present & (((high >= least) & (high <= greatest)) == 0)
@@ -128,14 +122,13 @@ def quantize(
     """
     plans = coded.plans
     _quantize[(len(coded.jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-        y, left, coded.jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, plans.inverses, plans.limits,
-        plans.tables, reach, coded.classes, coded.planes, counts, status, max_rows, ROWS=_BLOCK_ROWS,
-        COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
+        y, left, coded.jobs, plans.plans, plans.rows, plans.tables, reach, coded.classes, coded.planes, counts, status,
+        max_rows, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @triton.jit
-def _has_escapes(starts, job, first_row, max_rows, total, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _has_escapes(starts, job, first_row, max_rows, total):  # type: ignore[no-untyped-def]
     """Return whether ROWS rows of a job have escapes: most have none, and their program can end early."""
     first = job * max_rows + first_row
     after = job * max_rows + tl.minimum(first_row + ROWS, max_rows)
@@ -146,13 +139,12 @@ def _has_escapes(starts, job, first_row, max_rows, total, ROWS: tl.constexpr):  
 
 @triton.jit(do_not_specialize=["total", "max_rows"])
 def _list_escapes(  # type: ignore[no-untyped-def]
-    y, jobs, plans, row_floats, row_ints, inverses, classes, planes, starts, index, value, total, max_rows,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    y, jobs, plans, rows, classes, planes, starts, index, value, total, max_rows
+):
     number = tl.program_id(0).to(tl.int64)
     job = jobs + number * JOB.FIELDS
     first_plan = tl.load(job + JOB.PLAN)
-    if not _has_escapes(starts, number, tl.program_id(1) * ROWS, max_rows, total, ROWS):
+    if not _has_escapes(starts, number, tl.program_id(1) * ROWS, max_rows, total):
         return
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     exists = row < tl.load(plans + tl.load(job + JOB.DEEPEST) * PLAN.FIELDS + PLAN.ROWS)
@@ -178,12 +170,12 @@ def _list_escapes(  # type: ignore[no-untyped-def]
         if tl.max(tl.max(marks, 1), 0) > 0:
             # So few that each looks up its own component.
             component = tl.load(plan + PLAN.ROW) + row[:, None]
-            dead_zone, rounding = _thresholds(row_floats, component, escaped)
-            ints = row_ints + component * INT_FIELDS
+            dead_zone, rounding = _two_floats(rows, component, DEAD_ZONE, escaped)
+            ints = rows + component * ROW_FIELDS
             shift = tl.load(ints + SHIFT, mask=escaped, other=0)
             y_row = tl.load(ints + Y_ROW, mask=escaped, other=0)
             coefficient = tl.load(y + y_row * stride + column, mask=escaped, other=0.0)
-            d = _level(coefficient, tl.load(inverses + plan_index), dead_zone, rounding) + _half(shift)
+            d = _level(coefficient, _float_of(plan, PLAN.STEP, 1), dead_zone, rounding) + _half(shift)
             at = position[:, None] + tl.cumsum(marks, 1) - 1
             escaped &= at < total
             tl.store(index + at, (first_cell + column).to(tl.uint32), mask=escaped)
@@ -207,7 +199,6 @@ def list_escapes(
     total, plans = len(index), coded.plans
     if total:
         _list_escapes[(len(coded.jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-            y, coded.jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, coded.classes, coded.planes,
-            starts, index, value, total, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4,
-            enable_fp_fusion=False,
+            y, coded.jobs, plans.plans, plans.rows, coded.classes, coded.planes, starts, index, value, total, max_rows,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -48,7 +48,8 @@ LANES = 64 if torch.version.hip else 32
 # What the inner loops need. Without a limit the compiler takes more for the code around them. AMD has no such option.
 REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 40}
 UNROLL = tl.constexpr(4)  # symbols of a pass of the decoder's inner loop: they share its branch and its pointers
-PRECEDING = 64  # lengths read at a time to find where a stream begins; more would take the inner loop's registers
+# Lengths read at a time to find where a stream begins; more would take the inner loop's registers.
+PRECEDING = tl.constexpr(64)
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def _decode_run(x, at, word, end, words, decoding, table_of, out, tokens, steps,
 
 
 @triton.jit
-def _open_streams(data16, job, first, stream, exists, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _open_streams(data16, job, first, stream, exists):  # type: ignore[no-untyped-def]
     """Return the place of each stream's words: first word, end, and the end before clamping.
 
     The sums are exact, then clamped to the existing words. Wrong lengths shift a stream and are detected, but no read
@@ -122,9 +123,9 @@ def _open_streams(data16, job, first, stream, exists, BLOCK: tl.constexpr):  # t
     """
     long = tl.load(job + JOB.LONG_LENGTHS).to(tl.int32)
     lengths = data16 + tl.load(job + JOB.LENGTHS)
-    before = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, first, BLOCK):
-        other = start + tl.arange(0, BLOCK)
+    before = tl.zeros([PRECEDING], tl.int64)
+    for start in range(0, first, PRECEDING):
+        other = start + tl.arange(0, PRECEDING)
         before += _length(lengths, other, long, other < first)
     length = _length(lengths, stream, long, exists)
     ends = tl.sum(before, 0) + tl.cumsum(length, 0)
@@ -160,9 +161,8 @@ def _class_of(plans, first_plan, classes, column, active):  # type: ignore[no-un
 
 @triton.jit(do_not_specialize=["blocks"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    data16, data32, jobs, plans, tables, decoding, classes, planes, status, blocks,
-    LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    data32, jobs, plans, tables, decoding, classes, planes, status, blocks, LANES: tl.constexpr
+):
     index = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * LANES
     job = jobs + index * JOB.FIELDS
@@ -175,7 +175,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     per_stream = tl.load(job + JOB.PER_STREAM).to(tl.int32)
     stream = first + tl.arange(0, LANES)
     exists = stream < streams
-    at, end, ends = _open_streams(data16, job, first, stream, exists, BLOCK)
+    data16 = data32.to(tl.pointer_type(tl.uint16))
+    at, end, ends = _open_streams(data16, job, first, stream, exists)
     x = tl.load(data32 + tl.load(job + JOB.STATES) + stream, mask=exists, other=_BOUND)
     bad = x < _BOUND
     words = data16 + tl.load(job + JOB.WORDS)
@@ -234,9 +235,8 @@ def rans_decode(
     """
     blocks = triton.cdiv(coding.max_streams, LANES)
     _decode_kernel[(blocks * len(coding.jobs),)](
-        data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables,
-        decoding, classes, planes, status, blocks, LANES=LANES, BLOCK=PRECEDING,
-        num_warps=1, enable_fp_fusion=True, **REGISTERS,
+        data.view(torch.uint32), coding.jobs, coding.plans, coding.tables, decoding, classes, planes, status, blocks,
+        LANES=LANES, num_warps=1, enable_fp_fusion=True, **REGISTERS,
     )  # fmt: skip
 
 

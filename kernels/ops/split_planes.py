@@ -17,13 +17,13 @@ import triton.language as tl
 
 from cuvee.kernels.jobs import CHUNK, TILE
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
-from cuvee.kernels.ops.lossless import BYTE, TOKENS, VALUES, WARPS, _constants, _half_channels, _multiple, _words
+from cuvee.kernels.ops.lossless import BYTE, TOKENS, VALUES, WARPS, _constants, _grid, _half_channels, _multiple, _words
 from cuvee.kernels.ops.pages import finite, load_pairs, pair_addresses, token_offsets
 
 
 @triton.jit
 def _load_words(  # type: ignore[no-untyped-def]
-    units, scales, tile, offset, exists,
+    units, tile, offset, exists,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +32,7 @@ def _load_words(  # type: ignore[no-untyped-def]
         at0, mask0, at1, mask1 = pair_addresses(units, tile, offset, exists, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
         a, b = tl.load(at0, mask=mask0, other=0), tl.load(at1, mask=mask1, other=0)
     else:
-        x, y = load_pairs(units, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+        x, y = load_pairs(units, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
         a, b = _words(x, finite(x), DTYPE, WORD), _words(y, finite(y), DTYPE, WORD)
     top: tl.constexpr = WORD.primitive_bitwidth - 1
     return a << 1 | a >> top, b << 1 | b >> top
@@ -40,20 +40,20 @@ def _load_words(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _read_tile(  # type: ignore[no-untyped-def]
-    table, chunks, tile, units, scales, slots, status, sections, first_section,
+    table, chunks, tile, units, slots, status, sections,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Return the words of this program and their channels; every encoding kernel begins with this."""
     unit = tl.load(tile + TILE.UNIT)
-    job = tl.program_id(2) * sections + tl.load(tile + TILE.SECTION) - first_section
+    job = tl.program_id(2) * sections + tl.load(tile + TILE.SECTION)
     chunk = chunks + tl.program_id(2) * CHUNK.FIELDS
     tokens = _multiple(tl.load(chunk + CHUNK.TOKENS), FACTOR)
     first = tl.load(chunk + CHUNK.FIRST)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     offset, exists = token_offsets(units, unit, slots + first, token, inside, status + job)
-    a, b = _load_words(units, scales, tile, offset, exists, DTYPE, ELEMENT, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
+    a, b = _load_words(units, tile, offset, exists, DTYPE, ELEMENT, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
     index = (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8)
     head_dim = tl.load(table + index * BYTE.FIELDS + BYTE.HEAD_DIM)
     pair = tl.arange(0, PAIRS)
@@ -62,18 +62,18 @@ def _read_tile(  # type: ignore[no-untyped-def]
     return a, b, channel0, has0, channel1, has1, index, token, inside, tokens
 
 
-@triton.jit(do_not_specialize=["sections", "first_section"])
+@triton.jit(do_not_specialize=["sections"])
 def _sum_bytes(  # type: ignore[no-untyped-def]
-    table, chunks, tiles, units, scales, slots, sums, status, sections, first_section,
+    table, chunks, tiles, units, slots, sums, status, sections,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(1) * TILE.FIELDS
     if tl.program_id(0) * TOKENS >= tl.load(chunks + tl.program_id(2) * CHUNK.FIELDS + CHUNK.TOKENS):
         return
     a, b, channel0, has0, channel1, has1, index, _, _, _ = _read_tile(
-        table, chunks, tile, units, scales, slots, status, sections, first_section,
-        DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
+        table, chunks, tile, units, slots, status, sections,
+        DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS,
     )  # fmt: skip
     for byte in tl.static_range(WORD.primitive_bitwidth // 8):
         sum_of = sums + tl.load(table + (index + byte) * BYTE.FIELDS + BYTE.REFERENCE)
@@ -106,18 +106,18 @@ def _count_half(word, byte: tl.constexpr, sums, references, channel, has, inside
     return tl.histogram(flat, VALUES, mask=flat < VALUES)
 
 
-@triton.jit(do_not_specialize=["sections", "first_section"])
+@triton.jit(do_not_specialize=["sections"])
 def _count_symbols(  # type: ignore[no-untyped-def]
-    table, chunks, tiles, units, scales, slots, sums, references, counts, status, sections, first_section,
+    table, chunks, tiles, units, slots, sums, references, counts, status, sections,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(1) * TILE.FIELDS
     if tl.program_id(0) * TOKENS >= tl.load(chunks + tl.program_id(2) * CHUNK.FIELDS + CHUNK.TOKENS):
         return
     a, b, channel0, has0, channel1, has1, index, _, inside, tokens = _read_tile(
-        table, chunks, tile, units, scales, slots, status, sections, first_section,
-        DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
+        table, chunks, tile, units, slots, status, sections,
+        DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS,
     )  # fmt: skip
     symbol = tl.arange(0, VALUES)
     for byte in tl.static_range(WORD.primitive_bitwidth // 8):
@@ -145,18 +145,18 @@ def _split_half(  # type: ignore[no-untyped-def]
             tl.store(planes + plane + at, byte - center[None, :], mask=mask)
 
 
-@triton.jit(do_not_specialize=["sections", "first_section"])
+@triton.jit(do_not_specialize=["sections"])
 def _split_planes(  # type: ignore[no-untyped-def]
-    table, chunks, tiles, units, scales, slots, references, planes, out, status, sections, first_section,
+    table, chunks, tiles, units, slots, references, planes, out, status, sections,
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(1) * TILE.FIELDS
     if tl.program_id(0) * TOKENS >= tl.load(chunks + tl.program_id(2) * CHUNK.FIELDS + CHUNK.TOKENS):
         return
     a, b, channel0, has0, channel1, has1, index, token, inside, tokens = _read_tile(
-        table, chunks, tile, units, scales, slots, status, sections, first_section,
-        DTYPE, ELEMENT, WORD, FACTOR, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
+        table, chunks, tile, units, slots, status, sections,
+        DTYPE, ELEMENT, WORD, FACTOR, UNIT_STRIDE, ALIGNED, PAIRS,
     )  # fmt: skip
     row = table + index * BYTE.FIELDS
     _split_half(a, row, references, planes, out, channel0, has0, token, inside, tokens, WORD, FACTOR)
@@ -168,12 +168,11 @@ def _launch(
     dtype: torch.dtype, **constants: int,
 ) -> None:  # fmt: skip
     """Start a program for each tile and TOKENS tokens of each chunk, with arrays of the kernel's own."""
-    grid = tiles.grid(batch, TOKENS)
+    grid = _grid(tiles, batch)
     if 0 not in grid:
         kernel[grid](
-            table, batch.chunks, tiles.tiles, cache.units, cache.scales, cache.slots, *arrays, batch.status,
-            batch.sections, batch.first_section, **constants, **_constants(tiles, cache, dtype), num_warps=WARPS,
-            enable_fp_fusion=True,
+            table, batch.chunks, tiles.tiles, cache.units, cache.slots, *arrays, batch.status, batch.sections,
+            **constants, **_constants(tiles, cache, dtype), num_warps=WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 

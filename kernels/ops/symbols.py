@@ -20,18 +20,12 @@ from cuvee.codec.entropy import coding_plan
 
 ESCAPE = tl.constexpr(coding_plan.ESCAPE)
 
-# Columns of `row_floats`: float32 by component.
-FLOAT_FIELDS = tl.constexpr(4)
-SHRINK_ONE = tl.constexpr(0)  # of level 1
-SHRINK_MORE = tl.constexpr(1)  # of the levels above
-DEAD_ZONE = tl.constexpr(2)
-ROUNDING = tl.constexpr(3)
-
-# Columns of `row_ints`: int32 by component. The last is zero: with it, the first two lie within one aligned load.
-INT_FIELDS = tl.constexpr(4)
-SHIFT = tl.constexpr(0)
-LOW_PLANE = tl.constexpr(1)  # plane of the low bits within the job, or -1
-Y_ROW = tl.constexpr(2)  # row of coefficients
+# Columns of `rows`, by component: four float32, three int32 and a zero. Two neighbors are one aligned load.
+ROW_FIELDS = tl.constexpr(8)
+SHRINK_ONE = tl.constexpr(0)  # of level 1; of the levels above it is the next
+DEAD_ZONE = tl.constexpr(2)  # rounding is the next
+SHIFT = tl.constexpr(4)  # the plane of the low bits within the job is the next, or -1
+Y_ROW = tl.constexpr(6)  # row of coefficients
 
 NO_LOW_BITS = tl.constexpr(-1 << 32)  # a shift of 0 and plane -1, as `_two` reads them
 
@@ -57,16 +51,22 @@ def _two(array, at, mask, other):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _shrinkage(row_floats, component, mask):  # type: ignore[no-untyped-def]
-    """Return the shrinkage of level 1 and of higher levels, by component."""
-    one, more = _two(row_floats, component * FLOAT_FIELDS + SHRINK_ONE, mask, 0)
-    return one.to(tl.float32, bitcast=True), more.to(tl.float32, bitcast=True)
+def _two_floats(rows, component, FIELD: tl.constexpr, mask):  # type: ignore[no-untyped-def]
+    """Return two neighboring float32 of components, from SHRINK_ONE or DEAD_ZONE on."""
+    one, other = _two(rows, component * ROW_FIELDS + FIELD, mask, 0)
+    return one.to(tl.float32, bitcast=True), other.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _low_bits(row_ints, component, mask):  # type: ignore[no-untyped-def]
+def _low_bits(rows, component, mask):  # type: ignore[no-untyped-def]
     """Return how many low bits of components have a separate plane, and the plane; -1: none."""
-    return _two(row_ints, component * INT_FIELDS + SHIFT, mask, NO_LOW_BITS)
+    return _two(rows, component * ROW_FIELDS + SHIFT, mask, NO_LOW_BITS)
+
+
+@triton.jit
+def _float_of(plan, FIELD: tl.constexpr, SECOND: tl.constexpr = 0, mask=None, other=None):  # type: ignore[no-untyped-def]
+    """Return a float32 of plans: the first of a field, or the second."""
+    return tl.load((plan + FIELD).to(tl.pointer_type(tl.float32)) + SECOND, mask=mask, other=other)
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from cuvee.kernels.ops.arguments import (
     CenterTable,
     ChunkBatch,
     JobCoefficients,
-    RotationTables,
     TileTable,
     TokenOrder,
 )
@@ -86,15 +85,14 @@ def synthesis_config(
 
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
-    a, b, means, center_rows, chunk, start, cos, sin, row, inside, units, scales, tile, offset, exists, sinks, columns,
-    angles, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
-    PREDICTED: tl.constexpr, FIRST: tl.constexpr,
+    a, b, means, center_rows, chunk, start, turns, row, inside, units, tile, offset, exists, sinks, columns, angles,
+    ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Add centers to half of a tile's pairs, from FIRST on, turn and store them; no token comes before `start`."""
     HALF: tl.constexpr = PAIRS // 2
     pair = FIRST + tl.arange(0, HALF)
     mean = means + tl.multiple_of(tl.load(tile + TILE.COLUMN), 2 * PAIRS)
-    if PREDICTED:
+    if center_rows is not None:
         center = tl.load(center_rows + row, mask=inside, other=0).to(tl.int64)
         addresses = mean + (center * columns)[:, None] + pair[None, :]
         a += tl.load(addresses)
@@ -112,36 +110,30 @@ def _finish(  # type: ignore[no-untyped-def]
             b += tl.load(addresses + PAIRS)
     angle = tl.load(tile + TILE.ANGLE)
     if angle >= 0:
-        a, b = rotate_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
+        a, b = rotate_pairs(a, b, turns, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
     a, b = saturated(a, True, ELEMENT), saturated(b, True, ELEMENT)
-    store_pairs(units, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, HALF, ALIGNED, FIRST)
+    store_pairs(units, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, HALF, ALIGNED, FIRST)
 
 
-@triton.jit(
-    do_not_specialize=["sections", "first_section", "tile_count", "group", "chunk_count", "token_blocks", "sinks"]
-)
+@triton.jit(do_not_specialize=["sections", "tile_count", "group", "sinks"])
 def _synthesize(  # type: ignore[no-untyped-def]
-    y, jobs, tiles, basis, means, center_rows, chunks, slots, cos, sin, units, scales, status, classes, order,
-    block_ranks, sections, first_section, tile_count, group, chunk_count, token_blocks, sinks, columns, angles,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, PREDICTED: tl.constexpr,
+    y, jobs, tiles, basis, means, center_rows, chunks, slots, turns, units, status, classes, order, block_ranks,
+    sections, tile_count, group, sinks, columns, angles, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # `group` tiles, usually a section's, share the coefficients of a block of tokens: they run together. The blocks
     # of tokens of all chunks follow, which share the group's bases.
-    program = tl.program_id(0)
-    blocks = chunk_count * token_blocks
-    first = program // (group * blocks) * group
-    in_group = program - first * blocks
-    members = tl.minimum(group, tile_count - first)
-    tile = tiles + (first + in_group % members) * TILE.FIELDS
-    block = in_group // members
-    chunk_index = block // token_blocks
-    start = (block - chunk_index * token_blocks) * BLOCK_T
+    token_block = tl.program_id(0) // group
+    number = tl.program_id(2) * group + (tl.program_id(0) - token_block * group)
+    start = token_block * BLOCK_T
+    chunk_index = tl.program_id(1)
     chunk = chunks + chunk_index * CHUNK.FIELDS
     tokens = tl.load(chunk + CHUNK.TOKENS).to(tl.int32)
-    if start >= tokens:
+    if (start >= tokens) | (number >= tile_count):
         return
-    job_index = chunk_index * sections + tl.load(tile + TILE.SECTION) - first_section
+    tile = tiles + number * TILE.FIELDS
+    job_index = chunk_index * sections + tl.load(tile + TILE.SECTION)
     job = jobs + job_index * JOB.FIELDS
     column = start + tl.arange(0, BLOCK_T)
     inside = column < tokens
@@ -172,13 +164,13 @@ def _synthesize(  # type: ignore[no-untyped-def]
     left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, 2, HALF)), (0, 1, 3, 2)))
     a, b = tl.split(tl.permute(left, (0, 2, 1)))
     _finish(
-        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, units, scales, tile, offset, exists,
-        sinks, columns, angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, PREDICTED, 0,
+        a, b, means, center_rows, chunk, first_token, turns, row, inside, units, tile, offset, exists, sinks, columns,
+        angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, 0,
     )  # fmt: skip
     a, b = tl.split(tl.permute(right, (0, 2, 1)))
     _finish(
-        a, b, means, center_rows, chunk, first_token, cos, sin, row, inside, units, scales, tile, offset, exists,
-        sinks, columns, angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, PREDICTED, HALF,
+        a, b, means, center_rows, chunk, first_token, turns, row, inside, units, tile, offset, exists, sinks, columns,
+        angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, HALF,
     )  # fmt: skip
 
 
@@ -188,7 +180,7 @@ def synthesize(
     basis: torch.Tensor,
     centers: CenterTable,
     batch: ChunkBatch,
-    rotations: RotationTables,
+    turns: torch.Tensor,
     cache: CacheView,
     order: TokenOrder,
     config: SynthesisConfig,
@@ -203,22 +195,21 @@ def synthesize(
             multiples of 16, too; what lies beyond a job's tokens is ignored.
         basis: dtype of y, at a multiple of 16 bytes: a tile's `[RANK, 2 * PAIRS]` at TileField.BASIS with rows
             TileField.BASIS_STRIDE apart, both multiples of 2 * PAIRS.
-        rotations: from `rotation_tables`, by target positions.
+        turns: from `rotation_tables`.
         order: column i of the coefficients is the token that it names; of each `block_t` columns, the components of
             the first are read.
     """
     means = centers.table
     token_blocks = triton.cdiv(batch.max_tokens, config.block_t)
-    count, chunks = len(tiles.tiles), len(batch.chunks)
+    count = len(tiles.tiles)
     group = max(min(count // batch.sections, MAX_GROUP), 1)
-    _synthesize[(count * chunks * token_blocks,)](
-        y.values, y.jobs, tiles.tiles, basis, means, centers.rows, batch.chunks, cache.slots, rotations.cos,
-        rotations.sin, cache.units, cache.scales, batch.status, order.classes, order.order, order.block_ranks,
-        batch.sections, batch.first_section, count, group, chunks, token_blocks, len(means) - 1, means.stride(0),
-        rotations.cos.shape[1], BLOCK_T=config.block_t, BLOCK_R=config.block_r, ELEMENT=ELEMENTS[cache.element],
-        UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs,
-        PRECISION=product_precision(y.values.dtype, cache.element), PREDICTED=centers.rows is not None,
-        num_warps=config.num_warps, enable_fp_fusion=True, num_stages=_stages(config),
+    _synthesize[(group * token_blocks, len(batch.chunks), triton.cdiv(count, group))](
+        y.values, y.jobs, tiles.tiles, basis, means, centers.rows, batch.chunks, cache.slots, turns, cache.units,
+        batch.status, order.classes, order.order, order.block_ranks, batch.sections, count, group, len(means) - 1,
+        means.shape[1], turns.shape[2], BLOCK_T=config.block_t, BLOCK_R=config.block_r,
+        ELEMENT=ELEMENTS[cache.element], UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs,
+        PRECISION=product_precision(y.values.dtype, cache.element), num_warps=config.num_warps, enable_fp_fusion=True,
+        num_stages=_stages(config),
     )  # fmt: skip
 
 

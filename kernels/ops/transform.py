@@ -11,10 +11,10 @@ import triton.language as tl
 
 from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.format.streams import WINDOW
-from cuvee.kernels.jobs import CHUNK, JOB, ChunkField
-from cuvee.kernels.ops.arguments import RotationTables
+from cuvee.kernels.jobs import CHUNK, JOB
 
 TABLE_TOKENS = 16  # a program of `rotation_tables`
+_TABLE_TOKENS = tl.constexpr(TABLE_TOKENS)
 _WINDOW = tl.constexpr(WINDOW)
 _CLASSES = tl.constexpr(CLASSES)
 
@@ -30,32 +30,30 @@ def _sorted_columns(job, block, start, column, inside, classes, order, block_ran
 
 @triton.jit
 def _rotation_tables(  # type: ignore[no-untyped-def]
-    chunks, inv_freq, scaling, cos, sin, angles, POSITION: tl.constexpr, INVERSE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr,
-):  # fmt: skip
+    chunks, inv_freq, scaling, turns, angles, SOURCE: tl.constexpr, BLOCK_A: tl.constexpr
+):
     chunk = chunks + tl.program_id(0) * CHUNK.FIELDS
-    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = tl.program_id(1) * _TABLE_TOKENS + tl.arange(0, _TABLE_TOKENS)
     angle = tl.program_id(2) * BLOCK_A + tl.arange(0, BLOCK_A)
     has = angle < angles
-    position = (tl.load(chunk + POSITION) + token).to(tl.float32)
-    scale = tl.load(scaling + angle, mask=has, other=1.0)
-    if INVERSE:
+    position = (tl.load(chunk + (CHUNK.SOURCE if SOURCE else CHUNK.TARGET)) + token).to(tl.float32)
+    scale = tl.load(scaling + angle, mask=has)
+    if SOURCE:
         scale = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    radians = position[:, None] * tl.load(inv_freq + angle, mask=has, other=0.0)[None, :]
-    at = ((tl.load(chunk + CHUNK.FIRST) + token) * angles)[:, None] + angle[None, :]
+    radians = position[:, None] * tl.load(inv_freq + angle, mask=has)[None, :]
+    at = ((tl.load(chunk + CHUNK.FIRST) + token) * (2 * angles))[:, None] + angle[None, :]
     mask = (token < tl.load(chunk + CHUNK.TOKENS))[:, None] & has[None, :]
     # On all targets these are the accurate functions, with a full reduction of large arguments.
-    tl.store(cos + at, tl.cos(radians) * scale[None, :], mask=mask)
-    tl.store(sin + at, tl.sin(radians) * scale[None, :], mask=mask)
+    tl.store(turns + at, tl.cos(radians) * scale[None, :], mask=mask)
+    tl.store(turns + angles + at, tl.sin(radians) * scale[None, :], mask=mask)
 
 
 def rotation_tables(
     chunks: torch.Tensor,
     inv_freq: torch.Tensor,
     scaling: torch.Tensor,
-    tables: RotationTables,
-    use_source: bool,
-    inverse: bool,
+    turns: torch.Tensor,
+    source: bool,
     max_tokens: int,
 ) -> None:
     """Write cos and sin of all tokens of all chunks: `cos_sin` of `codec/rope.py` for all RoPEs of a layout.
@@ -64,9 +62,9 @@ def rotation_tables(
         chunks: int64 `[chunks, len(ChunkField)]`.
         inv_freq: float32 `[A]`: angle per position.
         scaling: float32 `[A]`: `Rope.attention_scaling`.
-        tables: rows ChunkField.FIRST … are written.
-        use_source: positions count from ChunkField.SOURCE instead of ChunkField.TARGET.
-        inverse: divide by the scaling; `rotate_pairs(INVERSE=True)` then un-rotates, as `unrotate` does.
+        turns: float32 `[tokens, 2, A]`, rows ChunkField.FIRST … are written.
+        source: to turn back what the source has turned: positions count from ChunkField.SOURCE, not from
+            ChunkField.TARGET, and what is written is divided by the scaling, as `unrotate` does.
     """
     angles = len(inv_freq)
     if not angles:
@@ -74,8 +72,6 @@ def rotation_tables(
     block_a = min(triton.next_power_of_2(angles), 64)
     grid = (len(chunks), triton.cdiv(max_tokens, TABLE_TOKENS), triton.cdiv(angles, block_a))
     _rotation_tables[grid](
-        chunks, inv_freq, scaling, tables.cos, tables.sin, angles,
-        POSITION=int(ChunkField.SOURCE if use_source else ChunkField.TARGET), INVERSE=inverse, BLOCK_T=TABLE_TOKENS,
-        BLOCK_A=block_a, num_warps=4,
+        chunks, inv_freq, scaling, turns, angles, SOURCE=source, BLOCK_A=block_a, num_warps=4,
         enable_fp_fusion=False,  # an angle is rounded before its reduction, as in codec/rope.py
     )  # fmt: skip

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
-from cuvee.codec.profiles.sections import Section, partition
-from cuvee.codec.rope import cos_sin
-from cuvee.kernels.jobs import ChunkField, TileField
+from cuvee.codec.profiles.sections import partition
+from cuvee.kernels.chunks import chunk_table
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
 from cuvee.kernels.ops.pages import contiguity, unit_row
-from cuvee.kernels.plans import Geometry
-from cuvee.kernels.tiles import TileLayout
+from cuvee.kernels.tiles import lay_out_tiles
 
 POISON = 0xAB
 HOLE = 5
@@ -42,10 +38,10 @@ class Cache:
         return self.units[0].dtype
 
     @property
-    def scales(self) -> torch.Tensor:
+    def scales(self) -> list[float]:
         """Not numbers where they must not be read."""
         fp8 = self.element.itemsize == 1
-        return torch.tensor([SCALES[unit % 4] if fp8 else torch.nan for unit in range(len(self.units))])
+        return [SCALES[unit % 4] if fp8 else float("nan") for unit in range(len(self.units))]
 
     def bytes(self) -> list[torch.Tensor]:
         return [raw.view(torch.uint8).cpu() for raw in self.raw]
@@ -79,7 +75,7 @@ class Cache:
         return all(bool((memory == POISON).all()) for memory in self.bytes())
 
     def paged(self) -> PagedCache:
-        scales = self.scales.tolist() if self.element.itemsize == 1 else [1.0] * len(self.units)
+        scales = self.scales if self.element.itemsize == 1 else [1.0] * len(self.units)
         return PagedCache(self.layout, self.units[::2], self.units[1::2], scales[::2], scales[1::2])
 
 
@@ -112,61 +108,36 @@ def make_cache(layout: KVLayout, tokens: int, kind: str, element: torch.dtype, d
 
 @dataclass(frozen=True)
 class Batch:
-    """Chunks of a layout that is cut into sections, and what all launches over them share."""
+    """Chunks of a layout, and what all launches over them share."""
 
     layout: KVLayout
     tokens: tuple[int, ...]
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     device: torch.device
-    group: str = "unit"
 
     @property
     def total(self) -> int:
         return sum(self.tokens)
-
-    @cached_property
-    def sections(self) -> tuple[Section, ...]:
-        return partition(self.layout, self.group)
-
-    @cached_property
-    def laid(self) -> TileLayout:
-        return Geometry(self.layout, self.sections, self.device).tiles
 
     def at(self, chunk: int) -> slice:
         """The tokens of a chunk."""
         first = sum(self.tokens[:chunk])
         return slice(first, first + self.tokens[chunk])
 
-    def rotations(self, source: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables as `codec.rope` makes them; those of the source turn back."""
-        starts = self.sources if source else self.targets
-        positions = torch.cat([torch.arange(s, s + t) for s, t in zip(starts, self.tokens, strict=True)])
-        parts = []
-        for rope in dict.fromkeys(layer.rope for layer in self.layout.layers if layer.rope is not None):
-            table = torch.stack(cos_sin(rope, positions)) / (rope.attention_scaling**2 if source else 1.0)
-            parts.append(pad(table, (0, -table.shape[2] % 4)))
-        cos, sin = torch.cat(parts or [torch.zeros(2, self.total, 1)], dim=2).to(self.device).unbind()
-        return cos.contiguous(), sin.contiguous()
-
-    def arguments(self, cache: Cache, tiles: Any = None, run: slice = slice(None)) -> dict[str, Any]:
-        """What launches over the tiles of a run of sections take; `tiles` may have ranks."""
-        chunks = np.zeros((len(self.tokens), len(ChunkField)), np.int64)
-        chunks[:, ChunkField.TOKENS] = self.tokens
-        chunks[:, ChunkField.FIRST] = np.cumsum(self.tokens) - self.tokens
-        chunks[:, ChunkField.SOURCE], chunks[:, ChunkField.TARGET] = self.sources, self.targets
-        first, end, _ = run.indices(len(self.sections))
-        tiles = self.laid.tiles if tiles is None else tiles
-        tiles = tiles[(tiles[:, TileField.SECTION] >= first) & (tiles[:, TileField.SECTION] < end)]
-        places = np.array([unit_row(unit) for unit in cache.units], np.int64)
-        unit_stride, aligned = contiguity(places, tiles, cache.element)
-        return {
-            "chunks": torch.from_numpy(chunks).to(self.device), "tiles": torch.from_numpy(tiles).to(self.device),
-            "units": torch.from_numpy(places).to(self.device), "scales": cache.scales.to(self.device),
-            "slots": cache.slots, "element": cache.element, "unit_stride": unit_stride, "aligned": aligned,
-            "status": torch.zeros(len(self.tokens) * (end - first), dtype=torch.int32, device=self.device),
-            "sections": end - first, "first_section": first, "max_tokens": max(self.tokens), "pairs": self.laid.pairs,
-        }  # fmt: skip
+    def arguments(self, cache: Cache) -> tuple[TileTable, ChunkBatch, CacheView]:
+        """What launches over all tiles take."""
+        ropes = {layer.rope: 0 for layer in self.layout.layers if layer.rope}
+        tiles = lay_out_tiles(self.layout, partition(self.layout, "unit"), ropes)
+        chunks = torch.from_numpy(chunk_table(self.tokens, self.sources, self.targets)).to(self.device)
+        status = torch.zeros(len(self.tokens) * self.layout.num_layers, dtype=torch.int32, device=self.device)
+        places = np.array([unit_row(*each) for each in zip(cache.units, cache.scales, strict=True)], np.int64)
+        return (
+            TileTable(torch.from_numpy(tiles.tiles).to(self.device), tiles.pairs),
+            ChunkBatch(chunks, status, self.layout.num_layers, max(self.tokens)),
+            CacheView(torch.from_numpy(places).to(self.device), cache.slots, cache.element,
+                      *contiguity(places, tiles.tiles, cache.element)),
+        )  # fmt: skip
 
 
 def random_units(layout: KVLayout, tokens: int, generator: torch.Generator, noise: bool = False) -> list[torch.Tensor]:

@@ -67,8 +67,8 @@ def _watch_places(places: dict[int, int]) -> None:
 
     original = pages.unit_row
 
-    def unit_row(memory: torch.Tensor) -> list[int]:
-        row = original(memory)
+    def unit_row(memory: torch.Tensor, scale: float = 1.0) -> list[int]:
+        row = original(memory, scale)
         if memory.numel():
             first, end = extent(memory)
             places[first] = end

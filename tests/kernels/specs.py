@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from cuvee.kernels.jobs import ELEMENTS, ChunkField
+from cuvee.kernels.jobs import ELEMENTS
 from cuvee.kernels.ops import analyze, coded_part, dequantize, merge_planes, quantize, rans, split_planes, transform
 from cuvee.kernels.ops import lossless as byte_planes
 from cuvee.kernels.ops import synthesize as synthesis
 
-_BIG_ALIGNED = ("x", "y", "basis", "means", "cos", "sin", "tiles", "columns", "width", "angles")
+_BIG_ALIGNED = ("x", "y", "basis", "means", "turns", "tiles", "columns", "width", "angles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,13 @@ class KernelSpec:
 # Types of arguments, by name.
 _I64 = ("jobs", "parts", "plans", "chunks", "tiles", "blocks", "units", "slots", "table", "coding", "totals", "starts",
         "sums")  # fmt: skip
-_I32 = ("tables", "row_maps", "row_ints", "reach", "counts", "status", "escape_counts", "block_ranks", "center_rows",
+_I32 = ("tables", "row_maps", "rows", "reach", "counts", "status", "escape_counts", "block_ranks", "center_rows",
         "escape_value", "value")  # fmt: skip
-_FLOATS = ("y", "base", "left", "row_floats", "steps", "inverses", "limits", "x", "means", "cos", "sin", "source_cos",
-           "source_sin", "scales", "inv_freq", "scaling")  # fmt: skip
+_FLOATS = ("y", "base", "left", "x", "means", "turns", "turns_back", "inv_freq", "scaling")
 _TYPES = {
     **dict.fromkeys(_I64, "*i64"), **dict.fromkeys(_I32, "*i32"), **dict.fromkeys(_FLOATS, "*fp32"),
     **dict.fromkeys(("data32", "decoding", "states", "lengths", "escape_index", "index", "out32", "data"), "*u32"),
-    **dict.fromkeys(("data16", "words", "class_words", "out16", "freq"), "*u16"),
+    **dict.fromkeys(("words", "class_words", "freq"), "*u16"),
     **dict.fromkeys(("planes", "classes", "order", "references", "out"), "*u8"),
 }  # fmt: skip
 _UNALIGNED = ("classes", "order")  # a job's columns begin anywhere
@@ -75,8 +74,7 @@ def _symbols(name: str, kernel: Any, registers: int, constants: dict[str, Any], 
 
 
 def _placing(predicted: bool) -> dict[str, Any]:
-    placed = {"PREDICTED": True} if predicted else {"center_rows": None, "PREDICTED": False}
-    return {"UNIT_STRIDE": True, "ALIGNED": True, "PAIRS": 64, **placed}
+    return {"UNIT_STRIDE": True, "ALIGNED": True, "PAIRS": 64, **({} if predicted else {"center_rows": None})}
 
 
 def _synthesis(
@@ -97,15 +95,13 @@ def _synthesis(
 
 
 def _gather(name: str, predicted: bool) -> KernelSpec:
-    constants = {"BLOCK_T": analyze.GATHER_TOKENS, "ELEMENT": tl.bfloat16, **_placing(predicted)}
-    return KernelSpec(name, analyze._gather, constants, divisible=_BIG_ALIGNED)
+    return KernelSpec(name, analyze._gather, {"ELEMENT": tl.bfloat16, **_placing(predicted)}, divisible=_BIG_ALIGNED)
 
 
 def _analysis(name: str, is_sorted: bool) -> KernelSpec:
-    unsorted = {"classes": None, "order": None, "block_ranks": None, "SORTED": False}
     constants = {
-        "BLOCK_T": analyze.ANALYSIS_TOKENS, "BLOCK_R": analyze.ANALYSIS_ROWS, "BLOCK_K": analyze.ANALYSIS_COLUMNS,
-        "PRECISION": "tf32x3", **({"SORTED": True} if is_sorted else unsorted),
+        "BLOCK_T": analyze.ANALYSIS_TOKENS, "BLOCK_R": analyze.ANALYSIS_ROWS, "PRECISION": "tf32x3",
+        **({} if is_sorted else dict.fromkeys(("classes", "order", "block_ranks"))),
     }  # fmt: skip
     return KernelSpec(
         name, analyze._analyze, constants, 8, divisible=_BIG_ALIGNED, amd={"PRECISION": "ieee"},
@@ -115,39 +111,30 @@ def _analysis(name: str, is_sorted: bool) -> KernelSpec:
 
 _BYTES = {
     "DTYPE": tl.bfloat16, "ELEMENT": tl.bfloat16, "WORD": tl.uint16, "UNIT_STRIDE": True, "ALIGNED": True, "PAIRS": 64,
-    "TOKENS": byte_planes.TOKENS,
 }  # fmt: skip
 
 
 def _byte_planes(name: str, kernel: Any, **constants: Any) -> KernelSpec:
-    options = _UNFUSED if "MOVED" in constants else {}
+    options = _UNFUSED if name == "merge_planes" else {}
     return KernelSpec(name, kernel, _BYTES | constants, byte_planes.WARPS, options, types={"data": "*u8"})
 
 
-_DECODE = {"LANES": 32, "BLOCK": rans.PRECEDING}
-_WRITE = {
-    "STREAMS": coded_part._WRITE_STREAMS, "WORDS": coded_part._WRITE_WORDS, "ESCAPES": coded_part._WRITE_ESCAPES,
-    "BLOCK": coded_part._WRITE_PRECEDING,
-}  # fmt: skip
-_COLUMNS = {"ROWS": dequantize._ROWS, "COLUMNS": dequantize.MIN_DEPTH}
-_WINDOWS = {"ROWS": quantize._BLOCK_ROWS, "COLUMNS": 256}
-_ENTRIES = {"ENTRIES": dequantize.ENTRIES}
-_ROTATE = {"POSITION": int(ChunkField.TARGET), "INVERSE": False, "BLOCK_T": transform.TABLE_TOKENS, "BLOCK_A": 64}
+_ROTATE = {"SOURCE": False, "BLOCK_A": 64}
 
 SPECS: tuple[KernelSpec, ...] = (
-    KernelSpec("rans_decode", rans._decode_kernel, _DECODE, 1, {"maxnreg": 40}, registers=40,
+    KernelSpec("rans_decode", rans._decode_kernel, {"LANES": 32}, 1, {"maxnreg": 40}, registers=40,
                amd={"LANES": 64, "maxnreg": None}, types={"blocks": "i32"}),
     KernelSpec("rans_encode", rans._encode_kernel, {"LANES": 32}, 1, registers=64, amd={"LANES": 64},
                types={"blocks": "i32"}),
     KernelSpec("count_words", coded_part._count_kernel, {"BLOCK": 256}),
-    KernelSpec("write_coded", coded_part._write_kernel, _WRITE, types={"blocks": "i32"}),
-    _symbols("dequantize", dequantize._dequantize, 80, {**_COLUMNS, "base": None}, y="*bf16"),
-    _symbols("dequantize refinement", dequantize._dequantize, 80, _COLUMNS, y="*bf16"),
-    _symbols("place_escapes", dequantize._write_escapes, 48, {**_ENTRIES, "base": None}, y="*bf16"),
-    _symbols("place_escapes refinement", dequantize._write_escapes, 48, _ENTRIES, y="*bf16"),
-    _symbols("quantize", quantize._quantize, 128, {**_WINDOWS, "left": None}),
-    _symbols("quantize base", quantize._quantize, 144, _WINDOWS),
-    _symbols("list_escapes", quantize._list_escapes, 128, _WINDOWS),
+    KernelSpec("write_coded", coded_part._write_kernel, {}, types={"blocks": "i32"}),
+    _symbols("dequantize", dequantize._dequantize, 80, {"base": None}, y="*bf16"),
+    _symbols("dequantize refinement", dequantize._dequantize, 80, {}, y="*bf16"),
+    _symbols("place_escapes", dequantize._write_escapes, 48, {"base": None}, y="*bf16"),
+    _symbols("place_escapes refinement", dequantize._write_escapes, 48, {}, y="*bf16"),
+    _symbols("quantize", quantize._quantize, 128, {"left": None}),
+    _symbols("quantize base", quantize._quantize, 144, {}),
+    _symbols("list_escapes", quantize._list_escapes, 128, {}),
     KernelSpec("rotation_tables", transform._rotation_tables, _ROTATE, options=_UNFUSED, divisible=_BIG_ALIGNED),
     _gather("gather", False),
     _gather("gather predicted", True),
@@ -158,7 +145,7 @@ SPECS: tuple[KernelSpec, ...] = (
     _synthesis("synthesize head", torch.bfloat16, torch.bfloat16, 128),
     _synthesis("synthesize float16", torch.float32, torch.float16, 1400),
     KernelSpec("decoding_tables", merge_planes._decoding_tables, {}, byte_planes.WARPS),
-    _byte_planes("merge_planes", merge_planes._merge_planes, FACTOR=4, MOVED=True),
+    _byte_planes("merge_planes", merge_planes._merge_planes, FACTOR=4),
     _byte_planes("sum_bytes", split_planes._sum_bytes),
     _byte_planes("count_symbols", split_planes._count_symbols),
     _byte_planes("split_planes", split_planes._split_planes, FACTOR=4),

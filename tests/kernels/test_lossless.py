@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.codec.reference.byte_planes import byte_planes
 from tests.conftest import LAYOUTS
-from tests.kernels.chunk_world import HOLE, POISON, Batch, Cache, fill, make_cache, random_units, round_trips
+from tests.kernels.chunk_world import HOLE, POISON, Batch, fill, make_cache, random_units, round_trips
 from tests.kernels.coding import ROUNDING
-from tests.kernels.packing import launch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
@@ -21,7 +19,6 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.kernels.jobs import ChunkField
-from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.rans import WIDTH, decoding_table
 from cuvee.kernels.ops.split_planes import count_symbols, split_planes
@@ -30,34 +27,11 @@ CPU = torch.device("cpu")
 OTHERS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float32]
 
 
-def launched(step: Callable[..., None], batch: Batch, arguments: dict[str, Any], **arrays: Any) -> torch.Tensor:
-    """Launch; the status of the jobs."""
-    arguments = {**arguments, "status": torch.zeros_like(arguments["status"]), "dtype": batch.layout.torch_dtype}
-    launch(step, **arguments, **arrays)
-    status: torch.Tensor = arguments["status"]
-    return status
-
-
-def turning(batch: Batch) -> dict[str, Any]:
-    """The further arguments of `merge_planes`."""
-    (source_cos, source_sin), (cos, sin) = batch.rotations(True), batch.rotations(False)
-    return {
-        "source_cos": source_cos, "source_sin": source_sin, "target_cos": cos, "target_sin": sin,
-        "moved": batch.sources != batch.targets, "even": not any(t % 4 for t in batch.tokens),
-    }  # fmt: skip
-
-
-def units_of(batch: Batch) -> list[tuple[int, int]]:
-    """Chunk and unit in the order of the rows of `table`."""
-    return [(chunk, unit) for chunk in range(len(batch.tokens)) for unit in range(2 * batch.layout.num_layers)]
-
-
-def coded(batch: Batch, values: Sequence[Sequence[torch.Tensor]], base: int = 0) -> dict[str, Any]:
-    """Chunks' values `[chunk][unit]` -> data, planes, table, with some planes coded, some stored."""
+def coded(batch: Batch, values: Sequence[Sequence[torch.Tensor]], base: int) -> tuple[torch.Tensor, ...]:
+    """Chunks' values `[chunk][unit]` -> data, planes (from `base` on), table, with some planes coded, some stored."""
     choose = np.random.default_rng(4)
     data, planes, table = bytearray(b"head"), bytearray(), []
-    for chunk, unit in units_of(batch):
-        own = values[chunk][unit]
+    for own in (own for units in values for own in units):
         for plane in byte_planes(own.flatten(1)):
             if choose.random() < 0.5:
                 table.append((len(data), -1, own.shape[2]))
@@ -67,15 +41,9 @@ def coded(batch: Batch, values: Sequence[Sequence[torch.Tensor]], base: int = 0)
             table.append((base + len(planes), len(data), own.shape[2]))
             data += reference.tobytes() + bytes(-len(plane) % 4)
             planes += (plane - reference[:, None]).tobytes()
-    made = torch.frombuffer(planes or bytearray(1), dtype=torch.uint8).to(batch.device)
-    if base:
-        there = torch.empty(base + len(made), dtype=torch.uint8, device=batch.device)
-        there[base:] = made
-        made = there
-    return {
-        "data": torch.frombuffer(data, dtype=torch.uint8).to(batch.device), "planes": made,
-        "table": torch.tensor(table, device=batch.device),
-    }  # fmt: skip
+    there = torch.empty(base + len(planes), dtype=torch.uint8, device=batch.device)
+    there[base:] = torch.frombuffer(planes, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8).to(batch.device), there, torch.tensor(table, device=batch.device)
 
 
 def random_values(batch: Batch, noise: bool) -> list[list[torch.Tensor]]:
@@ -86,13 +54,6 @@ def random_values(batch: Batch, noise: bool) -> list[list[torch.Tensor]]:
 
 def setting(layout: KVLayout, device: torch.device, tokens: int) -> Batch:
     return Batch(replace(layout, dtype="bfloat16"), (tokens,), (10,), (10,), device)
-
-
-def merged(batch: Batch, parts: dict[str, Any], run: slice = slice(None)) -> Cache:
-    """A cache that `merge_planes` wrote."""
-    cache = make_cache(batch.layout, batch.total, "dense", torch.bfloat16, batch.device)
-    assert not launched(merge_planes, batch, batch.arguments(cache, run=run), **parts, **turning(batch)).any()
-    return cache
 
 
 def test_decoding_tables(device: torch.device) -> None:
@@ -113,14 +74,10 @@ def test_decoding_tables(device: torch.device) -> None:
     ("name", "dtype", "element", "tokens", "kind", "to"),
     [
         ("irregular", "bfloat16", torch.bfloat16, (63, 70), "bthd", None),
-        ("irregular", "float32", torch.float32, (15, 3), "dense", None),
-        ("gqa", "float16", torch.float16, (64, 8), "bhtd", None),
         ("mqa", "bfloat16", torch.bfloat16, (257, 1), "bthd2", None),
         ("irregular", "float32", torch.float32, (15, 70), "bthd", (510, 7)),
-        ("partial", "bfloat16", torch.bfloat16, (70, 15), "bhtd2", (10, 507)),
         ("yarn", "float16", torch.float16, (15, 70), "bhdt", (510, 7)),
         *(("gqa", "bfloat16", own, (15, 20), "bthd", (10, 507)) for own in OTHERS),
-        ("interleaved", "bfloat16", torch.float8_e4m3fn, (15, 20), "bhtd", None),
         ("mqa", "float16", torch.float8_e5m2, (16, 8), "single", None),
     ],
 )  # fmt: skip
@@ -182,22 +139,19 @@ def test_what_is_not_finite_in_fp8_pages(device: torch.device, element: torch.dt
             assert not bool(torch.stack(others[:2]).isfinite().any())
 
 
-def poisoned(size: int, device: torch.device) -> torch.Tensor:
-    return torch.full((size,), POISON, dtype=torch.uint8, device=device)
-
-
 def test_means_are_rounded_to_even(device: torch.device) -> None:
     """Ties, and sums near 2**32, which the largest chunk may reach."""
     batch = setting(LAYOUTS["mqa"], device, 16)
     cache = make_cache(batch.layout, batch.total, "dense", torch.bfloat16, device)
-    arguments = batch.arguments(cache) | {"max_tokens": 1, "slots": cache.slots.new_full((64,), -1)}
+    tiles, chunks, view = batch.arguments(cache)
+    chunks, view = replace(chunks, max_tokens=1), replace(view, slots=cache.slots.new_full((64,), -1))
     table = torch.tensor([(0, index * 32, batch.layout.layers[0].head_dim) for index in range(12)], device=device)
     for tokens in (2, 16, (1 << 24) - 1):
         exact = torch.arange(32) * tokens // 2 if tokens < 99 else 255 * tokens - torch.arange(32) * (tokens // 2)
-        arguments["chunks"][:, ChunkField.TOKENS] = tokens  # the first programs write the references
-        references, sums = poisoned(12 * 32, device), exact.repeat(12).to(device)
+        chunks.chunks[:, ChunkField.TOKENS] = tokens  # the first programs write the references
+        references = torch.full((12 * 32,), POISON, dtype=torch.uint8, device=device)
         counts = torch.zeros(12, 256, dtype=torch.int32, device=device)
-        launched(count_symbols, batch, arguments, table=table, sums=sums, references=references, counts=counts)
+        count_symbols(table, tiles, chunks, view, exact.repeat(12).to(device), references, counts, dtype=torch.bfloat16)
         expected = np.rint(exact.numpy() / tokens).astype(np.uint8)
         assert np.array_equal(references.cpu().numpy().reshape(12, 32), np.broadcast_to(expected, (12, 32)))
 
@@ -205,20 +159,12 @@ def test_means_are_rounded_to_even(device: torch.device) -> None:
 def test_planes_beyond_two_gigabytes(device: torch.device) -> None:
     batch = setting(LAYOUTS["mqa"], device, 3)
     values = random_values(batch, noise=True)
-    parts = coded(batch, values, base=(1 << 31) + 8)
-    cache = merged(batch, parts)
+    data, planes, table = coded(batch, values, base=(1 << 31) + 8)
+    cache = make_cache(batch.layout, batch.total, "dense", torch.bfloat16, device)
+    launched = batch.arguments(cache)
+    merge_planes(data, planes, table, *launched, None, dtype=torch.bfloat16, even=False)
     want = fill(cache.copy(), batch, values)
     assert all(torch.equal(a, b) for a, b in zip(cache.bytes(), want.bytes(), strict=True))
-    back, out = torch.empty_like(parts["planes"]), torch.zeros_like(parts["data"])
-    arrays = {"table": parts["table"], "references": parts["data"], "planes": back, "out": out}
-    launched(split_planes, batch, batch.arguments(cache), **arrays, even=False)
-    assert torch.equal(back[(1 << 31) + 8 :], parts["planes"][(1 << 31) + 8 :])
-
-
-def test_nothing_to_do(device: torch.device) -> None:
-    batch = setting(LAYOUTS["mqa"], device, 3)
-    none = torch.empty(0, dtype=torch.uint8, device=device)
-    table = torch.empty(0, len(BytePlaneField), dtype=torch.int64, device=device)
-    cache = merged(batch, {"data": none, "planes": none, "table": table}, slice(0, 0))
-    decoding_tables(torch.empty(0, 256, dtype=torch.uint16), torch.empty(0, WIDTH, dtype=torch.uint32))
-    assert all(bool((raw == POISON).all()) for raw in cache.raw)
+    back, out = torch.empty_like(planes), torch.zeros_like(data)
+    split_planes(table, *launched, data, back, out, dtype=torch.bfloat16, even=False)
+    assert torch.equal(back[(1 << 31) + 8 :], planes[(1 << 31) + 8 :])

@@ -13,7 +13,7 @@ import triton.language as tl
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.profiles.sections import partition
-from cuvee.kernels.jobs import ELEMENTS, Status, TileField, UnitField
+from cuvee.kernels.jobs import ELEMENTS, TileField, UnitField
 from cuvee.kernels.ops import pages
 from cuvee.kernels.ops.pages import contiguity, unit_row
 from cuvee.kernels.tiles import TileLayout, lay_out_tiles
@@ -25,13 +25,13 @@ HEADS = 2
 
 @triton.jit
 def _read(  # type: ignore[no-untyped-def]
-    units, scales, tiles, slots, out, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    units, tiles, slots, out, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIELDS: tl.constexpr, UNIT: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * FIELDS
     token = tl.arange(0, BLOCK_T)
     offset, exists = pages.token_offsets(units, tl.load(tile + UNIT), slots, token, token < count, status)
-    a, b = pages.load_pairs(units, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+    a, b = pages.load_pairs(units, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
     at = out + (tl.program_id(0) * count + token[:, None]) * (2 * PAIRS) + tl.arange(0, PAIRS)[None, :]
     tl.store(at, a, mask=(token < count)[:, None])
     tl.store(at + PAIRS, b, mask=(token < count)[:, None])
@@ -39,7 +39,7 @@ def _read(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    units, scales, tiles, slots, values, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    units, tiles, slots, values, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIELDS: tl.constexpr, UNIT: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * FIELDS
@@ -48,15 +48,7 @@ def _write(  # type: ignore[no-untyped-def]
     at = values + (tl.program_id(0) * count + token[:, None]) * (2 * PAIRS) + tl.arange(0, PAIRS)[None, :]
     a = tl.load(at, mask=(token < count)[:, None])
     b = tl.load(at + PAIRS, mask=(token < count)[:, None])
-    pages.store_pairs(units, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
-
-
-@triton.jit
-def _offsets(units, slots, offsets, exist, status, count, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
-    token = tl.arange(0, BLOCK_T)
-    offset, exists = pages.token_offsets(units, tl.program_id(0), slots, token, token < count, status)
-    tl.store(offsets + tl.program_id(0) * count + token, tl.where(exists, offset, -1), mask=token < count)
-    tl.store(exist + tl.program_id(0) * count + token, exists.to(tl.int32), mask=token < count)
+    pages.store_pairs(units, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
 
 
 def cache(
@@ -82,15 +74,15 @@ def one_layer(dims: int, rotary: int = 0, interleaved: bool = False) -> TileLayo
 
 
 def launch(
-    kernel: object, tables: TileLayout, units: list[torch.Tensor], scales: torch.Tensor, slots: torch.Tensor,
-    array: torch.Tensor, element: torch.dtype,
+    kernel: object, tables: TileLayout, units: list[torch.Tensor], slots: torch.Tensor, array: torch.Tensor,
+    element: torch.dtype,
 ) -> int:  # fmt: skip
     """Run a kernel over all tiles; returns the status."""
     places = np.array([unit_row(unit) for unit in units], np.int64)
     unit_stride, aligned = contiguity(places, tables.tiles, element)
     status = torch.zeros(1, dtype=torch.int32, device=slots.device)
     kernel[(len(tables.tiles),)](  # type: ignore[index]
-        torch.from_numpy(places).to(slots.device), scales, torch.from_numpy(tables.tiles).to(slots.device), slots,
+        torch.from_numpy(places).to(slots.device), torch.from_numpy(tables.tiles).to(slots.device), slots,
         array, status, len(slots), ELEMENT=ELEMENTS[element], UNIT_STRIDE=unit_stride, ALIGNED=aligned,
         PAIRS=tables.pairs, FIELDS=len(TileField), UNIT=int(TileField.UNIT),
         BLOCK_T=max(16, triton.next_power_of_2(len(slots))), enable_fp_fusion=True,
@@ -112,9 +104,9 @@ def dense(element: torch.dtype, slots: int, dims: int, device: torch.device) -> 
 def test_fp8_agrees_with_torch(element: torch.dtype, device: torch.device) -> None:
     tables = one_layer(64)
     unit = torch.arange(256, dtype=torch.uint8, device=device).view(1, 2, HEADS, 64).view(element)
-    slots, scales = torch.arange(2, device=device), torch.ones(2, device=device)
+    slots = torch.arange(2, device=device)
     out = torch.full((len(tables.tiles), 2, 2 * tables.pairs), float("nan"), device=device)
-    assert launch(_read, tables, [unit, unit], scales, slots, out, element) == 0
+    assert launch(_read, tables, [unit, unit], slots, out, element) == 0
     want = unit.float().permute(2, 1, 0, 3).reshape(HEADS, 2, 64)
     torch.testing.assert_close(out[:HEADS], want, rtol=0, atol=0, equal_nan=True)
 
@@ -131,36 +123,12 @@ def test_fp8_agrees_with_torch(element: torch.dtype, device: torch.device) -> No
     packed = torch.cat([packed, packed]).contiguous().to(device)
     units = [dense(element, packed.shape[1], 64, device) for _ in range(2)]
     slots = torch.arange(packed.shape[1], device=device)
-    assert launch(_write, tables, units, scales, slots, packed, element) == 0
+    assert launch(_write, tables, units, slots, packed, element) == 0
     saturated = values.clamp(-limit, limit)
     saturated = saturated if element == torch.float8_e4m3fn else torch.where(values.isinf(), values, saturated)
     want = saturated.to(element).view(torch.uint8).to(device)
     for unit in units:
         assert torch.equal(bytes_of(unit).flatten(), want)
-
-
-def test_offsets_beyond_32_bits(device: torch.device) -> None:
-    #         pointer, block,    token,     head, dim, tokens per block, slots
-    places = [
-        [0, 2**33 + 24, 2**20, 128, 1, 16, 2**20],
-        [0, 64, 2**31 + 8, 8, 1, 2**20, 2**20],
-        [0, 1, 7, 1, 1, 48, 960],
-    ]
-    slots = torch.tensor([0, 1, 15, 16, 47, 48, 2**20 - 1, 959, 960, 2**20])
-    offsets = torch.full((3, 10), -7, dtype=torch.int64, device=device)
-    exist = torch.zeros(3, 10, dtype=torch.int32, device=device)
-    status = torch.zeros(1, dtype=torch.int32, device=device)
-    _offsets[(3,)](
-        torch.tensor(places, device=device), slots.to(device), offsets, exist, status, 10, BLOCK_T=16,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    for unit, place in enumerate(places):
-        for i, slot in enumerate(slots.tolist()):
-            inside = slot < place[UnitField.SLOTS]
-            block, token = divmod(slot, place[UnitField.BLOCK_TOKENS])
-            want = block * place[UnitField.BLOCK] + token * place[UnitField.TOKEN] if inside else -1
-            assert int(offsets[unit, i]) == want and bool(exist[unit, i]) == inside
-    assert int(status) == Status.SLOT
 
 
 @pytest.mark.parametrize(("order", "element"), [("far blocks", torch.bfloat16), ("far dimensions", torch.float8_e5m2)])
@@ -175,27 +143,26 @@ def test_memory_beyond_32_bits(order: str, element: torch.dtype, device: torch.d
     unit = raw.view(element).as_strided((2, 2, HEADS, 32), strides)
     other = dense(element, 4, 32, device)
     tables = one_layer(32)
-    slots, scales = torch.tensor([3, 0, 2], device=device), torch.ones(2, device=device)
+    slots = torch.tensor([3, 0, 2], device=device)
     values = torch.randint(1, 8, (len(tables.tiles), 3, 2 * tables.pairs), device=device).float()
-    assert launch(_write, tables, [unit, other], scales, slots, values, element) == 0
+    assert launch(_write, tables, [unit, other], slots, values, element) == 0
     for head in range(HEADS):
         assert torch.equal(unit.flatten(0, 1)[slots][:, head].float(), values[head])
     assert not bool(unit.flatten(0, 1)[1].float().any())
     out = torch.full_like(values, float("nan"))
-    assert launch(_read, tables, [unit, other], scales, slots, out, element) == 0
+    assert launch(_read, tables, [unit, other], slots, out, element) == 0
     assert torch.equal(out, values)
 
 
 def test_unit_row_and_contiguity(device: torch.device) -> None:
     unit = cache("bhtd", torch.bfloat16, device, 3, 16, 32)[1]
-    assert unit_row(unit) == [unit.data_ptr(), 16 * HEADS * 32, 32, 16 * 32, 1, 16, 48]
+    assert unit_row(unit, 0.5) == [unit.data_ptr(), 16 * HEADS * 32, 32, 16 * 32, 1, 16, 48, 0x3F000000]
     with pytest.raises(InputError, match="blocks, tokens, heads, dimensions"):
         unit_row(unit[0])
     with pytest.raises(InputError, match="slots"):
         unit_row(torch.zeros(1).expand(2**16, 2**15, 1, 1))
     tiles = one_layer(32).tiles
     for order, element, dims, want in (
-        ("bthd", torch.bfloat16, 32, (True, True)),
         ("bthd", torch.float8_e4m3fn, 32, (True, True)),
         ("bthd", torch.bfloat16, 36, (True, False)),
         ("bdht", torch.bfloat16, 32, (False, False)),
@@ -206,10 +173,3 @@ def test_unit_row_and_contiguity(device: torch.device) -> None:
         assert contiguity(places, tiles, element) == want
         places[1, UnitField.POINTER] += 8
         assert contiguity(places, tiles, element) == (want[0], False)
-    interleaved = one_layer(32, 32, True).tiles
-    places = np.array([unit_row(dense(torch.float32, 4, 32, torch.device("cpu")))] * 2, np.int64)
-    assert contiguity(places, interleaved, torch.float32) == (False, False)
-    turned = one_layer(32, 32).tiles
-    assert contiguity(places, turned, torch.float32) == (True, True)
-    turned[0, TileField.ANGLE] = 2
-    assert contiguity(places, turned, torch.float32) == (True, False)
