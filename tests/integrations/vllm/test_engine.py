@@ -13,9 +13,9 @@ as much, but no more, is allowed to ours. On CPUs where batching changes nothing
 this sees a cache which is not exact, `test_engine_kinds` shows of random models, and `test_balanced_keeps_its_promise`
 of the trained one.
 
-In `CASES`, each pair of a dtype and a block size occurs once: they meet in the pages (`probe`, `PagedCache`). Models
-differ, to the connector, by their `KVLayout` alone; each case has another one, and `tests/codec` crosses layouts with
-everything the codec does. What is stored in blocks of one size is loaded into blocks of the other.
+In `CASES`, dtypes and block sizes meet, as they do in the pages (`probe`, `PagedCache`). Models differ, to the
+connector, by their `KVLayout` alone; each case has another one, and `tests/codec` crosses layouts with everything the
+codec does. What is stored in blocks of one size is loaded into blocks of the other.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ CHUNKED = {"max_num_batched_tokens": 48}  # no multiple of a block, and a block 
 CASES = {
     "books": Case("float32", 32, in_pieces=True),
     "llama": Case("float32", 128, in_pieces=True),
-    "qwen2": Case("bfloat16", 32),
     "qwen3": Case("bfloat16", 128),
 }
 RANKS_NOISE = 1e-3
@@ -189,7 +188,7 @@ def first_process(
     again = [Step(step.prompts, step.together) for step in (ALONE, TOGETHER)]
     more = {
         "books": [next_tokens(passages)],
-        "llama": [Step(CROWD, forget=True, max_tokens=100), Step(CROWD, max_tokens=100), RUSH],
+        "llama": [Step(CROWD, forget=True, max_tokens=100), RUSH],
     }
     engines = []
     for family, case in CASES.items():
