@@ -21,6 +21,7 @@ from tests.waiting import wait_until
 
 from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.stores.base import TierCounters
+from cuvee.integrations.vllm.messages import Report, Seen
 from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import side as scheduler
@@ -388,6 +389,19 @@ def test_a_reset_that_fails_stops_the_cache(contained: Contained) -> None:
     d.identity = d.side._requests.identity
     d.put(make_request(), 6)
     assert d.matched(make_request("again")) == (96, True)
+
+
+def test_a_sleep_does_not_undo_a_reset_that_failed(contained: Contained) -> None:
+    d = Desk()
+    d.put(make_request(), 6)
+    d.side._forget = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    assert d.side.reset() is False
+    del d.side._forget
+    d.side.take(Report([d.plan().step]))
+    assert d.side.reset() is True
+    slept = d.plan().step
+    d.side.take(Report([slept], seen=[Seen(slept, 0, b"w", b"x")]))
+    assert d.matched(make_request()) == (0, False)
 
 
 def test_one_load_that_cannot_begin_does_not_take_the_others_along(contained: Contained) -> None:

@@ -135,6 +135,26 @@ def test_pages_of_a_drafter_that_are_not_understood_are_none(caplog: pytest.LogC
     assert "a drafter's layers are not stored" in caplog.text and f"{name}: object has no writer" in caplog.text
 
 
+def test_drafters_share_entries_and_not_their_layers(made: Callable[..., Drafted]) -> None:
+    bench = made()
+    bench.save_all()
+    other = made(name=b"another", store=bench.store, sequence=bench.sequence)
+    other.load_all()
+    assert not any(other.drafted())
+    other.save_all()
+    assert len(bench.store.entries) == 6, "two chunks, and two entries of each drafter"
+
+
+def test_pages_of_a_drafter_sleep_with_those_of_the_model(made: Callable[..., Drafted]) -> None:
+    bench = made()
+    bench.save_all()
+    bench.worker.detach()
+    assert bench.worker._state.drafts is None
+    bench.worker.attach(bench.cache, (drafts(), bench.head))
+    bench.load_all()
+    assert all(bench.drafted())
+
+
 def test_a_drafter_without_a_name_is_neither_stored_nor_loaded(made: Callable[..., Drafted]) -> None:
     bench = made()
     pages = bench.worker._state._drafts

@@ -250,6 +250,18 @@ def test_the_engine_ends_a_step_with_the_chunks_that_were_found(
     assert request.shared_prefix_boundary == boundary
 
 
+def test_a_state_whose_last_token_is_not_known_yet_is_stored_with_the_next_step(desk: Callable[..., Desk]) -> None:
+    """Where the engine plans ahead, it computes a token before the connector is told which one it is."""
+    d, request = desk(groups=GROUPS, setup=SETUP, min_tokens=1), make_request(tokens=CHUNK - 1)
+    d.side.arrived(request)
+    d.tables = tables(CHUNK)
+    d.plan((request, 0, CHUNK - 1))
+    assert planned(d.plan((request, CHUNK - 1, 1), new=False).saves) == []
+    generate(request, 1)
+    d.tables = tables(CHUNK, CHUNK + BLOCK)
+    assert planned(d.plan((request, CHUNK, 1), new=False).saves) == [(CHUNK, ((42,), (101,), (72,)))]
+
+
 def test_a_state_that_the_store_has_lost_is_stored_again(desk: Callable[..., Desk]) -> None:
     d = desk(groups=GROUPS, setup=SETUP, min_tokens=1)
     d.tables = tables(CHUNK)
