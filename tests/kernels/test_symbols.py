@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kernels.world import FAMILY, STEP, World, make_world, raw, recoded
+from tests.kernels.world import FAMILY, POISON, STEP, World, make_world, raw, recoded
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL
 from cuvee.codec.entropy.token_classes import NEUTRAL
@@ -101,6 +101,25 @@ def test_a_list_that_does_not_match_is_flagged_and_harms_no_other(device: torch.
     # Nothing else is written.
     world.coefficients(y, 1)[:] = torch.nan
     assert raw(y) == raw(world.expected([0, 2]))
+
+
+@pytest.mark.parametrize("below", [POISON, ESCAPE])
+def test_an_escape_of_a_row_that_its_column_lacks(device: torch.device, below: int) -> None:
+    """Whatever stands in the planes there: nothing has been written."""
+    world = make_world(device, [(1, 40, "each"), (0, 33, "mixed")])
+    planes, escapes = world.coded[0]
+    own, index = world.own(0), escapes.index.copy()
+    # In place of the last one, of the coarsest column, which has fewer components than the finest.
+    row = int(world.of(0).rows[own[-1]])
+    assert row < world.of(0).rows[own[0]]
+    index[-1] = row * len(own) + len(own) - 1
+    order = np.argsort(index, kind="stable")
+    planes[row, -1] = below
+    world.coded[0] = planes, Escapes(index[order], escapes.value[order])
+    y, status, _ = world.dequantized(below=below)
+    assert status == [ESCAPED, 0]
+    world.coefficients(y, 0)[:] = torch.nan
+    assert raw(y) == raw(world.expected([1]))
 
 
 def test_bytes_that_look_like_escapes(device: torch.device) -> None:
