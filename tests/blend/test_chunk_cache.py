@@ -599,6 +599,16 @@ def test_a_model_that_changed_since_is_refused(model: Any, changed: str) -> None
     assert again.counters.misses == 1 and len(store) == 2
 
 
+def test_the_last_positions_can_be_used() -> None:
+    model = tiny_model("llama", max_position_embeddings=16)
+    assert make(model, contexts=CONTEXTS).segment(TOKENS).tokens.tolist() == TOKENS
+    with pytest.raises(InputError, match=r"^tokens: must end within the model's 16 positions, got 12 from position 5:"):
+        make(model, contexts=CONTEXTS).segment([*TOKENS, 1])
+    make(model).segment([1] * 16)
+    with pytest.raises(InputError, match=r"^tokens: must end within .*, got 17 from position 0:"):
+        make(model).segment([1] * 17)
+
+
 def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
     """And are not stored."""
     store, codec = Shelf(), lossy(model)

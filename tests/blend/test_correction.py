@@ -189,3 +189,24 @@ def test_a_token_learns_from_all_tokens_of_its_chunk_up_to_its_block(blocks: lis
                 assert all(torch.allclose(x[row], y[0], atol=1e-6) for x, y in zip(added, expected, strict=True))
                 learned += bool(expected[1].any()) and not set(known.tolist()) <= set(block)
     assert learned, "from another block"
+
+
+def test_no_more_than_one_window_is_carried_from_block_to_block() -> None:
+    """The changes of its recomputed tokens, and nothing else that was in their block."""
+    text = "a" * 1300 + "b" * 100
+    chosen = torch.arange(0, 1400, 2)
+    found = corrections(layout(), placed(text), list(chosen.split(48)), CPU)
+    values_per_token = HEADS * (DIM + VALUE)
+    most = 0
+    for of_block in found:
+        for each in of_block:
+            for layer in range(2):
+                each.estimate(layer, *(torch.randn(len(each.observed), HEADS, size) for size in (DIM, VALUE)))
+        carried = [x for all_of in found for each in all_of for window in each.windows for x in window.changes.values()]
+        stored = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in carried}
+        most = max(most, sum(stored.values()))
+        ends = int(of_block[-1].observed[-1]) + 1
+        begins = ends - ends % 512 if ends <= 1300 else 1300
+        assert sum(stored.values()) in (0, 2 * 4 * values_per_token * len(range(begins, ends, 2)))
+    assert 256 - 48 < most / (2 * 4 * values_per_token) < 256
+    assert not carried
