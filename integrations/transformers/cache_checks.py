@@ -57,8 +57,8 @@ def check_inputs(
                     f"{'attention_mask' if padding else 'cache'}: must fit the positions of the cache's keys, which "
                     f"count from the first real token of a row, got keys at {found} for {span}: give the forward pass "
                     "of a left-padded batch position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), and this its "
-                    "attention_mask; pass a cache whole, from its first token on; quality='lossless' keeps any cache "
-                    "as it is"
+                    "attention_mask; pass a cache whole, from its first token on, and save its first position as "
+                    "`start` in a file; quality='lossless' keeps any cache as it is"
                 )
 
 
@@ -75,10 +75,7 @@ def check_chunk(known: KnownLayers, chunk: KVChunk, chunk_tokens: int) -> None:
     ids = chunk.token_ids
     if ids is not None:  # of the tokens before the cache's, which nobody looks at, any
         ids = np.concatenate([np.zeros(chunk.start, np.int64), ids])[None]
-    try:
-        check_inputs(known, tensors, chunk.start + chunk.tokens, chunk_tokens, [0], ids)
-    except InputError as error:
-        raise InputError(f"{error}; in a file, `start` is the position of the cache's first token") from error
+    check_inputs(known, tensors, chunk.start + chunk.tokens, chunk_tokens, [0], ids)
 
 
 @dataclass(frozen=True, slots=True)

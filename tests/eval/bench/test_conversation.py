@@ -54,7 +54,7 @@ def test_the_command(books: Books, tmp_path: Path, capsys: pytest.CaptureFixture
     words = ["--profile", str(tmp_path / "books.safetensors"), *sizes]
     parts = conversation._options, conversation._measure, conversation._show
     assert run_bench("conversation", "", *parts, words) == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["data.json", "report.md"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["data.json"]
     data = json.loads((tmp_path / "out" / "data.json").read_text())
     assert [len(one["once"]["kl"]) for one in data["conversations"]] == [2, 2]
     printed = capsys.readouterr().out

@@ -16,7 +16,7 @@ from cuvee.integrations.vllm.connector_config import Options
 def test_everything_can_be_set() -> None:
     options = Options.from_dict(
         {
-            "store": ["memory://", "file:///x"], "profile": "p.cuvee", "ratio": 8, "worst": True, "chunk_tokens": 32,
+            "store": ["memory://", "file:///x"], "profile": "p.cuvee", "ratio": 8, "chunk_tokens": 32,
             "decide": "always", "store_generated": False, "tenant": "t",
             "model_id": "m", "check_model": False, "threads": 1, "store_niceness": 10,
             "max_pending_gb": 1.5, "lookup_timeout": 1, "load_timeout": 2.5, "close_timeout": 5,
@@ -24,7 +24,7 @@ def test_everything_can_be_set() -> None:
         }
     )  # fmt: skip
     assert options.store == ("memory://", "file:///x")
-    assert options.codec_quality == {"ratio": 8, "worst": True}
+    assert options.codec_quality == {"ratio": 8}
     assert options.key_env == ("SECRET", "OLD_SECRET") and options.key_file is None
     assert options.least_tokens == 32 and Options.from_dict({"min_tokens": 512}).least_tokens == 512
     assert hash(options) is not None, "stores are shared by their URLs"
