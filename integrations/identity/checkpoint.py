@@ -427,7 +427,7 @@ def _code_elsewhere(root: Path) -> list[tuple[str, Path]]:
     """
     found = []
     for name in sorted(set(_REPOSITORY.findall(json.dumps(_entries(root).get("auto_map"))))):
-        with contextlib.suppress(InputError):
+        with contextlib.suppress(InputError, OSError, ImportError):  # none is there, by whatever name
             found.append((name, resolve(name, None)))
     return found
 

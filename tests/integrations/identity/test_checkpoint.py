@@ -387,6 +387,9 @@ def test_code_in_another_repository_counts(folder: Path, tmp_path: Path) -> None
         shutil.rmtree(tmp_path / "hub" / "models--org--name")
     assert len(set(found)) == 3
     assert checkpoint_identity(folder) == found[0]
+    for name in ("x" * 5000, "org/\0name", "/", ""):
+        edit_json(folder / "config.json", auto_map={"AutoModel": f"{name}--modeling.A"})
+        assert checkpoint_identity(folder)
 
 
 @pytest.mark.parametrize("name", ["org/other", "/no/such/folder", "s3://bucket/model", "org/name:Q4"])
