@@ -6,10 +6,9 @@ A few tokens of each chunk are compared with what the profile knows of them; all
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from cuvee.codec.chunk import KVChunk
@@ -40,30 +39,12 @@ def check_inputs(
     for row, padding in enumerate(paddings):
         for start, end in chunk_spans(width - padding, chunk_tokens):
             own = None if ids is None else ids[row, padding + start : padding + end]
-            if own is not None and not 0 <= own.min() <= own.max() < known.vocabulary:
-                own = None  # nothing is predicted from these
-            run = _Run(tensors, width, row, padding, range(start, end), own)
-            span = f"the tokens {start} to {end - 1} of row {row}"
-            if known.values is not None and run.ids is not None and not run.fits(0, 1, known.values.fit):
-                raise InputError(
-                    f"input_ids: must be the ids of the cache's tokens, got others for {span}: pass the ids that the "
-                    "model read for this cache, neither shifted nor of another row, or none"
-                )
-            keys = known.keys(run.ids is not None)
-            if keys is not None and not run.fits(keys.layer, 0, partial(keys.fit, padding=padding)):
-                off = run.offset(keys)
-                found = f"positions {abs(off)} {'later' if off > 0 else 'earlier'}" if off else "other positions"
-                raise InputError(
-                    f"{'attention_mask' if padding else 'cache'}: must fit the positions of the cache's keys, which "
-                    f"count from the first real token of a row, got keys at {found} for {span}: give the forward pass "
-                    "of a left-padded batch position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), and this its "
-                    "attention_mask; pass a cache whole, from its first token on, and save its first position as "
-                    "`start` in a file; quality='lossless' keeps any cache as it is"
-                )
+            _check(known, _Run(tensors, width, row, padding, range(start, end), own))
 
 
+@torch.no_grad()
 def check_chunk(known: KnownLayers, chunk: KVChunk, chunk_tokens: int) -> None:
-    """Refuse ids or a first position that are not those of a saved cache.
+    """Refuse ids or a first position that are not those of a saved cache, which is encoded in such chunks.
 
     Raises:
         InputError: as `check_inputs`.
@@ -72,10 +53,33 @@ def check_chunk(known: KnownLayers, chunk: KVChunk, chunk_tokens: int) -> None:
         (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         for keys, values in zip(chunk.keys, chunk.values, strict=True)
     ]
-    ids = chunk.token_ids
-    if ids is not None:  # of the tokens before the cache's, which nobody looks at, any
-        ids = np.concatenate([np.zeros(chunk.start, np.int64), ids])[None]
-    check_inputs(known, tensors, chunk.start + chunk.tokens, chunk_tokens, [0], ids)
+    width = chunk.start + chunk.tokens
+    for first, end in chunk_spans(chunk.tokens, chunk_tokens):
+        own = None if chunk.token_ids is None else chunk.token_ids[first:end]
+        _check(known, _Run(tensors, width, 0, 0, range(chunk.start + first, chunk.start + end), own))
+
+
+def _check(known: KnownLayers, run: _Run) -> None:
+    """Refuse the ids or positions of some tokens, as `check_inputs`."""
+    if run.ids is not None and not 0 <= run.ids.min() <= run.ids.max() < known.vocabulary:
+        run = replace(run, ids=None)  # nothing is predicted from these
+    span = f"the tokens {run.tokens.start} to {run.tokens.stop - 1} of row {run.row}"
+    if known.values is not None and run.ids is not None and not run.fits(0, 1, known.values.fit):
+        raise InputError(
+            f"input_ids: must be the ids of the cache's tokens, got others for {span}: pass the ids that the "
+            "model read for this cache, neither shifted nor of another row, or none"
+        )
+    keys = known.keys(run.ids is not None)
+    if keys is not None and not run.fits(keys.layer, 0, partial(keys.fit, padding=run.padding)):
+        off = run.offset(keys)
+        found = f"positions {abs(off)} {'later' if off > 0 else 'earlier'}" if off else "other positions"
+        raise InputError(
+            f"{'attention_mask' if run.padding else 'cache'}: must fit the positions of the cache's keys, which "
+            f"count from the first real token of a row, got keys at {found} for {span}: give the forward pass "
+            "of a left-padded batch position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), and this its "
+            "attention_mask; pass a cache whole, from its first token on, and save its first position as "
+            "`start` in a file; quality='lossless' keeps any cache as it is"
+        )
 
 
 @dataclass(frozen=True, slots=True)

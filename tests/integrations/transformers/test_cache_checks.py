@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import cuvee
 from cuvee.calibration import more_text
 from cuvee.cli import app
 from cuvee.codec.errors import InputError
+from cuvee.integrations.transformers.cache_checks import check_chunk
 from cuvee.integrations.transformers.cache_file import write_cache_file
 
 CHUNK, PAD = 64, 24
@@ -150,6 +152,11 @@ def test_a_saved_cache_is_checked(codec: cuvee.Codec, books: Books, tmp_path: Pa
         (encode(40, ids.roll(1, 1)), "input_ids: must be the ids"),
     ):  # fmt: skip
         assert done.exit_code == 1 and message in " ".join(done.stderr.split()), done.output
+    known, layout = codec.profile.known_layers, dataclasses.replace(codec.profile.layout, max_positions=None)
+    keys, values = ([getattr(layer, unit)[0].transpose(0, 1) for layer in layers] for unit in KV)
+    assert known
+    with pytest.raises(InputError, match=r"^cache: must fit the positions .* the tokens 4000000000 to"):
+        check_chunk(known, cuvee.KVChunk(keys, values, layout, 4_000_000_000, ids[0].numpy()), CHUNK)
 
 
 @pytest.mark.parametrize("family", ["gemma3-sliding-first", "gpt2"])
