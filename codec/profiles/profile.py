@@ -46,7 +46,7 @@ class Profile:
         layout: the model's KV layout, with the dtype it was learned in; chunks of other dtypes may be coded.
         group: the layers or heads that share one basis (see `partition`).
         source: "calibrated", "fitted" or "unlearned".
-        model: fingerprint of the weights it was calibrated on (hex), or None.
+        model: fingerprint of the weights that it was learned from, or that its curve was measured with; or None.
         curve: points measured over all kinds of text, by rising step.
         curves: points measured on each kind of text, by kind; empty if there was only one kind.
         plain_curve: points over all kinds of text without token ids; empty if the profile does not predict from tokens.
@@ -112,8 +112,10 @@ class Profile:
         """Return a profile that carries a layout and has learned nothing: a codec with it is lossless."""
         return cls(layout, "unit", "unlearned", default_family())
 
-    def with_curve(self, curve: Iterable[CurvePoint], lengths: Iterable[int] = ()) -> Profile:
+    def with_curve(self, curve: Iterable[CurvePoint], lengths: Iterable[int] = (), model: str | None = None) -> Profile:
         """Return a copy with another curve, measured on sequences of these lengths; none: they are not known.
+
+        `model` is the fingerprint of the weights that it was measured with; None: those that the profile names.
 
         Raises:
             ProfileError: a point has numbers that are not finite.
@@ -124,7 +126,7 @@ class Profile:
                 raise ProfileError(
                     f"curve: must have finite numbers, got {point}: make sure that the model computes finite logits"
                 )
-        return self._but(curve=curve, lengths=lengths)
+        return self._but(curve=curve, lengths=lengths, model=model or self.model)
 
     def _but(self, **changes: Any) -> Profile:
         """Return a copy with other arguments of `Profile`."""

@@ -24,6 +24,7 @@ from cuvee.codec.entropy.token_classes import NEUTRAL
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.models.fingerprint import are_others
 from cuvee.codec.models.forward import cache_argument, prefill, score
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
@@ -282,6 +283,21 @@ def test_kinds_are_measured_one_by_one_and_together(books: Books) -> None:
         assert together.kl == pytest.approx(np.average([point.kl or 0.0 for point in own], weights=weights), rel=1e-6)
         assert together.kl_worst == max(point.kl_worst for point in own)  # type: ignore[type-var]
         assert profile.points == profile.curve + tuple(p for points in profile.curves.values() for p in points)
+
+
+def test_a_measured_profile_names_the_weights_of_its_curve() -> None:
+    """Whether it was learned from those, from those before a fine-tune, or from samples of unknown ones."""
+    own, rows = tiny_model("llama"), tokens_of(12, 40)
+    measured_at = partial(measure, step_indices=[-64], progress=False)
+    profile, tuned = calibrated(own, rows, "head", step_indices=[-64]), copy.deepcopy(own)
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight[0, 0] += 0.1
+        samples = prefill(own, rows, profile.layout)
+    assert measured_at(profile, own, rows[:2]).id == profile.id
+    for before in (profile, fit(profile.layout, samples, "head")):
+        measured = measured_at(before, tuned, rows[:2])
+        assert not are_others(measured.model, tuned) and are_others(measured.model, own)
+        assert measured.points != before.points and measured.id != before.id
 
 
 def test_a_kl_is_the_mean_over_kinds_or_that_of_the_worst(tmp_path: Path) -> None:

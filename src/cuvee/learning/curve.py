@@ -13,6 +13,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import finest_step_index
 from cuvee.codec.errors import InputError
+from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import check_tokens, coded_layout, fill, score
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
@@ -161,7 +162,8 @@ def measure(
 ) -> Profile:
     """Return the profile with a curve measured on `token_ids`, `[N, T]` or several kinds; arguments as in `calibrate`.
 
-    The id does not change: blobs of one profile decode with the other.
+    A curve is of the weights that it was measured with, and the profile names these. If it named others, such as those
+    of the model before it was fine-tuned, or none, it gets another id; if not, blobs of one decode with the other.
 
     Example:
         >>> import torch
@@ -216,4 +218,4 @@ def measure(
                 tallies[name][way].add(coded, exact, other, rest[:, 1:])
             del other  # before the next, which is as large
     points = (tally.point(*way, kind) for kind, by_way in tallies.items() for way, tally in by_way.items())
-    return profile.with_curve(points, [ids.shape[1] for ids, _ in kinds.values()])
+    return profile.with_curve(points, [ids.shape[1] for ids, _ in kinds.values()], model_fingerprint(model))
