@@ -1,6 +1,7 @@
 """Refuse the ids and positions of another cache, which a profile would code at a loss that it does not promise.
 
-A few tokens of each chunk are compared with what the profile knows of them; all of them, before a chunk is refused.
+A few tokens of each chunk, and the last ones of each row, are compared with what the profile knows of them; all of
+them, before a chunk is refused. Most of them decide, so fewer than half of a chunk's may be wrong, or of the last ones.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def check_inputs(
         InputError: the first layer's values do not follow from `ids`, or keys are not at the positions of their tokens.
     """
     for row, padding in enumerate(paddings):
-        for start, end in chunk_spans(width - padding, chunk_tokens):
+        for start, end in _checked_spans(width - padding, chunk_tokens):
             own = None if ids is None else ids[row, padding + start : padding + end]
             _check(known, _Run(tensors, width, row, padding, range(start, end), own))
 
@@ -54,9 +55,16 @@ def check_chunk(known: KnownLayers, chunk: KVChunk, chunk_tokens: int) -> None:
         for keys, values in zip(chunk.keys, chunk.values, strict=True)
     ]
     width = chunk.start + chunk.tokens
-    for first, end in chunk_spans(chunk.tokens, chunk_tokens):
+    for first, end in _checked_spans(chunk.tokens, chunk_tokens):
         own = None if chunk.token_ids is None else chunk.token_ids[first:end]
         _check(known, _Run(tensors, width, 0, 0, range(chunk.start + first, chunk.start + end), own))
+
+
+def _checked_spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
+    """Return first and last token (exclusive) of each chunk of a row, and of the row's end: what is wrong from a token
+    on, as after a gap or in packed rows, is most of the next chunk, but the last chunk has none.
+    """
+    return [*chunk_spans(tokens, chunk_tokens), (max(tokens - SOME, 0), tokens)]
 
 
 def _check(known: KnownLayers, run: _Run) -> None:
@@ -66,8 +74,8 @@ def _check(known: KnownLayers, run: _Run) -> None:
     span = f"the tokens {run.tokens.start} to {run.tokens.stop - 1} of row {run.row}"
     if known.values is not None and run.ids is not None and not run.fits(0, 1, known.values.fit):
         raise InputError(
-            f"input_ids: must be the ids of the cache's tokens, got others for {span}: pass the ids that the "
-            "model read for this cache, neither shifted nor of another row, or none"
+            f"input_ids: must be the ids of the cache's tokens, got others for {span}: pass the ids that the model "
+            "read for this cache, neither shifted nor of another row, or none, to a codec with that model's profile"
         )
     keys = known.keys(run.ids is not None)
     if keys is not None and not run.fits(keys.layer, 0, partial(keys.fit, padding=run.padding)):

@@ -69,6 +69,7 @@ WRONG_IDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "of another row": lambda own, _: own.flip(0),
     "backwards": lambda own, _: own.flip(1),
     "without one in the middle": lambda own, _: torch.cat([own[:, :70], own[:, 71:], own[:, :1]], 1),
+    "without one near the end": lambda own, _: torch.cat([own[:, :176], own[:, 177:], own[:, :1]], 1),
 }
 
 
@@ -101,8 +102,10 @@ def test_positions_that_are_not_those_of_the_tokens_are_refused(known: bool, cod
         (range(20, 192), "20 later"),
         ([*range(70), *range(110, 192)], "40 later"),
         ([*range(80), *range(75, 192)], "5 earlier"),
+        ([*range(170), *range(16)], "170 earlier"),
+        ([*range(144), *range(149, 165)], "5 later"),
     ],
-    ids=["cropped", "without a part", "with a part twice"],
+    ids=["cropped", "without a part", "with a part twice", "packed rows", "without a part near the end"],
 )
 def test_a_cache_that_lacks_tokens_is_refused(
     kept: Sequence[int], offset: str, known: bool, codec: cuvee.Codec, books: Books
