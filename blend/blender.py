@@ -22,12 +22,15 @@ from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Guided, Selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.id_coding import read_token_ids
 from cuvee.codec.coding.open_blob import OpenBlob
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.models.fingerprint import are_others
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.rope import rotate, unrotate
+from cuvee.codec.support.arrays import I64
 from cuvee.codec.support.torch_modes import without_modes
+from cuvee.codec.token_ids import NO_TOKEN
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -197,8 +200,8 @@ class Blender:
 
         Raises:
             InputError: there are no segments; tokens are outside the vocabulary or exceed the model's positions; a
-                chunk belongs to other tokens (samples are compared in the first layer); `logits_to_keep` includes
-                cached tokens; there is a blob but no codec.
+                chunk belongs to other tokens (its ids and the first layer's values are compared); `logits_to_keep`
+                includes cached tokens; there is a blob but no codec.
             ProfileMismatchError: a chunk belongs to another model or profile.
             FormatError, VersionError, CorruptError: a blob is damaged.
         """
@@ -307,6 +310,7 @@ class _Run:
         made_at: list[int] = []
         for index, (segment, start, end) in enumerate(zip(self.segments, self.starts, self.ends, strict=True)):
             if isinstance(segment.chunk, KVChunk):
+                self._check_ids(index, segment.chunk.token_ids)
                 self._move(index, segment.chunk, start)
                 made_at.append(segment.chunk.start)
             elif segment.chunk is not None:
@@ -319,6 +323,8 @@ class _Run:
                     raise InputError(
                         f"segments[{index}]: must have the {blob.tokens} tokens of its blob, got {end - start}"
                     )
+                if (table := self.codec.profile.token_table) is not None:
+                    self._check_ids(index, read_token_ids(blob.blob, blob.header, table.vocabulary))
                 blobs.append(blob)
                 slots.append(torch.arange(start, end, device=device))
                 starts.append(start)
@@ -326,6 +332,17 @@ class _Run:
         if self.codec is not None and blobs:
             self.codec.decode_paged(blobs, self.pages, slots, starts).check()
         return self.segments[0].chunk is not None and made_at[0] == 0
+
+    def _check_ids(self, index: int, own: I64 | None) -> None:
+        """Refuse a chunk that holds the ids of other tokens, which its values may be too coarse to show."""
+        if own is None:
+            return
+        others = (self.segments[index].tokens.numpy() != own) & (own != NO_TOKEN)
+        if others.any():
+            raise InputError(
+                f"segments[{index}]: must have the chunk of its tokens, got one in which token {int(others.argmax())} "
+                "is another (it holds other ids)"
+            )
 
     def _move(self, index: int, chunk: KVChunk, start: int) -> None:
         layout = self.model.layout

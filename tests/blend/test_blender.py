@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.blend.random_choice import Random
 from tests.conftest import tiny_config, tiny_model
+from tests.predicting import predicting
 from transformers import DynamicCache
 
 from cuvee.blend import (
@@ -485,11 +486,17 @@ def test_other_tokens_than_the_chunks(llama: Any, held: str, wrong: str) -> None
     refused(llama, [*right, Segment(given, chunk), right[2]], InputError, message, codec)
 
 
-@pytest.mark.parametrize(("held", "at"), [("chunk", 0), ("lossless", 31)])
-def test_an_edited_token_of_an_exact_chunk(llama: Any, held: str, at: int) -> None:
+@pytest.mark.parametrize(("held", "at"), [("chunk", 0), ("lossless", 31), ("quantized", 0), ("decoded", 31)])
+def test_an_edited_token(llama: Any, held: str, at: int) -> None:
+    """Values show it in an exact chunk, and ids in a quantized one, if it holds them."""
     tokens, codec = ids(40), lossless(llama)
     chunk: Any = alone(llama, tokens[:32])
+    if held in ("quantized", "decoded"):
+        codec = Codec(predicting(lossy(llama, 0.3).profile), step=0.3)
+        chunk = chunk.with_token_ids(tokens[:32])
     chunk = chunk if held == "chunk" else codec.encode(chunk)
+    chunk = codec.decode(chunk) if held == "decoded" else chunk
+    Blender(llama, codec).blend([Segment([1]), Segment(tokens[:32], chunk), Segment([2])])
     edited = tokens[:32].clone()
     edited[at] = (edited[at] + 1) % 50
     message = rf"^segments\[1\]: must have the chunk of its tokens, got one in which token {at} is another"
