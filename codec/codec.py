@@ -194,7 +194,9 @@ class Codec:
             source: the chunk or chunks. With a calibrated profile, the tokens at the end of a cache are coded finer.
                 Slices of one chunk know how far from the end they are (`KVChunk.following`). If all tokens have ids
                 (`KVChunk.token_ids`), a profile with a token table makes the blob smaller, and the blob holds them, so
-                that decoding needs nothing new. Any other profile, and lossless coding, ignores them.
+                that decoding needs nothing new. Any other profile, and lossless coding, ignores them. Whether ids and
+                positions are those of the cache is not checked here, but by `encode_cache` and `cuvee encode`: others
+                make a blob larger, though no larger than a lossless one, and it may lose more than its KL.
             associated_data: with a key, bytes that the blob is bound to, such as its name in a store; for pages, those
                 of each chunk. The blob does not contain them, and decodes only if the same bytes are given.
 

@@ -95,7 +95,8 @@ def encode_cache(
         True
 
     Args:
-        codec: a codec whose profile belongs to the model. The dtypes of cache and profile may differ.
+        codec: a codec whose profile belongs to the model. The dtypes of cache and profile may differ. Its layout is
+            checked, and with ids its first layer; a cache does not name the weights that computed it.
         cache: `DynamicCache` or `StaticCache`, keys and values [B, H, T, D] per layer, from position 0 on.
         input_ids: [B, T] integers on any device, or [T] for a cache of one row: the tokens of the cache, with the
             padding of a left-padded batch, and `cuvee.NO_TOKEN` for a token without an id, such as a part of an image.
@@ -208,7 +209,8 @@ def decode_cache(
             the rows have different lengths and there is no mask, or it does not match them; the blobs hold more than
             `max_tokens`; `associated_data` does not have one entry per row, or the codec has no key.
         OutOfMemoryError: the cache cannot be allocated.
-        ProfileMismatchError: `model` is not the profile's model, or a blob decodes to another layout.
+        ProfileMismatchError: `model` or a blob has another layout than the profile. That all blobs are of one text and
+            of the model's weights is not checked: bind them to the names of these by `associated_data`.
         FormatError, VersionError, CorruptError: a blob is damaged, or bound to other data.
         KeyMismatchError: a blob has the tag of another key, or only one of blob and codec has a key.
     """
@@ -318,7 +320,8 @@ def load_cache(
     Raises:
         FileNotFoundError: the file does not exist.
         FormatError: the file is not a safetensors file.
-        InputError: the file holds no cache of this model, or one that does not begin at position 0.
+        InputError: the file, which names no model, holds no cache of this one's shapes, or one that does not begin at
+            position 0.
     """
     config = _config_of(model)
     layout = KVLayout.from_config(config.get_text_config(decoder=True), dtype=cache_file_dtype(path))
