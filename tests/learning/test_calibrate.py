@@ -195,6 +195,7 @@ REFUSED: list[tuple[list[Callable[[], object]], type[Exception], str]] = [
     (learned_from({"a": tokens_of(12, 40), "b": tokens_of(12, 31)}, prefix=30), InputError, "^prefix: .* 1 … 29"),
     (learned_from(GOOD[:1].expand(8, -1)), InputError, "^token_ids: must hold different sequences"),
     (fitted_to(), ProfileError, "got 0"),
+    ([lambda: fit(GQA, [], model="books-3m")], InputError, "^model: must be a fingerprint .* got books-3m"),
     (fitted_to(synthetic_chunk(GQA, 255, start=4)), ProfileError, "^group: .* 64 values .* 256 cached .* got 255"),
     (fitted_to(synthetic_chunk(GQA, 300), synthetic_chunk(LAYOUTS["mha"], 300)), ProfileMismatchError,
      r"^chunks\[1\]: must have the given layout"),

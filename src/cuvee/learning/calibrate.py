@@ -15,7 +15,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.fingerprint import PREFIX, model_fingerprint
 from cuvee.codec.models.forward import check_tokens, coded_layout, prefill
 from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.profile import Profile
@@ -392,9 +392,11 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer", *, mo
         chunks: samples, read once and in order, so a generator will do. Like the chunks to be coded, they should begin
             at various positions of various sequences.
         group: as in `calibrate`.
-        model: fingerprint of the weights that computed the samples, which the profile then names.
+        model: fingerprint of the weights that computed the samples, which the profile then names
+            (`cuvee.codec.models.fingerprint.model_fingerprint`).
 
     Raises:
+        InputError: `model` is no fingerprint.
         ProfileError: too few tokens for the group; the message gives the number it needs.
         ProfileMismatchError: a chunk has another layout.
 
@@ -407,6 +409,8 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer", *, mo
         'fitted'
     """
     layout.need_layers()
+    if model is not None and not str(model).startswith(PREFIX):
+        raise InputError(f"model: must be a fingerprint as of model_fingerprint(model), got {model!s:.40}")
     moments = new_moments(layout, group)
     held_out: list[KVChunk] = []
     for number, chunk in enumerate(chunks):
