@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,6 +33,7 @@ from cuvee.codec.profiles.token_prediction import (
     LARGEST_COEFFICIENT,
     CoefficientMap,
     PredictionCache,
+    Predictions,
     TokenMap,
     TokenTable,
 )
@@ -323,6 +327,53 @@ def test_a_full_cache_computes_the_others(kept: int) -> None:
         found = cache.of(ids, start)
         values, sinks = found.rows[torch.from_numpy(found.index)], max(3 - start, 0)
         assert not values[:sinks].any() and torch.equal(values[sinks:], exact[torch.from_numpy(ids)][sinks:])
+
+
+def test_threads_find_whole_rows_and_each_its_own() -> None:
+    """A thread is held while it computes rows, until another waits for it, or has come through without waiting."""
+    table, token_map = numbers(50, 40, 24)
+    exact = token_map.predict(table)
+    begun, met = threading.Event(), threading.Event()
+
+    class Held:
+        size, dtype = token_map.size, token_map.dtype
+
+        def predict(self, rows: TokenTable) -> torch.Tensor:
+            if not begun.is_set():
+                begun.set()
+                met.wait(60)
+            return token_map.predict(rows)
+
+    class Watched:
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            if not self._lock.acquire(blocking=False):
+                met.set()
+                self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    def is_right(found: Predictions, ids: list[int]) -> bool:
+        return torch.equal(found.rows[torch.from_numpy(np.array(found.index))], exact[ids])
+
+    class Numbers(np.ndarray[Any, np.dtype[np.int64]]):
+        def __setitem__(self, ids: Any, rows: Any) -> None:
+            super().__setitem__(ids, rows)
+            if self is cache._row_of:
+                published.append(is_right(cache.of(ids, 3), ids.tolist()))
+
+    cache, published = PredictionCache(table, cast("TokenMap", Held()), 3, 1 << 20), list[bool]()
+    cache._lock, cache._row_of = cast("threading.Lock", Watched()), cache._row_of.view(Numbers)
+    one, other = [5, 6, 7], [7, 8, 9]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(cache.of, np.array(one), 3)
+        assert begun.wait(60)
+        second = cache.of(np.array(other), 3)
+        met.set()
+        assert is_right(first.result(), one) and is_right(second, other) and published == [True, True]
 
 
 def test_a_table_needs_a_map_in_every_section(profile: Profile) -> None:
