@@ -44,7 +44,7 @@ class BlendScope:
     Attributes:
         lengths: tokens of documents in a prompt; multiples of `document`.
         costs: of blends.
-        rounds: timed turns, after one that warms up.
+        rounds: timed turns, after one that warms up; medians of fewer than five say little.
         prompts: of each length, over which the KL is averaged.
         document: tokens of each document.
     """
@@ -205,7 +205,6 @@ def show_blends(report: Mapping[str, Any]) -> Shown:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="two turns for each length")
     parser.add_argument("--model", "-m", required=True, help="folder of a checkpoint, or smollm2")
     parser.add_argument(
         "--length", action="append", type=int, default=[], metavar="TOKENS", help="of documents; repeatable"
@@ -213,7 +212,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
-    scope = BlendScope(rounds=2 if given.quick else 5)
+    scope = BlendScope()
     if given.length:
         scope = replace(scope, lengths=tuple(sorted(set(given.length))))
     return run_blend_bench(scope, checkpoint(given.model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 
@@ -11,6 +12,7 @@ from tests.integrations.vllm.engines import need_vllm
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError
+from cuvee.eval.bench import blend
 from cuvee.eval.bench.blend import BlendScope, run_blend_bench, show_blends
 from cuvee.eval.bench.engine_process import EngineAnswer
 
@@ -30,6 +32,16 @@ def test_a_real_engine() -> None:
     out = io.StringIO()
     show_blends(report).print(Console(file=out, width=120))
     assert "blended at cost 0.5, ratio" in out.getvalue() and "lossless" in out.getvalue()
+
+
+def test_every_speed_is_a_median_of_five_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser, scopes = argparse.ArgumentParser(), list[BlendScope]()
+    monkeypatch.setattr(blend, "run_blend_bench", lambda scope, model: scopes.append(scope))
+    blend._options(parser)
+    flags = [each.option_strings[0] for each in parser._actions if each.nargs == 0 and each.dest != "help"]
+    for given in ([], ["--length", "1024"], flags):
+        blend._measure(parser.parse_args(["--model", str(bundled_model_path()), *given]))
+    assert min(scope.rounds for scope in scopes) >= 5
 
 
 @pytest.mark.parametrize("length", [0, 48])
