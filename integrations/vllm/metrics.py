@@ -3,10 +3,10 @@
     worker, rank 0   Recorder --drain--+
     worker, rank 1   Recorder --drain--+--> merge --> absorb, scheduler's Recorder --drain--> API process: Prometheus
 
-Recorders exchange plain dicts of numbers, which hold changes only. Their keys are `name|label`: the label's value if
-the metric has one. A histogram's label is the observed value to 3 digits, and its number the count of that value. What
-workers send adds up, of a gauge the change; the scheduler's Recorder sends on the values of gauges. Totals count
-observations without their values, so they do not grow with the load.
+Recorders exchange plain dicts of numbers. Their keys are `name|label`: the label's value if the metric has one. A
+counter's number is its change. A histogram's label is the observed value to 3 digits, and its number the count of that
+value. A gauge's number is its value, which workers send with every report: a lost one leaves nothing wrong. What ranks
+send adds up. Totals count observations without their values, so they do not grow with the load.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._totals: Data = {}
         self._pending: Data = {}
+        self._gauges: Data = {}  # those that are sent
         self._stores: dict[str, dict[str, float]] = {}  # figures of tiers, as counted so far
 
     def count(self, name: str, value: float = 1, label: str = "") -> None:
@@ -97,11 +98,7 @@ class Recorder:
             KeyError: no such gauge, or a label it does not take.
         """
         _declared(name, label)
-        key = f"{name}|{label}"
-        with self._lock:
-            last = self._totals.get(key)
-            if value != last:
-                self._add(key, value - (last or 0))
+        self._set(f"{name}|{label}", value)
 
     def record_store(self, counters: Mapping[str, TierCounters], fields: Iterable[str] = _OF_TIERS) -> None:
         """Count what a store did since the last call, and set the gauges of its tiers.
@@ -128,14 +125,16 @@ class Recorder:
                 seen[name] = value
 
     def absorb(self, data: Mapping[str, float]) -> None:
-        """Add what workers drained."""
+        """Add what the workers drained of one step, and set their gauges."""
         for key, value in data.items():
-            self._add(key, value, send_gauge=True)
+            (self._set if metric_of(key)[0].kind == "gauge" else self._add)(key, value)
 
-    def drain(self) -> Data | None:
-        """Return the changes since the last drain, or None."""
+    def drain(self, gauges: bool = False) -> Data | None:
+        """Return the changes since the last drain, or None; `gauges`: and all gauges, changed or not."""
         with self._lock:
             data, self._pending = self._pending, {}
+            if gauges:
+                data |= self._gauges
         return data or None
 
     def totals(self) -> dict[tuple[str, str], float]:
@@ -151,14 +150,23 @@ class Recorder:
         with self._lock:
             return summary(self._totals)
 
-    def _add(self, key: str, value: float, send_gauge: bool = False) -> None:
+    def _add(self, key: str, value: float) -> None:
         metric, _ = metric_of(key)
         with self._lock:
             total = f"{metric.name}|" if metric.kind == "histogram" else key
             self._totals[total] = self._totals.get(total, 0) + value
-            if metric.ranks == "sum" or self._rank == 0:
-                of_gauge = send_gauge and metric.kind == "gauge"
-                self._pending[key] = self._totals[key] if of_gauge else self._pending.get(key, 0) + value
+            if self._sent(metric):
+                self._pending[key] = self._pending.get(key, 0) + value
+
+    def _set(self, key: str, value: float) -> None:
+        with self._lock:
+            if value != self._totals.get(key):
+                self._totals[key] = value
+                if self._sent(metric_of(key)[0]):
+                    self._gauges[key] = self._pending[key] = value
+
+    def _sent(self, metric: Metric) -> bool:
+        return metric.ranks == "sum" or self._rank == 0
 
 
 def _declared(name: str, label: str) -> Metric:

@@ -205,7 +205,7 @@ class WorkerSide:
         with self._guard("report"):
             state.recorder.record_store(state.store.counters())
         with self._guard("report"):
-            report.metrics = state.recorder.drain()
+            report.metrics = state.recorder.drain(gauges=True)
         return report
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 from dataclasses import fields
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -45,12 +46,13 @@ def test_what_is_kept_does_not_grow_with_the_observations() -> None:
     assert worker.totals() == scheduler.totals() == {("lookup_seconds", ""): 50_000}
 
 
-def test_the_change_of_a_gauge_travels() -> None:
+def test_the_value_of_a_gauge_travels() -> None:
     recorder = Recorder()
-    for values, change in (([0], 0), ([0], None), ([3, 5], 5), ([0], -5)):
+    for values, sent in (([0], 0), ([0], None), ([3, 5], 5), ([2], 2)):
         for value in values:
             recorder.gauge("pending_bytes", value)
-        assert recorder.drain() == (None if change is None else {"pending_bytes|": change})
+        assert recorder.drain() == (None if sent is None else {"pending_bytes|": sent})
+    assert recorder.drain(gauges=True) == {"pending_bytes|": 2}
 
 
 @pytest.mark.parametrize(
@@ -138,18 +140,25 @@ def test_the_scheduler_sends_on_the_gauges_of_all_ranks() -> None:
     """Whoever reads what it sends, and whichever rank's has changed. Of what all ranks do alike, the first speaks."""
     scheduler = Recorder()
     ranks = [worker(0), worker(1)]
-    for rank in ranks:
-        scheduler.absorb(rank.drain() or {})
+
+    def step() -> dict[str, float]:
+        return reduce(merge, (rank.drain(gauges=True) or {} for rank in ranks))
+
+    scheduler.absorb(step())
     totals = scheduler.totals()
     assert (totals["loaded_tokens", ""], totals["load_seconds", ""], totals["raw_bytes", ""]) == (512, 1, 2000)
     assert totals["loaded", "chunk"] == 4 and ranks[1].totals()["loaded_tokens", ""] == 512, "of its own process"
-    assert (scheduler.drain() or {})["pending_bytes|"] == 7
+    sent = scheduler.drain() or {}
+    assert (sent["pending_bytes|"], sent["store_bytes|disk"]) == (7, 1e6)
+    scheduler.absorb(step())
     assert scheduler.drain() is None
     ranks[1].gauge("pending_bytes", 0)
-    data = ranks[1].drain()
-    assert data == {"pending_bytes|": -4}
-    scheduler.absorb(data)
+    step()  # a report that nobody gets
+    scheduler.absorb(step())
     assert scheduler.drain() == {"pending_bytes|": 3}
+    ranks[0] = Recorder()  # another process takes its place
+    scheduler.absorb(step())
+    assert scheduler.drain() == {"pending_bytes|": 0}
     assert merge({"pending_bytes|": 7, "raw_bytes|": 1}, {"pending_bytes|": 3, "raw_bytes|": 1}, replace=True) == {
         "pending_bytes|": 3, "raw_bytes|": 2
     }  # fmt: skip
