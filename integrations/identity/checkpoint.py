@@ -158,6 +158,23 @@ def configuration_identity(path: str | Path, *, revision: str | None = None) -> 
     return digest.hexdigest()
 
 
+def code_identity(path: str | Path, revision: str | None, code_revision: str) -> str:
+    """Return the identity of the code that an engine runs at a `code_revision`, which may be a branch: 32 hex digits.
+
+    Args:
+        path: of the configuration that names the code, as in `checkpoint_identity`.
+        revision: of a hub id, for the configuration.
+        code_revision: of the repositories that its `auto_map` names, and of the hub id's own. Returned if none is on
+            this machine: then no engine runs their code.
+    """
+    with contextlib.suppress(InputError):
+        digest = hashlib.blake2b(digest_size=16, person=b"cuvee-code")
+        own = [] if Path(path).exists() else [str(path)]
+        if _add_code(digest, resolve(path, revision), own, code_revision):
+            return digest.hexdigest()
+    return code_revision
+
+
 def file_identity(path: str | Path) -> str:
     """Return the identity of a small file, byte for byte: 32 hex digits.
 
@@ -421,15 +438,17 @@ def _elsewhere(root: Path) -> str | None:
     return next((str(place) for place in found if place), None)
 
 
-def _code_elsewhere(root: Path) -> list[tuple[str, Path]]:
-    """Return the hub ids in `auto_map` (`org/name--module.Class`), and the folders of those on this machine: engines
-    run no code that is not.
+def _add_code(digest: Any, root: Path, names: Iterable[str] = (), revision: str | None = None) -> int:
+    """Add to a digest the code of hub ids: of some, and of those in `auto_map` (`org/name--module.Class`). Return the
+    number of files. Those that are not on this machine are left out: engines run no code that is not.
     """
-    found = []
-    for name in sorted(set(_REPOSITORY.findall(json.dumps(_entries(root).get("auto_map"))))):
+    files = []
+    for name in sorted({*names, *_REPOSITORY.findall(json.dumps(_entries(root).get("auto_map")))}):
         with contextlib.suppress(InputError, OSError, ImportError):  # none is there, by whatever name
-            found.append((name, resolve(name, None)))
-    return found
+            files += [(name, file) for file in _files(resolve(name, revision), ("*.py",))]
+    for name, file in files:
+        digest.update(canonical(b"code", name.encode(), file.name.encode(), file.read_bytes()))
+    return len(files)
 
 
 def _add_configs(digest: Any, root: Path) -> None:
@@ -439,9 +458,7 @@ def _add_configs(digest: Any, root: Path) -> None:
         digest.update(
             canonical(b"config", file.name.encode(), _canonical_json(file, data) if file.suffix == ".json" else data)
         )
-    for name, folder in _code_elsewhere(root):
-        for file in _files(folder, ("*.py",)):
-            digest.update(canonical(b"code", name.encode(), file.name.encode(), file.read_bytes()))
+    _add_code(digest, root)
 
 
 def _canonical_json(file: Path, data: bytes) -> bytes:

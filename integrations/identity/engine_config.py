@@ -23,6 +23,7 @@ import torch
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.integrations.identity.checkpoint import (
     checkpoint_identity,
+    code_identity,
     configuration_identity,
     file_identity,
     refuse_other_copies,
@@ -270,6 +271,7 @@ def vllm_options(vllm_config: Any, *, named: bool = False) -> dict[str, Any]:
     readers: Readers = {
         # The file that is read instead of the checkpoint's own.
         "ModelConfig.hf_config_path": partial(_other_config, model),
+        "ModelConfig.code_revision": lambda name: name and _code(model, name),
         # A function is known by what it makes.
         "ModelConfig.hf_overrides": lambda value: {"made": model.hf_config} if callable(value) else value,
         "ModelConfig.max_model_len": partial(_length, model.hf_text_config),
@@ -369,8 +371,19 @@ def set_options(
 
 def _other_config(model: Any, path: str | None) -> Any:
     """Return the identity of a configuration that is read from another place than the checkpoint."""
-    revision = getattr(model, "_hf_config_revision", None) or model.revision
-    return LEFT_OUT if path in (None, "", model.model) else configuration_identity(str(path), revision=revision)
+    if path in (None, "", model.model):
+        return LEFT_OUT
+    return configuration_identity(str(path), revision=_config_revision(model))
+
+
+def _code(model: Any, name: str) -> str:
+    """Return the identity of the code of a commit, tag or branch, which vLLM has not resolved."""
+    return code_identity(model.hf_config_path or model.model, _config_revision(model), name)
+
+
+def _config_revision(model: Any) -> str | None:
+    revision: str | None = getattr(model, "_hf_config_revision", None) or model.revision
+    return revision
 
 
 def _loader(given: Any) -> Any:

@@ -29,6 +29,7 @@ from cuvee.integrations.identity.checkpoint import (
     Checkpoint,
     checking_profile,
     checkpoint_identity,
+    code_identity,
     read_layout,
     tokenizer_identity,
 )
@@ -390,6 +391,21 @@ def test_code_in_another_repository_counts(folder: Path, tmp_path: Path) -> None
     for name in ("x" * 5000, "org/\0name", "/", ""):
         edit_json(folder / "config.json", auto_map={"AutoModel": f"{name}--modeling.A"})
         assert checkpoint_identity(folder)
+
+
+def test_a_code_revision_counts_by_the_code_that_it_names(folder: Path, tmp_path: Path) -> None:
+    """A branch moves, under one name. Of a hub id it names the checkpoint's own code as well."""
+    assert code_identity(folder, None, "dev") == code_identity("org/name", None, "dev") == "dev"
+    hub_id, found = cached(tmp_path, folder), []
+    edit_json(folder / "config.json", auto_map={"AutoModel": "org/name--modeling.A"})
+    for number in (0, 1, 0):
+        (folder / "modeling.py").write_text(f"scale = {number}")
+        cached(tmp_path, folder, "dev")
+        own, named = code_identity(hub_id, None, "dev"), code_identity(folder, None, "dev")
+        assert own == named != code_identity(folder, None, "main")
+        found.append(own)
+        shutil.rmtree(tmp_path / "hub" / "models--org--name" / "snapshots" / "dev".ljust(40, "0"))
+    assert found[0] == found[2] != found[1] and "dev" not in found
 
 
 @pytest.mark.parametrize("name", ["org/other", "/no/such/folder", "s3://bucket/model", "org/name:Q4"])

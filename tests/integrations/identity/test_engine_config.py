@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import huggingface_hub
 import pytest
 import torch
 from tests.integrations.vllm.engines import need_vllm
@@ -207,6 +208,23 @@ def test_a_configuration_from_elsewhere_counts_by_its_content(vllm: Any, tmp_pat
     assert vllm_options(vllm) == {}
     model.hf_config_path = None
     assert found[0] == found[2] != found[1] and found[0] != {}
+
+
+def test_a_branch_of_code_counts_by_what_it_is_now(vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM resolves the other revisions, and hands this one on."""
+    config, found = copy.deepcopy(vllm), []
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "org/code--modeling.A"}}))
+    config.model_config.model, config.model_config.code_revision = str(tmp_path), "dev"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    base = tmp_path / "hub" / "models--org--code"
+    for commit in ("1" * 40, "2" * 40):
+        code = base / "snapshots" / commit / "modeling.py"
+        code.parent.mkdir(parents=True)
+        code.write_text(f"commit = {commit}")
+        (base / "refs").mkdir(exist_ok=True)
+        (base / "refs" / "dev").write_text(commit)
+        found.append(vllm_options(config)["model_config"]["code_revision"])
+    assert len({*found, "dev"}) == 3
 
 
 @pytest.mark.parametrize("field", ["download_dir", "VLLM_USE_MODELSCOPE"])
