@@ -20,11 +20,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.layout import KVLayout
+from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.support.plain_json import parse_json
 from cuvee.integrations.stores.base import RECORDS, Store, StoreError, is_key
 from cuvee.integrations.stores.redaction import redacted
@@ -44,6 +45,7 @@ _MOST_FIELDS = 256
 _MOST_TEXT = 160  # characters of a value
 _MOST_READ = 4 * MOST_RECORDS  # records that are looked at; others have been planted
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
+_OF_LAYERS = ("kv_heads", "head_dim", "value_dim", "rope", "sliding_window")
 _EVERY = 1 << 64
 # Names of options whose values may be secrets. Not `bos_token_id`, nor `num_tokens`.
 _SECRET = re.compile(r"(^|[_.])(token|secret|passw(or)?d|credentials?|key|salt|auth)$", re.IGNORECASE)
@@ -214,16 +216,32 @@ def about_model(name: str, revision: str | None, config: Mapping[str, Any], left
     named |= {"revision": revision} if revision else {}
     found = {each: shown_value(each, value) for each, value in named.items()}
     kept = {each: value for each, value in config.items() if each not in set(left_out) and value is not None}
-    return dict(islice((found | dict(_flat("config", kept))).items(), _MOST_FIELDS))
+    return dict(islice((found | dict(_flat("config", kept))).items(), _MOST_FIELDS - len(_OF_LAYERS)))
+
+
+def about_layout(layout: KVLayout | None) -> dict[str, str]:
+    """Return what the layers keep, in their order: `4 x 12, 8 x 2` heads."""
+    found = {}
+    for name in _OF_LAYERS if layout is not None else ():
+        runs = ((_of_layer(value), len([*run])) for value, run in groupby(layout.layers, attrgetter(name)))
+        found[f"layout.{name}"] = shown_value(name, ", ".join(f"{value} x {count}" for value, count in runs))
+    return found
 
 
 def differences(mine: IdentityRecord, other: IdentityRecord) -> dict[str, tuple[str, str]]:
     """Return the fields in which two identities differ: both values, "" for none.
 
-    Where the weights differ, what is known about the two models says more.
+    Where weights or layouts differ, what is known about the two models says more.
     """
-    found = _unequal(mine.fields, other.fields)
-    return found | (_unequal(mine.about, other.about) if "weights" in found else {})
+    found, about = _unequal(mine.fields, other.fields), {}
+    if {"weights", "layout"} & found.keys():
+        about = _unequal(mine.about, other.about)
+        layouts = {name: pair for name, pair in about.items() if name.startswith("layout.")}
+        if all(map(all, layouts.values())):
+            found = {name: pair for name, pair in found.items() if name != "layout" or not layouts}
+        else:  # an older record
+            about = {name: pair for name, pair in about.items() if name not in layouts}
+    return found | about
 
 
 def shown_value(name: str, value: Any) -> str:
@@ -349,6 +367,10 @@ def _flat(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
             yield from _flat(at, inner)
         else:
             yield at, shown_value(at, inner)
+
+
+def _of_layer(value: Any) -> str:
+    return f"{value.rotary_dim} dims {_digest(value.to_dict())}" if isinstance(value, Rope) else str(value).lower()
 
 
 def _digest(value: Any) -> str:

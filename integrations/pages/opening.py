@@ -21,7 +21,7 @@ from cuvee.integrations.core.guard import Once, Recorder
 from cuvee.integrations.identity.checkpoint import naming_with_profile, read_config
 from cuvee.integrations.identity.identity_records import IdentityRecords
 from cuvee.integrations.identity.identity_records import Recorder as Gauges
-from cuvee.integrations.identity.records import IdentityRecord, about_model, identity_fields
+from cuvee.integrations.identity.records import IdentityRecord, about_layout, about_model, identity_fields
 from cuvee.integrations.identity.weights_name import Make, Named, WeightsName
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages import opaque
@@ -233,7 +233,7 @@ class PageStores:
         (path, revision), config = self._checkpoint, dict[str, Any]()
         with suppress(InputError):
             config = read_config(path, revision=revision).to_dict()
-        return IdentityRecord(fields, about_model(path, revision, config, VOLATILE))
+        return IdentityRecord(fields, about_model(path, revision, config, VOLATILE) | about_layout(layout))
 
     def _identity(self, codec: Codec, ranks: int, named: Named | None, layout: bytes | None = None) -> Identity:
         return Identity(

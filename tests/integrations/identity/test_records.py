@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.integrations.identity.checkpoint import name_of_weights
 from cuvee.integrations.identity.records import (
     SAMPLE,
     EntrySample,
     IdentityRecord,
+    about_layout,
     about_model,
     differences,
     identity_fields,
@@ -93,6 +94,21 @@ def test_weights_that_differ_are_explained_by_the_two_models() -> None:
         "config.rope_parameters.rope_theta": ("10000.0", "500000.0"),
     }  # fmt: skip
     assert not differences(mine, replace(mine, about=other.about))  # the same content under another name
+
+
+def test_layouts_that_differ_are_explained_by_their_layers() -> None:
+    layers = LAYOUT.layers
+    wide = replace(LAYOUT, layers=(*layers[:2], replace(layers[2], kv_heads=4, rope=Rope((1.0, 0.5)))))
+    mine, other = record(), record(wide)
+    assert set(differences(mine, other)) == {"layout"}, "records of older versions"
+    mine.about = about_layout(LAYOUT)
+    assert set(differences(mine, other)) == {"layout"}, "one of them"
+    other.about = about_layout(wide)
+    found = differences(mine, IdentityRecord.from_bytes(other.key, other.to_bytes()))
+    assert found.pop("layout.rope")[0] == "none x 3"
+    assert found == {"layout.kv_heads": ("2 x 3", "2 x 2, 4 x 1")}
+    other.about = about_layout(LAYOUT)  # the same layers, of states that are not in it
+    assert set(differences(mine, other)) == {"layout"}
 
 
 def test_no_secret_is_written() -> None:
