@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,13 @@ def blob_files(source: Path) -> list[Path]:
     """Return the blobs of a folder in order, or the file itself.
 
     Raises:
-        InputError: the folder holds no blobs.
+        InputError: the folder holds no blobs, or is missing since it was replaced.
     """
+    if not source.exists() and (old := next(source.parent.glob(f".{escape(source.name)}.*/old"), None)):
+        raise InputError(
+            f"{source}: must exist, but `encode --force` was stopped while it replaced the folder: move back what it "
+            f"held, {old}, or move what it should hold, {old.with_name('new')}"
+        )
     if not source.is_dir():
         return [source]
     files = sorted(source.glob(f"*{SUFFIX}"))

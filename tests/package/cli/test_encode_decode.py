@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -203,3 +206,20 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="No space left"):
         write_folder(folder, {"0.cuvee": b"new"}, force=True)
     assert [file.name for file in tmp_path.iterdir()] == ["blobs"] and (folder / "0.cuvee").read_bytes() == b"old"
+
+
+def test_a_folder_that_is_killed_while_it_is_replaced_is_named(files: Files) -> None:
+    blobs, back, profile = files.folder / "[blobs]", files.folder / "back.safetensors", ("--profile", files.profile)
+    run("encode", files.cache, blobs, *profile)
+    killed = (
+        "import os, pathlib, sys\nfrom cuvee.cli.files import write_folder\nusual = pathlib.Path.rename\n"
+        "pathlib.Path.rename = lambda self, to: os.kill(os.getpid(), 9) if self.name == 'new' else usual(self, to)\n"
+        "write_folder(pathlib.Path(sys.argv[1]), {'00000-of-00001.cuvee': b'new'}, force=True)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", killed, blobs], check=False).returncode == -signal.SIGKILL
+    (old,) = files.folder.glob(".[[]blobs].*/old")
+    fails("inspect", blobs, match=f"move back what it held, {old}, or move what it should hold")
+    fails("decode", blobs, back, *profile, match=str(old))
+    assert (old.with_name("new") / "00000-of-00001.cuvee").read_bytes() == b"new"
+    old.rename(blobs)
+    run("decode", blobs, back, *profile)
