@@ -221,9 +221,9 @@ def about_model(name: str, revision: str | None, config: Mapping[str, Any], left
 
 def about_layout(layout: KVLayout | None) -> dict[str, str]:
     """Return what the layers keep, in their order: `4 x 12, 8 x 2` heads."""
-    found = {}
-    for name in _OF_LAYERS if layout is not None else ():
-        runs = ((_of_layer(value), len([*run])) for value, run in groupby(layout.layers, attrgetter(name)))
+    layers, found = () if layout is None else layout.layers, {}
+    for name in _OF_LAYERS if layers else ():
+        runs = ((_of_layer(value), len([*run])) for value, run in groupby(layers, attrgetter(name)))
         found[f"layout.{name}"] = shown_value(name, ", ".join(f"{value} x {count}" for value, count in runs))
     return found
 
