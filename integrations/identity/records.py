@@ -45,6 +45,7 @@ _MOST_FIELDS = 256
 _MOST_TEXT = 160  # characters of a value
 _MOST_READ = 4 * MOST_RECORDS  # records that are looked at; others have been planted
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
+_OF_LAYOUTS = ("cache_dtype", "model_type", "layers", "max_positions")
 _OF_LAYERS = ("kv_heads", "head_dim", "value_dim", "rope", "sliding_window")
 _EVERY = 1 << 64
 # Names of options whose values may be secrets. Not `bos_token_id`, nor `num_tokens`.
@@ -233,15 +234,13 @@ def differences(mine: IdentityRecord, other: IdentityRecord) -> dict[str, tuple[
 
     Where weights or layouts differ, what is known about the two models says more.
     """
-    found, about = _unequal(mine.fields, other.fields), {}
+    found = _unequal(mine.fields, other.fields)
     if {"weights", "layout"} & found.keys():
-        about = _unequal(mine.about, other.about)
-        layouts = {name: pair for name, pair in about.items() if name.startswith("layout.")}
-        if all(map(all, layouts.values())):
-            found = {name: pair for name, pair in found.items() if name != "layout" or not layouts}
-        else:  # an older record
-            about = {name: pair for name, pair in about.items() if name not in layouts}
-    return found | about
+        about = _unequal(mine.about, other.about)  # records of earlier versions do not tell what layers keep
+        found |= {name: pair for name, pair in about.items() if all(pair) or not name.startswith("layout.")}
+    if any(name in _OF_LAYOUTS or name.startswith("layout.") for name in found):
+        found.pop("layout", None)  # a digest of these
+    return found
 
 
 def shown_value(name: str, value: Any) -> str:

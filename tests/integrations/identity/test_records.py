@@ -52,10 +52,10 @@ def key(number: int, tenant: str = "somebody") -> str:
         (record(weights="bb"), {"weights": ("aa", "bb")}),
         (record(dtype=torch.float16), {"dtype": ("torch.bfloat16", "torch.float16")}),
         (record(tokenizer="uu"), {"tokenizer": ("tt", "uu")}),
-        (record(WIDER), {"cache_dtype": ("bfloat16", "float32"), "layout": ...}),
-        (record(replace(LAYOUT, layers=LAYOUT.layers[:2])), {"layers": ("3", "2"), "layout": ...}),
-        (record(replace(LAYOUT, max_positions=None)), {"max_positions": ("4096", ""), "layout": ...}),
-        (record(replace(LAYOUT, model_type="qwen")), {"model_type": ("llama", "qwen"), "layout": ...}),
+        (record(WIDER), {"cache_dtype": ("bfloat16", "float32")}),
+        (record(replace(LAYOUT, layers=LAYOUT.layers[:2])), {"layers": ("3", "2")}),
+        (record(replace(LAYOUT, max_positions=None)), {"max_positions": ("4096", "")}),
+        (record(replace(LAYOUT, model_type="qwen")), {"model_type": ("llama", "qwen")}),
         (record(profile=b"p", quality="step:7"), {"profile": ("", "70"), "quality": ("lossless", "step:7")}),
         (record(shards=2), {"tensor_parallel_size": ("1", "2")}),
         (record(chunk=128), {"chunk_tokens": ("256", "128")}),
@@ -67,8 +67,7 @@ def key(number: int, tenant: str = "somebody") -> str:
     ],
 )  # fmt: skip
 def test_every_kind_of_difference_is_named(other: IdentityRecord, fields: dict[str, Any]) -> None:
-    found = differences(record(), other)
-    assert {name: ... if fields.get(name) is ... else values for name, values in found.items()} == fields
+    assert differences(record(), other) == fields
     assert other.id != record().id
 
 
