@@ -172,6 +172,9 @@ class Engine:
                 "chunk_tokens": CHUNK,
                 "threads": usable_cores(),
                 "decide": "always",
+                # A busy machine takes longer; it does not find other tokens.
+                "lookup_timeout": 60.0,
+                "load_timeout": 600.0,
                 **(more or {}),
             }
             if profile is not None:
@@ -213,7 +216,7 @@ class Engine:
         return answer
 
     def converse(self, arrivals: Sequence[Arrival], answer: int, seconds: float) -> Traffic:
-        """Answer turns as they arrive, each with this many tokens, until the time is up."""
+        """Answer turns as they arrive, each with this many tokens, until all are answered or the time is up."""
         found = self._call(
             "converse", [[each.at, each.conversation, each.tokens] for each in arrivals], answer, seconds
         )

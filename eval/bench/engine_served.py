@@ -17,7 +17,7 @@ from typing import Any
 
 from cuvee.codec.errors import CuveeError
 
-IDLE_SECONDS = 120.0
+IDLE_SECONDS = 600.0
 
 
 class _Served:
@@ -113,6 +113,8 @@ class _Served:
                     prompt = {"prompt_token_ids": list(said[conversation])}
                     engine.add_request(str(self._requests), prompt, parameters)
             if not engine.has_unfinished_requests():
+                if not due and not any(held.values()):
+                    break
                 time.sleep(0.001)
                 continue
             for output in engine.step():
