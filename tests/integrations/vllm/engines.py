@@ -232,6 +232,7 @@ class Step:
         logprobs: of so many tokens at every position; -1: of all.
         salt: `cache_salt` of the requests.
         params: `kv_transfer_params`, one for each prompt; none at all if empty.
+        media: of each prompt, more fields of vLLM's prompts: what stands for its placeholders; none at all if empty.
         forget: empty the engine's own prefix cache before each submission.
         sleeps: let the engine sleep and wake up first; "changed": and change its weights in place meanwhile.
         weights: change them first, and tell the connector nothing: "changed" in place, by training for instance, or
@@ -247,6 +248,7 @@ class Step:
     logprobs: int = 5
     salt: str | None = None
     params: Sequence[Mapping[str, Any] | None] = ()
+    media: Sequence[Mapping[str, Any]] = ()
     forget: bool = False
     sleeps: bool | Literal["changed"] = False
     weights: Literal["changed", "reloaded", "named"] | None = None
@@ -725,7 +727,10 @@ def _answer(llm: Any, prompts: Sequence[Sequence[int]], step: Step) -> list[Answ
 
     salt = {} if step.salt is None else {"cache_salt": step.salt}
     given = [parameters(params) for params in step.params or [None] * len(prompts)]
-    requests = [({"prompt_token_ids": list(prompt), **salt}, one) for prompt, one in zip(prompts, given, strict=True)]
+    requests = [
+        ({"prompt_token_ids": list(prompt), **salt, **media}, one)
+        for prompt, one, media in zip(prompts, given, step.media or [{}] * len(prompts), strict=True)
+    ]
     answers = []
     for batch in [requests] if step.together else [[request] for request in requests]:
         if step.forget:
