@@ -34,7 +34,6 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.identity.checkpoint import changed_while_loading
@@ -121,13 +120,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         outer = multi_connector()
         have_failed_loads_computed(vllm_config, outer)
         self._setup = replace(self._setup, other_connectors=outer is not None)
-        self._store = borrow_store(self._setup.options.store, unnamed=self._setup.unnamed)
-        backend = vllm_config.parallel_config.distributed_executor_backend
-        if not self._store.shared and backend != "uni":
-            raise InputError(
-                f"store: must be one that several processes share, because the workers run in their own processes "
-                f"(executor {backend!r}), got {self._store.name}; leave it out for shared RAM"
-            )
+        executor = vllm_config.parallel_config.distributed_executor_backend
+        self._store = borrow_store(self._setup.options.store, executor)
         self._cache_hit_source = _HIT_SOURCES.get(self._store.name, CacheHitSource.EXTERNAL_UNSPECIFIED)
         self._closed = False
         self._scheduler: SchedulerSide | None = None
@@ -140,7 +134,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._recorder = Recorder(self._rank() if role is KVConnectorRole.WORKER else 0)
         self._guard = Guard(self._recorder)
         if role is KVConnectorRole.SCHEDULER:
-            if backend != "uni":
+            if executor != "uni":
                 _give_workers_time(vllm_config.shutdown_timeout)
             model = vllm_config.model_config
             identity, make = self._setup.naming(vllm_config)

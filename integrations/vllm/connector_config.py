@@ -21,8 +21,8 @@ class Options(CodingOptions):
     """Options of the connector, by the names of the JSON that sets them: those of `CodingOptions`, and its own.
 
     Attributes:
-        store: a store URL, or a list of them. Default: RAM of the engine's process; where the workers run in processes
-            of their own, a folder in /dev/shm, which all of them reach (`setup.default_store`).
+        store: a store URL, or a list of them. Default: RAM of the engine's process, which is refused where the workers
+            run in processes of their own.
         chunk_tokens: tokens per blob; a multiple of the engine's block size.
         min_tokens: shorter hits are not loaded; default: 64, or one chunk if that is shorter.
         decide: "measured": load if that is expected to be faster than computing; "always": load all that is found.

@@ -6,15 +6,10 @@ Models and features of vLLM that cuvee does not support are refused by name when
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import stat
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,9 +57,6 @@ from cuvee.naming.identity import Identity
 
 logger = logging.getLogger(__name__)
 
-_SHARED_MEMORY = Path("/dev/shm")
-_DEFAULT_GB = 4.0  # of the default store
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -92,7 +84,6 @@ class Setup:
         other_connectors: whether other connectors see the engine's requests (vLLM's MultiConnector).
         replicated: whether all tensor-parallel ranks hold the same pages, as of latents (MLA).
         left: share of a device's memory that the engine leaves free.
-        unnamed: whether the store is the default one, which nobody expects to outlive its engines.
         about: what helps people to recognize the model (`cuvee.integrations.identity.records.about_model`).
     """
 
@@ -116,7 +107,6 @@ class Setup:
     other_connectors: bool = False
     replicated: bool = False
     left: float = 1.0
-    unnamed: bool = False
     about: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -178,10 +168,6 @@ class Setup:
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
-        unnamed = "store" not in transfer.kv_connector_extra_config
-        if unnamed:
-            backend = vllm_config.parallel_config.distributed_executor_backend
-            options = replace(options, store=default_store(backend, str(vllm_config.instance_id)))
         options.secrets()
         refuse_features(vllm_config)
         text_config, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
@@ -221,7 +207,7 @@ class Setup:
             encodes=vllm_config.ec_transfer_config is None or not vllm_config.ec_transfer_config.is_ec_consumer,
             remote_workers=parallel.distributed_executor_backend != "uni", layers=cached,
             codes=codes, pages=pages, replicated=all_latent(kv_cache_config),
-            left=1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization, unnamed=unnamed,
+            left=1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization,
             about=_about(vllm_config.model_config),
         )  # fmt: skip
         if options.deadline_ms is not None and not setup.loads_in_part:
@@ -356,31 +342,6 @@ class Setup:
     def layout_of_pages(self, rank: int) -> KVLayout:
         """Return the KV layout of a rank's pages."""
         return (self.pages or self.layout).shard(rank, self.shards)
-
-
-def default_store(executor: str | None, engine: str) -> tuple[str, ...]:
-    """Return the store of an engine whose options name none: RAM, where all of its processes reach it. A user's engines
-    share it.
-
-    Args:
-        executor: vLLM's name of what runs the workers; "uni": all run in the scheduler's process.
-        engine: its name in vLLM, the same in all of its processes.
-    """
-    if executor == "uni" or not _SHARED_MEMORY.is_dir():
-        return Options().store
-    size = min(shutil.disk_usage(_SHARED_MEMORY).total / 2e9, _DEFAULT_GB)
-    if size < _DEFAULT_GB:
-        logger.warning(
-            "cuvee: %s holds little, so the default store keeps only %.2g GB in it: enlarge it (docker run "
-            "--shm-size), or name another in option 'store'", _SHARED_MEMORY, size,
-        )  # fmt: skip
-    folder = _SHARED_MEMORY / f"cuvee-{os.getuid()}"  # ranks must agree on it
-    with suppress(FileNotFoundError):
-        info = os.lstat(folder)
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-            refused, folder = folder, folder.with_name(f"{folder.name}-{engine}")
-            logger.warning("cuvee: %s is no folder of this user alone, so the default store is %s", refused, folder)
-    return (f"file://{folder}?max_gb={size:.3g}",)
 
 
 def _coded(options: Options, layout: KVLayout, codes: torch.dtype | None, engine: str) -> tuple[KVLayout, Profile, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -32,7 +31,6 @@ from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations.identity import checkpoint as checkpoint_module
 from cuvee.integrations.identity.checkpoint import changed_while_loading
 from cuvee.integrations.profiles.collection import ProfileCollection
-from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm import setup
 from cuvee.integrations.vllm.pages import draft_layers
 from cuvee.integrations.vllm.pages.draft_layers import Drafts
@@ -156,42 +154,6 @@ def test_a_ratio_is_that_of_the_engines_cache(tmp_path: Path) -> None:
         assert made.codec(0).step_index == 0, "of the rank as well"
         with pytest.raises(ProfileError, match=f"^ratio: .* {str(served).removeprefix('torch.')} cache, got 100"):
             Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra | {"ratio": 100}))
-
-
-@pytest.mark.parametrize(("free", "gb"), [(64e9, 4.0), (1e9, 0.5)])
-def test_the_default_store_is_one_that_all_ranks_reach(
-    free: float, gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr("cuvee.integrations.vllm.setup.shutil.disk_usage", lambda path: SimpleNamespace(total=free))
-    (url,) = Setup.of_engine(*_engine(parallel__distributed_executor_backend="mp")).options.store
-    assert url == f"file://{tmp_path}/cuvee-{os.getuid()}?max_gb={gb:g}" and ("--shm-size" in caplog.text) == (gb < 4)
-    assert Setup.of_engine(*_engine()).options.store == ("memory://?max_gb=4",), "of one process"
-
-
-@pytest.mark.parametrize("taken", ["file", "link", "writable", "other user"])
-def test_what_others_put_in_the_default_stores_place_stops_no_engine(
-    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(setup, "_SHARED_MEMORY", tmp_path)
-    place = tmp_path / f"cuvee-{os.getuid()}"
-    if taken == "file":
-        place.touch()
-    elif taken == "link":
-        place.symlink_to(tmp_path)
-    else:
-        place.mkdir(0o700)
-    if taken == "writable":
-        place.chmod(0o777)
-    if taken == "other user":
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    engine = _engine(parallel__distributed_executor_backend="mp")
-    made = Setup.of_engine(*engine)
-    assert made.unnamed and made.options.store[0].startswith(f"file://{place}-{engine[0].instance_id}?max_gb=")
-    assert made.options.store == Setup.of_engine(*engine).options.store, "all ranks agree"
-    assert f"{place} is no folder of this user alone" in caplog.text
-    monkeypatch.undo()
-    assert open_store(made.options.store[0]).put("ab/01", b"blob")
 
 
 def _hybrid(dtype: torch.dtype = torch.bfloat16, mode: str = "align", **changes: Any) -> dict[str, Any]:

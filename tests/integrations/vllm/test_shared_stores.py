@@ -1,80 +1,33 @@
-"""The stores that an engine's processes share, and what is left of the default one."""
+"""The stores that an engine's processes share."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from cuvee.integrations.stores import Store, open_store
-from cuvee.integrations.vllm.shared_stores import SharedFolder, borrow_store, return_store
+from cuvee.codec.errors import InputError
+from cuvee.integrations.vllm.connector_config import Options
+from cuvee.integrations.vllm.shared_stores import borrow_store, return_store
 
 
-def test_the_default_store_ends_with_its_last_user(tmp_path: Path) -> None:
-    """Those of one process, and other processes; what was killed leaves it to the next."""
-    folder = tmp_path / "cuvee-1"
-    urls = (f"file://{folder}?max_gb=1",)
-    stores: list[Store] = [borrow_store(urls, unnamed=True) for _ in range(2)]
-    assert stores[0] is stores[1] and stores[0].put("ab/01", b"x")
-    code = f"""
-        import sys
-        from cuvee.integrations.vllm.shared_stores import borrow_store
-        store = borrow_store(("file://{folder}?max_gb=1",), unnamed=True)
-        print(store.get("ab/01") is not None, flush=True)
-        sys.stdin.read()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"True\n"
-        for _ in range(2):
-            return_store(urls)
-        assert open_store(urls[0]).get("ab/01") == b"x", "the other one uses it"
-        other.kill()
-    assert open_store(urls[0]).get("ab/01") == b"x", "nobody was left to remove it"
-    assert borrow_store(urls, unnamed=True).get("ab/01") == b"x"
-    return_store(urls)
-    assert not folder.exists() and not list(tmp_path.iterdir())
-
-
-def test_a_store_that_was_named_stays(tmp_path: Path) -> None:
+def test_both_roles_of_a_process_have_one_store_until_the_second_gives_it_back(tmp_path: Path) -> None:
     urls = (f"file://{tmp_path}/kv?max_gb=1",)
-    borrow_store(urls).put("ab/01", b"x")
+    first, second = (borrow_store(urls, "mp") for _ in range(2))
+    assert first is second and first.put("ab/01", b"x")
     return_store(urls)
-    assert open_store(urls[0]).get("ab/01") == b"x" and not (tmp_path / "kv" / ".users").exists()
+    assert first.get("ab/01") == b"x"
+    return_store(urls)
+    again = borrow_store(urls, "mp")
+    assert again is not first and again.get("ab/01") == b"x"
+    return_store(urls)
 
 
-def test_who_comes_while_the_folder_is_removed_makes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "cuvee-1"
-    first = SharedFolder(str(path))
-    lock = fcntl.flock
-    times: list[int] = []
-
-    def late(file: int, how: int) -> None:
-        """The first user leaves between the other's opening and its locking."""
-        if not times:
-            times.append(how)
-            first.leave()
-        lock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    second = SharedFolder(str(path))
-    assert (path / ".users").exists()
-    third = SharedFolder(str(path))
-    second.leave()
-    assert path.exists(), "the third one uses it"
-    third.leave()
-    third.leave()
-    assert not path.exists()
-
-
-def test_a_folder_that_cannot_be_locked_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "cuvee-1").mkdir()
-    os.symlink(tmp_path / "elsewhere", tmp_path / "cuvee-1" / ".users")
-    SharedFolder(str(tmp_path / "cuvee-1")).leave()
-    assert (tmp_path / "cuvee-1").exists() and not (tmp_path / "elsewhere").exists()
-    assert "will not be removed" in caplog.text
+@pytest.mark.parametrize("executor", ["mp", "ray", None])
+def test_ram_of_one_process_is_refused_where_workers_have_their_own(executor: str | None) -> None:
+    """It is the default."""
+    urls = Options().store
+    with pytest.raises(InputError, match=r"^store: must be one that processes share, .* got memory: name a folder"):
+        borrow_store(urls, executor)
+    assert borrow_store(urls, "uni").name == "memory"
+    return_store(urls)
