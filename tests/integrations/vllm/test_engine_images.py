@@ -73,21 +73,21 @@ def save_model(path: Path) -> None:
     edge = {"longest_edge": PIXELS}
     pictures = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
     Idefics3Processor(pictures, tokenizer, image_seq_len=TOKENS).save_pretrained(path)
-    vision = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": PIXELS, "patch_size": 4, "initializer_range": 0.2,
+    given: dict[str, Any] = {
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": PIXELS, "patch_size": 4, "initializer_range": 0.2,
+        },
+        "text_config": {
+            "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+            "initializer_range": 0.2,
+        },
+        "image_token_id": IMAGE, "scale_factor": 2, "initializer_range": 0.2, "pad_token_id": 0,
     }  # fmt: skip
-    text = {
-        "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
-        "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 1024, "initializer_range": 0.2,
-    }  # fmt: skip
-    config = Idefics3Config(
-        vision_config=vision, text_config=text, image_token_id=IMAGE, scale_factor=2, initializer_range=0.2,
-        pad_token_id=0,
-    )  # fmt: skip
     torch.manual_seed(0)
-    Idefics3ForConditionalGeneration(config).save_pretrained(path)
+    Idefics3ForConditionalGeneration(Idefics3Config(**given)).save_pretrained(path)
 
 
 def ask(*seeds: int | None, name: str | None = None, **changes: Any) -> Step:
@@ -112,7 +112,7 @@ def ran(folder: Path) -> Mapping[str, Ran]:
     save_model(folder / "model")
     layout = KVLayout.from_config(Idefics3Config.from_pretrained(folder / "model").text_config, "float32")
     predicting(fitted_to(layout), vocabulary=VOCABULARY).save(folder / "profile")
-    own = {"settles": False, "forget": False}
+    own: dict[str, Any] = {"settles": False, "forget": False}
     unnamed = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0, **transfer(folder, "unnamed")}
     lossy = transfer(folder, "lossy", quality=None, step=STEP, profile=str(folder / "profile"))
     engines: dict[str, tuple[list[Step], dict[str, Any]]] = {

@@ -579,6 +579,7 @@ def test_a_checkpoint_that_changes_while_the_engine_starts_is_not_used(
     assert late.lookup([1]) == 0 and "changed while the engine started" in caplog.text
 
 
+@pytest.mark.serves(model="images", where="refused")
 def test_names_that_do_not_tell_the_content_are_refused(engine: Callable[..., Engine]) -> None:
     adapters, images = copy.copy(engine().engine), copy.copy(engine().engine)
     adapters.lora_config = real("vllm.config").LoRAConfig()
