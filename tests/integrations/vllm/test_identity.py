@@ -1,4 +1,4 @@
-"""Images and adapters by what they hold, not by what somebody calls them."""
+"""Images and adapters by what they hold, not by what somebody calls them, as `test_engine_images` shows of images."""
 
 from __future__ import annotations
 
@@ -52,15 +52,6 @@ def test_an_image_whose_content_is_not_here_has_no_name(data: Any) -> None:
     assert MediaNames().name(item(address=1, monotonic_id=2, signature=[3])) == "", "it is in shared memory"
 
 
-def test_a_name_that_stood_for_two_images_is_not_trusted_again() -> None:
-    """vLLM may use what it computed from the one for the other."""
-    names, cat, dog = MediaNames(), item("mine", pixels=torch.zeros(3)), item("mine", pixels=torch.ones(3))
-    first = names.name(cat)
-    assert first and names.name(cat) == first
-    assert names.name(dog) == "" and names.name(cat) == ""
-    assert names.name(item("yours", pixels=torch.ones(3)))
-
-
 # Requests ------------------------------------------------------------------------------------------------------------
 
 
@@ -68,22 +59,6 @@ def stored(d: Desk, request: Any) -> set[bytes]:
     """The digests of what a request would store."""
     d.matched(request)
     return {save.entry.digest for save in d.plan((request, 0, request.num_prompt_tokens)).saves}
-
-
-def test_names_that_count_are_in_no_key(desk: Callable[..., Desk]) -> None:
-    """Each process of vLLM begins with `renderer0-mm-1-image-0` when its caches are off."""
-    cat, dog = (stored(desk(), make_request(mm_features=[image("1", content=each)])) for each in ("cat", "dog"))
-    again = stored(desk(), make_request(mm_features=[image("2", content="cat")]))
-    assert cat and cat == again and not cat & dog
-
-
-def test_a_client_that_reuses_a_name_is_not_cached(desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
-    d = desk()
-    assert stored(d, make_request("a", mm_features=[image("mine", content="cat")]))
-    for name, content in (("b", "dog"), ("c", "cat")):
-        assert not stored(d, make_request(name, mm_features=[image("mine", content=content)]))
-    assert d.recorder.totals()["uncached", "media"] == 2
-    assert caplog.text.count("a client gave two images one name") == 1
 
 
 @pytest.mark.parametrize("why", [{"resumable": True}, {"cache_salt": 7}])
