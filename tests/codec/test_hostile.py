@@ -125,13 +125,17 @@ def test_every_byte_of_the_sections_changed_with_right_checksums(scheme: str) ->
     assert not all(decoded) and any(decoded)
 
 
+def cut_sections(blob: bytes) -> Iterator[bytes]:
+    first, *others = sections_of(blob)
+    for length in range(len(first)):
+        yield reseal(blob, [first[:length], *others])
+
+
 @pytest.mark.parametrize("backend", ["auto", TRITON])
 def test_sections_cut_with_right_checksums(scheme: str, backend: str) -> None:
-    blob = blob_of(scheme)
-    sections = sections_of(blob)
-    for length in range(len(sections[0])):
+    for cut in cut_sections(blob_of(scheme)):
         with pytest.raises(FormatError):
-            decode(scheme, reseal(blob, [sections[0][:length], *sections[1:]]), backend)
+            decode(scheme, cut, backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", TRITON])
@@ -168,46 +172,39 @@ def test_the_corpus_is_made_of_blobs_as_they_are() -> None:
         assert attempt(scheme, reseal(blob_of(scheme), None, None, start=4096 - TOKENS)), "the last positions"
 
 
+# Decodes blobs that end where their page does; the page behind them may not be read.
+GUARDED = """
+import ctypes, mmap, sys
+from tests.codec.damaged import SCHEMES, blob_of
+from tests.codec.test_hostile import DAMAGED, attempt, cut_sections, resealed_flips
+forged = [(damage.scheme, damage.forge()) for damage in DAMAGED.values()]
+for scheme in SCHEMES:
+    blob = blob_of(scheme)
+    forged += [(scheme, each) for each in (blob, *resealed_flips(blob), *cut_sections(blob))]
+guard = mmap.PAGESIZE * (1 + max(len(blob) for _, blob in forged) // mmap.PAGESIZE)
+memory = mmap.mmap(-1, guard + mmap.PAGESIZE)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + guard
+if sys.platform == "linux":
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+for scheme, blob in forged:
+    at = memoryview(memory)[guard - len(blob) : guard]
+    at[:] = blob
+    attempt(scheme, at, "numba")
+print("within")
+"""
+
+
 @pytest.mark.slow
-def test_compiled_loops_stay_within_their_arrays() -> None:
-    """The damaged bytes again, where Numba checks every index: nobody catches its IndexError."""
+def test_nothing_beyond_an_array_or_a_blob_is_touched() -> None:
+    """The damaged bytes again, where Numba checks every index: nobody catches its IndexError. Who reads on dies."""
     environment = {
         **os.environ,
         "NUMBA_BOUNDSCHECK": "1",
         # Its code is other code under the same name: it must never be taken for that of everybody else.
         "NUMBA_CACHE_DIR": str(ROOT / ".numba_cache" / "boundscheck"),
     }
-    chosen = "(broken_rule and numba) or every_byte_of or sections_cut"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu"]
-    done = subprocess.run(
-        [*command, "-k", chosen, __file__], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
-
-
-# Decodes blobs that end where their page does; the page behind them may not be read.
-GUARDED = """
-import ctypes, mmap
-from tests.codec.damaged import SCHEMES, blob_of
-from tests.codec.test_hostile import attempt, resealed_flips
-guard = mmap.PAGESIZE * (1 + max(len(blob_of(scheme)) for scheme in SCHEMES) // mmap.PAGESIZE)
-memory = mmap.mmap(-1, guard + mmap.PAGESIZE)
-address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + guard
-assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-for scheme in SCHEMES:
-    for forged in [blob_of(scheme), *resealed_flips(blob_of(scheme))]:
-        at = memoryview(memory)[guard - len(forged) : guard]
-        at[:] = forged
-        attempt(scheme, at, "numba")
-print("within")
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is protected as on Linux")
-def test_nothing_is_read_beyond_a_blob() -> None:
-    """Whoever does dies."""
-    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=False, cwd=ROOT)
+    command = [sys.executable, "-c", GUARDED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "within\n"), done.stderr[-2000:]
 
 
