@@ -286,6 +286,7 @@ def test_the_version_has_a_section_in_the_changelog() -> None:
     assert f"\n## [{version}] - 2" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly  # 12 s; CI builds it with every change (`make docs`)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     if any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")):
         pytest.skip("MkDocs is not installed: pip install 'cuvee[docs]'")
