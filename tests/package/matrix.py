@@ -40,7 +40,7 @@ Written by `python -m tests.package.matrix` from the marks of the tests. **engin
 **classes**: the engine's own code calls ours, without a model behind it. **refused**: the engine does not start, and
 says which setting to change. An empty cell: no test shows it. A row names what differs from the first. Runner V2,
 async: the V2 model runner and async scheduling, vLLM's defaults on a GPU, here in Triton's interpreter. vLLM's
-columns hold for 0.32 and 0.33 (`make test-next`).
+columns hold for 0.32 and 0.33 (`make test-next`); its ranks are forked, as on a GPU.
 
 vLLM offloads from GPUs only, so one part is replaced in the tier's **engine** cells: the copy between device and host,
 with the streams and events that order it, by threads in host memory, into the order of a GPU's pages

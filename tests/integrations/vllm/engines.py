@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import math
+import multiprocessing
 import operator
 import os
 import pickle
@@ -28,11 +29,14 @@ import sys
 import threading
 import time
 import traceback
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
 
@@ -393,19 +397,20 @@ def run_engines(
 
 
 class _EngineProcess:
-    """A process that runs orders of engines until it is ended, or pytest is. To import vLLM takes it seven seconds.
+    """A process that runs orders of engines until it is ended, or pytest is.
 
     Args:
         folder: its working directory, with its log.
         variables: of its environment.
+        fresh: not forked.
     """
 
-    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
+    def __init__(self, folder: Path, variables: dict[str, str], fresh: bool) -> None:
         self.variables = variables
         self._log = folder / "log.txt"
         # With AMX, oneDNN rounds a product of bfloat16 otherwise in a batch of another size. The attention keeps AMX.
         usual = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-        self._process = _start(folder, [__file__], usual | variables, subprocess.PIPE)
+        self._process = _start(folder, [__file__], usual | variables, True, fresh)
 
     def run(self, order: Path, results: Path, timeout: float) -> tuple[int | str, str]:
         """Have it do what an order says: 0, its exit status, or that it took too long; and its output."""
@@ -441,7 +446,7 @@ def _process(folder: Path, variables: dict[str, str], fresh: bool) -> _EnginePro
             return process
         if same or process.variables:
             _end(process)
-    _running.append(_EngineProcess(folder, variables))
+    _running.append(_EngineProcess(folder, variables, fresh))
     return _running[-1]
 
 
@@ -482,23 +487,76 @@ def _patience() -> int:
     return gpu_defaults.PATIENCE if gpu_defaults.wanted() else 1
 
 
+# Variables that nothing reads when vLLM is imported. With any other, a process imports it by itself.
+_READ_LATER = {
+    "ONEDNN_MAX_CPU_ISA", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
+}  # fmt: skip
+
+
 def _start(
-    folder: Path, command: Sequence[str], variables: Mapping[str, str], stdin: int | None = None
-) -> subprocess.Popen[bytes]:
-    """A process of Python in a folder, where it writes log.txt."""
+    folder: Path, command: Sequence[str], variables: Mapping[str, str], asked: bool = False, fresh: bool = False
+) -> subprocess.Popen[bytes] | _Fork:
+    """A process of Python in a folder, where it writes log.txt; `asked` through its standard input."""
     environ = environment(**variables)
     if gpu_defaults.wanted():
         environ.update(gpu_defaults.GPU)
+    elif not fresh and variables.keys() <= _READ_LATER:
+        return _Fork(folder, command, environ, asked)
     with (folder / "log.txt").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, *command],
-            stdin=stdin,
+            stdin=subprocess.PIPE if asked else None,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environ,
             cwd=folder,
             start_new_session=True,
         )
+
+
+@functools.cache
+def _forking() -> tuple[Connection, subprocess.Popen[bytes]]:
+    """A process that imports vLLM once, to be forked, and the way to it. It ends with pytest."""
+    orders, theirs = Pipe()
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(theirs.fileno())], env=environment(), start_new_session=True,
+        stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+    )  # fmt: skip
+    theirs.close()
+    return orders, process
+
+
+class _Fork:
+    """A script in a process that has imported vLLM, which takes eight seconds; used as `subprocess.Popen` is."""
+
+    def __init__(self, folder: Path, command: Sequence[str], environ: Mapping[str, str], asked: bool) -> None:
+        (folder / "log.txt").touch()
+        orders, forking = _forking()
+        taken, given = os.pipe()
+        self._said, theirs = Pipe(duplex=False)
+        orders.send((str(folder), list(command), dict(environ)))
+        for handle in (theirs.fileno(), taken):
+            send_handle(orders, handle, forking.pid)
+        theirs.close()
+        os.close(taken)
+        self.stdin = os.fdopen(given, "wb")
+        if not asked:
+            self.stdin.close()
+        self._status: int | None = None
+        self.pid: int = self._said.recv()
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended."""
+        if self._status is None and self._said.poll():
+            self._status = self._said.recv()
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, when it has ended."""
+        if self._status is None and not self._said.poll(timeout):
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return cast(int, self.poll())
 
 
 def read_results(path: Path, text: str) -> Results:
@@ -523,7 +581,7 @@ class Results(dict[str, Any]):
 
 
 @contextlib.contextmanager
-def killed_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def killed_at_the_end(process: subprocess.Popen[bytes] | _Fork) -> Iterator[None]:
     """Leave nothing of a process's session behind, workers included."""
     try:
         yield
@@ -949,6 +1007,7 @@ def run_steps(llm: Any, steps: Sequence[Step]) -> Ran:
     return done
 
 
+@functools.cache
 def import_vllm() -> None:
     """Import vLLM, so that engines can follow each other in this process."""
     if gpu_defaults.wanted():
@@ -975,6 +1034,9 @@ def import_vllm() -> None:
     # It asks another process, which imports all of it again, what a model can do: a GPU must not be used before a fork.
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda inspect: inspect()
+    # Ranks are forked, as they are on a GPU: a CPU's import all of it again, each of them.
+    system: Any = importlib.import_module("vllm.utils.system_utils")
+    system.multiprocessing = types.SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
 
 
 def start_engine(model: str | Path, **options: Any) -> Any:
@@ -1023,7 +1085,43 @@ def main() -> None:
         written.replace(results)
 
 
+def fork(orders: Connection) -> None:
+    """Fork a process for each order, which runs a script. For each, another one waits, and tells who ordered it."""
+    import_vllm()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        try:
+            folder, command, environ = orders.recv()
+        except EOFError:
+            os._exit(0)
+        said, asked = recv_handle(orders), recv_handle(orders)
+        if os.fork() == 0:
+            break
+        os.close(said)
+        os.close(asked)
+    orders.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if child := os.fork():
+        answers = Connection(said, readable=False)
+        answers.send(child)
+        answers.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os._exit(0)
+    os.close(said)
+    os.setsid()
+    os.chdir(folder)
+    log = os.open("log.txt", os.O_WRONLY | os.O_TRUNC)
+    for own, handle in ((0, asked), (1, log), (2, log)):
+        os.dup2(handle, own)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv[:] = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
 if __name__ == "__main__":
     from tests.integrations.vllm import engines  # whose classes are in orders, unlike those of a script
 
-    engines.main()
+    if sys.argv[1:]:
+        engines.fork(Connection(int(sys.argv[1])))
+    else:
+        engines.main()
