@@ -1016,6 +1016,9 @@ def import_vllm() -> None:
     # more than half of every engine, which would have all of them searched seven times at its end.
     gc.disable()
     importlib.import_module("vllm.entrypoints.llm")
+    # An engine's worker on a CPU calls `vars` on all modules when it starts, which fails for one of llvmlite's.
+    importlib.import_module("cuvee.integrations.vllm.connector")
+    assert not {"numba", "llvmlite"} & sys.modules.keys(), "the connector imports Numba"
     gc.enable()
     gc.freeze()
     # An engine's own objects are garbage once it has ended.

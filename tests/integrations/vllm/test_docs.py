@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.integrations.readme_tables import check_options
 from tests.integrations.readme_tables import rows as table_rows
-from tests.integrations.vllm.engines import need_vllm, run_script
+from tests.integrations.vllm.engines import Program, run_engines
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.integrations.stores import open_store
@@ -103,10 +103,6 @@ WRONG_OPTIONS = {
 }
 STARTED = """
 import json, sys
-import cuvee.integrations.vllm.connector
-print("loaded:", {"numba", "llvmlite"} & {*sys.modules})
-from tests.integrations.vllm import engines
-engines.import_vllm()
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 _, model, wrong = sys.argv
@@ -121,27 +117,13 @@ for options in json.loads(wrong):
 """
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a process says that imports the connector, and has vLLM read wrong options of ours."""
-    need_vllm()
-    folder, model = tmp_path_factory.mktemp("started"), str(bundled_model_path())
-    (folder / "started.py").write_text(STARTED)
-    status, said = run_script(folder, str(folder / "started.py"), model, json.dumps([*WRONG_OPTIONS]))
-    assert status == 0, said[-8000:]
-    return said
-
-
 @pytest.mark.slow
-def test_the_connector_is_imported_without_numba(started: str) -> None:
-    """vLLM's workers call `vars` on all modules when they start on a CPU, which fails for a module of llvmlite's."""
-    assert "\nloaded: set()\n" in "\n" + started
-
-
-@pytest.mark.slow
-def test_wrong_options_are_refused_while_vllm_reads_its_own(started: str) -> None:
+def test_wrong_options_are_refused_while_vllm_reads_its_own(folder: Path) -> None:
     """Before there is an engine that could load a model."""
-    refused = re.findall(r"^refused: (.*)$", started, re.MULTILINE)
+    script = folder / "started.py"
+    script.write_text(STARTED)
+    program = Program("started", script, [str(bundled_model_path()), json.dumps([*WRONG_OPTIONS])])
+    refused = re.findall(r"^refused: (.*)$", run_engines(folder / "run", [program])["started"].log, re.MULTILINE)
     for found, message in zip(refused, WRONG_OPTIONS.values(), strict=True):
         assert message in found
 
