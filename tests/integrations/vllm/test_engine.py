@@ -343,7 +343,7 @@ def ranks(folder: Path, models: dict[str, Path]) -> tuple[Results, faults.Outcom
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20",  # so long vLLM waits for the rank that waits for the other one
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "12",  # so long vLLM waits for the rank that waits for the other one
     }  # fmt: skip
     outcome = faults.run_group("ranks", place, models["llama"], str(root), **variables)
     assert (place / "answers").exists(), outcome.log[-4000:]
