@@ -273,13 +273,14 @@ def fitted_profile(name: str, group: str) -> Profile:
 
 
 @cache
-def fitted_to(layout: KVLayout, group: str = "layer") -> Profile:
-    """A profile of a layout, learned from synthetic chunks, without a curve."""
+def fitted_to(layout: KVLayout, group: str = "layer", model: str | None = None) -> Profile:
+    """A profile of a layout and of weights, learned from synthetic chunks, without a curve."""
     tokens = max(200, 4 * layout.values_per_token // 7 + 8)  # enough for any group
     if layout.max_positions is not None:
         tokens = min(tokens, layout.max_positions - 100)  # too few for a group of all layers, in a short model
     last = 10_000 if layout.max_positions is None else layout.max_positions - tokens
-    return fit(layout, [synthetic_chunk(layout, tokens, seed, min(10 * seed, last)) for seed in range(100, 107)], group)
+    chunks = [synthetic_chunk(layout, tokens, seed, min(10 * seed, last)) for seed in range(100, 107)]
+    return fit(layout, chunks, group, model=model)
 
 
 def make_codec(name: str, scheme: str, **arguments: Any) -> Codec:

@@ -13,7 +13,9 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -37,6 +39,7 @@ _BEFORE = ("module.", "base_model.model.")
 VOLATILE = frozenset(
     {"transformers_version", "_name_or_path", "_commit_hash", "peft_version", "base_model_name_or_path", "revision"}
 )
+_MET: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()  # by model: fingerprints compared with it
 _SAVED = VOLATILE | {"architectures", "dtype", "torch_dtype"}  # likewise what saving a model writes into its own
 
 
@@ -176,6 +179,18 @@ def warn_of_others(recorded: str | None, model: PreTrainedModel | str) -> None:
             "cuvee: the profile was learned from other weights than the model's, or from the same in another dtype: "
             "the KL of its curve is not promised here"
         )
+
+
+def warn_of_others_once(recorded: str | None, model: PreTrainedModel) -> None:
+    """As `warn_of_others`, the first time that a profile meets a model: reading all weights for each call would take
+    too long, and training changes them between calls. Weights on the device meta are not compared.
+    """
+    met = _MET.setdefault(model, set())
+    if recorded is None or recorded in met:
+        return
+    met.add(recorded)
+    with suppress(InputError):
+        warn_of_others(recorded, model)
 
 
 def _configuration(model: PreTrainedModel) -> str:

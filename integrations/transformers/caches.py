@@ -26,6 +26,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.fingerprint import warn_of_others_once
 from cuvee.codec.models.forward import append_units
 from cuvee.codec.models.measured import decoder_config, measured_layers
 from cuvee.codec.models.probe import MeasuredLayer
@@ -192,7 +193,9 @@ def decode_cache(
         codec: a codec with the profile that the blobs were made with.
         blobs: the list, in the order in which `encode_cache` returned it.
         model: the transformers model, or its configuration. Sliding-window layers keep the tokens that the model itself
-            would keep.
+            would keep. The first call with a model and a lossy codec compares its weights with those that the profile
+            was learned from, about a second per 1.5 billion values, and logs a warning if they are others; with a
+            configuration nothing is compared.
         device: the device of the cache; None: the CPU. On a device that the codec serves, all blobs are decoded there
             in one call. For other devices, they are decoded on the CPU and copied.
         attention_mask: [B, T] of a left-padded batch, as given to `encode_cache`. Padded columns are filled with zeros.
@@ -209,8 +212,8 @@ def decode_cache(
             the rows have different lengths and there is no mask, or it does not match them; the blobs hold more than
             `max_tokens`; `associated_data` does not have one entry per row, or the codec has no key.
         OutOfMemoryError: the cache cannot be allocated.
-        ProfileMismatchError: `model` or a blob has another layout than the profile. That all blobs are of one text and
-            of the model's weights is not checked: bind them to the names of these by `associated_data`.
+        ProfileMismatchError: caches of `model` or a blob have another layout than the profile's. That all blobs are of
+            one text and of the model's weights is not checked: bind them to the names of these by `associated_data`.
         FormatError, VersionError, CorruptError: a blob is damaged, or bound to other data.
         KeyMismatchError: a blob has the tag of another key, or only one of blob and codec has a key.
     """
@@ -219,6 +222,8 @@ def decode_cache(
     config = _config_of(model)
     bound = bound_blobs(associated_data, blobs)
     _check_model(model, codec.profile.layout)
+    if not codec.lossless and isinstance(model, PreTrainedModel):
+        warn_of_others_once(codec.profile.model, model)
     target = usable_device("cpu" if device is None else device)
     where = target if codec.on_device(target) else torch.device("cpu")
     with allocations("rebuilding a cache"):

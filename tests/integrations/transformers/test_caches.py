@@ -27,6 +27,7 @@ from cuvee.codec.errors import (
 )
 from cuvee.codec.format.container import inspect, read_header
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles import profile as codec_profile
@@ -422,6 +423,24 @@ def test_blobs_are_bound_to_their_row(
         decode_cache(codec, blobs, model.config, to, associated_data=names[0])  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^associated_data: must be empty without a key"):
         encode_cache(lossless_codec(layout), filled(layout, 1, 7, torch.float32, to), associated_data=names[:1])
+
+
+def test_other_weights_than_the_profiles_are_reported_once(
+    model: Any, layout: KVLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, cache = fitted_to(layout, model=model_fingerprint(model)), prefill(model, prompt(1))
+    other = tiny_model("llama")
+    other.lm_head.weight.data[0, 0] += 1
+
+    def warnings(profile: Profile, quality: str, given: Any) -> int:
+        caplog.clear()
+        codec = Codec(profile, quality)
+        decode_cache(codec, encode_cache(codec, cache, chunk_tokens=CHUNK), given)
+        return caplog.text.count("learned from other weights")
+
+    assert warnings(own, "lossless", other) == 0, "no KL is promised"
+    assert [warnings(own, "balanced", given) for given in (model, other.config, other, other)] == [0, 0, 1, 0]
+    assert warnings(own, "balanced", other.to("meta")) == 0
 
 
 def test_layout_made_by_hand_needs_no_supported_config(model: Any) -> None:
