@@ -184,6 +184,7 @@ REFUSED: list[tuple[list[Callable[[], object]], type[Exception], str]] = [
     (learned_or_measured(with_id(-1)), InputError, "^token_ids: must lie in the vocabulary 0 … 60, got -1"),
     (learned_or_measured(torch.ones(1, 4097, dtype=torch.int64)), InputError, "^token_ids: must be at most 4096 long"),
     (learned_or_measured({}), InputError, "^token_ids: must have at least one kind of text"),
+    (learned_or_measured("Some text."), InputError, "^token_ids: must be an integer tensor .*, got str: tokenize"),
     (learned_from(GOOD, prefix=0), InputError, "^prefix: must lie in 1 … 38, .* got 0$"),
     (learned_from(GOOD, prefix=39), InputError, "^prefix: must lie in 1 … 38, .* got 39$"),
     (learned_from(GOOD, "layer", flops=96.0), InputError, "^flops: must come with group='auto', .* got 'layer'"),

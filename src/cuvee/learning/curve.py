@@ -40,6 +40,11 @@ def by_kind(
     """Return checked calibration text by kind (None for a single one), with the length of its prefix."""
     if isinstance(token_ids, torch.Tensor):
         return {None: (token_ids, check_tokens(model, token_ids, prefix))}
+    if not isinstance(token_ids, Mapping):
+        raise InputError(
+            f"token_ids: must be an integer tensor [N, T], or a mapping of such by kind of text, got "
+            f"{type(token_ids).__name__}: tokenize texts first"
+        )
     if not token_ids:
         raise InputError("token_ids: must have at least one kind of text, got an empty mapping")
     return {kind: (tokens, check_tokens(model, tokens, prefix)) for kind, tokens in token_ids.items()}
