@@ -26,6 +26,7 @@ _WHERE_HELP = (
 )
 
 MIXTURE_SEQUENCES = 96  # as in `cuvee.calibration.kinds`, which needs torch
+LEAST_SEQUENCES = 24  # likewise: three of each kind
 QUICK_SEQUENCES = 56  # of a mixture: about what the largest groups of layers on a CPU are learned from
 
 Out = Annotated[Path, typer.Option("--out", "-o", help="The profile to write, such as model.safetensors.")]
@@ -74,7 +75,7 @@ def profile_learn(
     sequences: Annotated[
         int | None,
         typer.Option(
-            min=3,
+            min=LEAST_SEQUENCES,
             help=f"Learn from about this many sequences of the mixture. Default: {MIXTURE_SEQUENCES}; with --quick "
             f"{QUICK_SEQUENCES}.",
             show_default=False,

@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.package.cli.running import Files, fails, run
+from tests.package.cli.running import Files, fails, misused, run
 
 import cuvee
 from cuvee.calibration import kinds
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.kinds import KINDS, LONG
-from cuvee.cli.profile import MIXTURE_SEQUENCES, QUICK_SEQUENCES
+from cuvee.cli.profile import LEAST_SEQUENCES, MIXTURE_SEQUENCES, QUICK_SEQUENCES
+from cuvee.codec.errors import InputError
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
@@ -198,5 +199,8 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     fails(*learn, "-o", tmp_path / "q", "--text", tmp_path / "none", match="no such text")
     # These fail before a model is looked for.
     missing = ("profile", "learn", tmp_path / "none", "-o", tmp_path / "q")
-    few = run(*missing, "--sequences", "23", "--length", "64", code=1)
-    assert few.stderr.endswith("error: sequences: must be at least 24, got 23\n")
+    few = misused(*missing, "--sequences", "23", "--length", "64")
+    assert "Invalid value for '--sequences'" in few and str(LEAST_SEQUENCES) in few
+    kinds.check_mixture_size(LEAST_SEQUENCES, 8)
+    with pytest.raises(InputError, match=r"^sequences: must be at least 24, got 23"):
+        kinds.check_mixture_size(LEAST_SEQUENCES - 1, 8)
