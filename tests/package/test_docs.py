@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import chdir
+from contextlib import ExitStack, chdir, closing
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,7 @@ from tests.learned import learned_once, shared_folder
 import cuvee
 from cuvee.cli import app
 from cuvee.integrations.stores.base import Store
+from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.scheduler.explaining import REASONS
@@ -130,15 +131,18 @@ def test_the_python_of_a_page_runs(page: str, folder: Path) -> None:
 # --- the recipes, held to the tests that they name
 
 
+RECIPES = {"store": "recipe_store", "place": "recipe_place", "caplog": "caplog"}  # fixtures in place of the contract's
+
+
 def contract_tests() -> list[Callable[..., None]]:
-    """Return the tests of the stores' contract that take a store alone."""
-    found = [test for name, test in vars(contract).items() if name.startswith("test_")]
-    return [test for test in found if list(signature(test).parameters) == ["store"]]
+    """Return the tests of the stores' contract that take a store or a place, and nothing unknown."""
+    found = [(test, [*signature(test).parameters]) for name, test in vars(contract).items() if name.startswith("test_")]
+    return [test for test, taken in found if taken[:1] in (["store"], ["place"]) and {*taken} <= RECIPES.keys()]
 
 
 @pytest.mark.parametrize("check", contract_tests(), ids=lambda test: test.__name__)
-def test_the_store_of_the_recipe_keeps_the_contract(check: Callable[..., None], recipe_store: Store) -> None:
-    check(recipe_store)
+def test_the_store_of_the_recipe_keeps_the_contract(check: Callable[..., None], request: pytest.FixtureRequest) -> None:
+    check(**{name: request.getfixturevalue(RECIPES[name]) for name in signature(check).parameters})
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,18 @@ def recipe_store(recipe: dict[str, Any], tmp_path: Path) -> Iterator[Store]:
     store: Store = recipe["SqliteStore"](str(tmp_path / "blobs.sqlite"))
     yield store
     store.close()
+
+
+@pytest.fixture
+def recipe_place(recipe: dict[str, Any], tmp_path: Path) -> Iterator[contract.Place]:
+    with ExitStack() as stack:
+
+        def make(**named: Any) -> CountedStore:
+            made: CountedStore = recipe["SqliteStore"](str(tmp_path / "place.sqlite"), **named)
+            return stack.enter_context(closing(made))
+
+        planter: Any = make()
+        yield make, lambda key, data: planter._run("INSERT OR REPLACE INTO blobs VALUES (?, ?)", key, data)
 
 
 def test_the_store_of_the_recipe_refuses_damage(recipe: dict[str, Any], tmp_path: Path) -> None:
