@@ -23,9 +23,12 @@ def check_options(text: str, options: type[Any], shown: dict[str, str], *, whole
     table = {row[0].strip("`"): row[1] for row in rows(text, "Options")}
     shared = {field.name: field.default for field in fields(CodingOptions)}
     left_out = [field for field in fields(options) if field.name not in table]
-    assert list(table) == [field.name for field in fields(options) if field.name in table]
-    assert not whole or not left_out
-    assert all(field.name in shared and field.default == shared[field.name] for field in left_out)
+    in_order = [field.name for field in fields(options) if field.name in table]
+    assert list(table) == in_order, f"the table has {list(table)}, and {options.__name__} has {in_order}"
+    missing = [
+        field.name for field in left_out if whole or field.name not in shared or field.default != shared[field.name]
+    ]
+    assert not missing, f"the table has no row for {missing} of {options.__name__}"
     shown = {"store": "memory://?max_gb=4", "quality": 'balanced"` or `"lossless', "model_id": "computed", **shown}
     for field in fields(options):
         if field in left_out:
