@@ -124,7 +124,7 @@ lint: setup  ## ruff check, ruff format --check, mypy --strict
 check: setup  ## lint, types of the sources, and the quick tests of every folder: no engine, no network
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target types quick
+	$(MAKE) --no-print-directory --jobs=2 types quick
 
 types: setup
 	$(BIN)/mypy src/cuvee
