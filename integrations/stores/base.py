@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
@@ -30,6 +31,16 @@ class StoreError(CuveeError):
     """A store could not be reached or refused an operation; the message names the store and the cause."""
 
     blames_blob = False
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """Return what the stores of these names are called as tiers of one: a second "redis" is "redis-2"."""
+    found: list[str] = []
+    seen: Counter[str] = Counter()
+    for name in names:
+        seen[name] += 1
+        found.append(f"{name}-{seen[name]}" if seen[name] > 1 else name)
+    return found
 
 
 @dataclass(slots=True)

@@ -156,7 +156,7 @@ class GuardedStore(Store):
             return work() is not False
         except Exception as error:
             self._count(error)
-            _log.warning("the %s store could not be %s: %s", self.name, done, _describe(error))
+            _log.warning("cuvee: the %s store could not be %s: %s", self.name, done, _describe(error))
             return False
 
     def _run(self, operation: str, breaker: _Breaker, work: Callable[[], _T], otherwise: _T) -> _T:
@@ -203,8 +203,8 @@ class GuardedStore(Store):
         self._count(error)
         if report:
             _log.warning(
-                "%s the %s store failed: %s. Check that it is running, reachable and has room. Until it answers, it "
-                "counts as empty and is tried again every %.3g to %.3g s.",
+                "cuvee: %s the %s store failed: %s. Check that it is running, reachable and has room. Until it "
+                "answers, it counts as empty and is tried again every %.3g to %.3g s.",
                 breaker.what, self.name, _describe(error), self.first_backoff, self.max_backoff,
                 exc_info=None if isinstance(error, (StoreError, OSError)) else error,
             )  # fmt: skip
@@ -212,7 +212,7 @@ class GuardedStore(Store):
     def _recover(self, breaker: _Breaker) -> None:
         with self._lock:
             breaker.retry_at, breaker.backoff, breaker.closed_at = None, 0.0, self._clock()
-        _log.info("%s the %s store works again", breaker.what, self.name)
+        _log.info("cuvee: %s the %s store works again", breaker.what, self.name)
 
     def _count(self, error: Exception) -> None:
         if not isinstance(error, (StoreError, InputError)):
@@ -222,5 +222,5 @@ class GuardedStore(Store):
 
 def _describe(error: Exception) -> str:
     """Return the message of a `StoreError`, which names the store; for any other error, its type and message."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).removesuffix(".")
     return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"

@@ -177,7 +177,7 @@ class CountedStore(Store):
     def _warn(self, kind: str, message: str, *details: object) -> None:
         """Log the first event of a kind as a warning. Errors among `details` are shown without secrets."""
         shown = [self._shown(part) if isinstance(part, Exception) else part for part in details]
-        self._once(kind, "%s: " + message, self._label, *shown)
+        self._once(kind, "cuvee: %s: " + message, self._label, *shown)
 
     def attempt(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Return `work(*arguments)`; count an operation that fails.

@@ -22,7 +22,7 @@ from typing import Any
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.core.guard import Once
-from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_tenant
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_tenant, numbered
 from cuvee.integrations.stores.threads import ThreadPool
 
 _log = logging.getLogger(__name__)
@@ -65,10 +65,8 @@ class TieredStore(Store):
         if other := [type(store).__name__ for store in given if not isinstance(store, Store)]:
             raise InputError(f"stores: must hold stores, got {other[0]}: open_store(URL) makes one")
         self.shared = any(store.shared for store in stores)
-        self._tiers: list[_Tier] = []
-        for level, store in enumerate(stores):
-            same = sum(tier.store.name == store.name for tier in self._tiers)
-            self._tiers.append(_Tier(store, level, f"{store.name}-{same + 1}" if same else store.name))
+        names = numbered(store.name for store in stores)
+        self._tiers = [_Tier(store, level, names[level]) for level, store in enumerate(stores)]
         self._closed = False
         self._epoch = 0  # the number of deletions that have ended
         self._deleting = 0
@@ -241,10 +239,10 @@ class _Tier:
 
     def __init__(self, store: Store, level: int, name: str) -> None:
         self.store, self.name = store, name
-        self._label = f"tier {level} ({store.name})"
+        self._label = f"cuvee tier {level} ({store.name})"
         self._counts = TierCounters()
         self._once = Once(_log)
-        self._threads = ThreadPool(WRITERS, f"cuvee {self._label}", math.inf)
+        self._threads = ThreadPool(WRITERS, self._label, math.inf)
         self._closed = False
         self._changed = threading.Condition()
         self._waiting: dict[str, bytes] = {}

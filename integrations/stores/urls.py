@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote, urlsplit
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.identity.secret_sources import read_secret
-from cuvee.integrations.stores.base import OBJECT_SCHEMES, Store
+from cuvee.integrations.stores.base import OBJECT_SCHEMES, Store, numbered
 from cuvee.integrations.stores.redaction import redacted
 
 _MEMORY_BYTES = 4 * 10**9
@@ -37,6 +37,7 @@ _AMOUNTS: dict[str, tuple[dict[str, int], str]] = {
 }
 _TIERED = "tiered:"
 _PASSWORD = ("password_env", "password_file")
+_Maker = Callable[[str, str, str, dict[str, Any]], Store]
 
 
 def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
@@ -55,18 +56,9 @@ def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
         InputError: the URL or an option is invalid. The message shows no passwords.
         ImportError: the package of the store's client is missing.
     """
-    tiers: list[Any]  # a list from a configuration file may contain anything
-    if not isinstance(url, str) and len(url) == 1 and str(url[0]).startswith(_TIERED):  # options are lists of URLs
-        url = url[0]
-    if isinstance(url, str):
-        if not url.startswith(_TIERED):
-            return _open(url, guarded)
-        tiers = [tier.strip().replace("%2C", ",").replace("%2c", ",") for tier in url.removeprefix(_TIERED).split(",")]
-    else:
-        tiers = list(url)
-    if not tiers or not all(isinstance(tier, str) and tier for tier in tiers):
-        shown = redacted(url) if isinstance(url, str) else f"{len(tiers)} entries"
-        raise InputError(f"url: must name one or more tiers by non-empty URLs, got {shown}")
+    tiers = _tiers(url)
+    if isinstance(tiers, str):
+        return _open(tiers, guarded)
     from cuvee.integrations.stores.tiered import TieredStore
 
     stores: list[Store] = []
@@ -80,19 +72,54 @@ def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
         raise
 
 
-def _open(url: str, guarded: bool) -> Store:
-    scheme, separator, rest = url.partition("://")
+def tier_names(url: str | Sequence[str]) -> list[str]:
+    """Return the names of tiers that the `counters` of `open_store(url)` have, without opening it.
+
+        >>> tier_names(["memory://", "redis://near", "redis://far"])
+        ['memory', 'redis', 'redis-2']
+
+    Raises:
+        InputError: no store has such a URL.
+    """
+    tiers = _tiers(url)
+    return numbered(_NAMES[_kind(tier)[0]] for tier in ([tiers] if isinstance(tiers, str) else tiers))
+
+
+def _tiers(url: str | Sequence[str]) -> str | list[str]:
+    """Return the URLs of the tiers, or the URL of a store without any."""
+    tiers: list[Any]  # a list from a configuration file may contain anything
+    if not isinstance(url, str) and len(url) == 1 and str(url[0]).startswith(_TIERED):  # options are lists of URLs
+        url = url[0]
+    if isinstance(url, str):
+        if not url.startswith(_TIERED):
+            return url
+        tiers = [tier.strip().replace("%2C", ",").replace("%2c", ",") for tier in url.removeprefix(_TIERED).split(",")]
+    else:
+        tiers = list(url)
+    if not tiers or not all(isinstance(tier, str) and tier for tier in tiers):
+        shown = redacted(url) if isinstance(url, str) else f"{len(tiers)} entries"
+        raise InputError(f"url: must name one or more tiers by non-empty URLs, got {shown}")
+    return tiers
+
+
+def _kind(url: str) -> tuple[_Maker, str]:
+    """Return what makes the store of a URL, and the URL's scheme."""
+    scheme, separator, _ = url.partition("://")
     scheme = scheme.lower().replace("valkey", "redis")
-    location, _, query = rest.partition("?")
     if not separator or scheme not in _KINDS:
         hint = (
             f"did you mean file://{redacted(url)}?" if url.startswith("/") else suggestion(scheme, _KINDS, form="{}://")
         )
         shown = f"{scheme}://" if separator else redacted(url)
         raise InputError(f"url: must begin with the scheme of a store, or with tiered: once, got {shown}; {hint}")
+    return _KINDS[scheme][0], scheme
+
+
+def _open(url: str, guarded: bool) -> Store:
+    make, scheme = _kind(url)
+    location, _, query = url.partition("://")[2].partition("?")
     if "@" in query:
         raise InputError(f"url: must write ? as %3F in a password, and @ as %40 in an option, got {redacted(url)}")
-    make, _ = _KINDS[scheme]
     store = make(url, scheme, location, _options(url, scheme, query))
     if not guarded or scheme == "memory":
         return store
@@ -145,13 +172,15 @@ def _redis(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store
 
 _SERVER = ("ttl", "timeout", *_PASSWORD)
 # What makes the store of each scheme, and its options.
-_KINDS: dict[str, tuple[Callable[[str, str, str, dict[str, Any]], Store], tuple[str, ...]]] = {
+_KINDS: dict[str, tuple[_Maker, tuple[str, ...]]] = {
     "memory": (_memory, ("max_gb",)),
     "file": (_file, ("max_gb", "ttl")),
     **dict.fromkeys(("redis", "rediss", "redis+cluster", "rediss+cluster"), (_redis, _SERVER)),
     "unix": (_redis, (*_SERVER, "db")),
     **dict.fromkeys(OBJECT_SCHEMES, (_objects, ("ttl",))),
 }
+# What the stores that these make are called.
+_NAMES: dict[_Maker, str] = {_memory: "memory", _file: "disk", _redis: "redis", _objects: "object"}
 # Why some stores have no budget, and what to do instead.
 _NO_BUDGET = {
     _redis: "Redis, which evicts itself: set its maxmemory, and its maxmemory-policy to allkeys-lru",

@@ -5,10 +5,13 @@ Both run in the API process and receive, at every engine step, the figures that 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from cuvee.codec.errors import InputError
+from cuvee.integrations.stores.urls import tier_names
 from cuvee.integrations.vllm.metric_table import METRICS, Metric
 from cuvee.integrations.vllm.metrics import figures, merge, metric_of
 
@@ -40,8 +43,7 @@ class CuveePrometheus(KVConnectorPromMetrics):
     """The metrics of `METRICS`, each with vLLM's labels and its own, as `vllm:cuvee_<name>` (counters: `…_total`).
 
     The arguments are vLLM's: classes of metrics (prometheus_client's or Ray's), names of its labels, and their values
-    by engine. Counters with known labels start at zero, so that an alarm on a rate works; gauges appear once they are
-    known.
+    by engine. Counters start at zero, so that an alarm on a rate works; gauges appear once they are known.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class CuveePrometheus(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {metric.name: self._register(metric) for metric in METRICS.values()}
+        tiers = _tiers(vllm_config)
         for metric in METRICS.values():
-            if metric.kind == "gauge" or metric.second or (metric.label and not metric.values):
-                continue
-            for engine in per_engine_labelvalues:
-                for label in metric.values or ("",):
+            labels = metric.values or ("",)
+            if metric.label == "tier":
+                labels = tuple(f"{tier}:{value}" if value else tier for tier in tiers for value in labels)
+            for engine in per_engine_labelvalues if metric.kind != "gauge" else ():
+                for label in labels:
                     self._child(metric, label, engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -89,3 +93,12 @@ class CuveePrometheus(KVConnectorPromMetrics):
         """Return the metric for these label values; prometheus_client keeps one object for each."""
         own = label.rsplit(":", 1) if metric.second else [label] * bool(label)
         return self._metrics[metric.name].labels(*self.per_engine_labelvalues[engine], *own)
+
+
+def _tiers(vllm_config: Any) -> list[str]:
+    """Return the names of the store's tiers; none if its URL is invalid, which the engine's start reports."""
+    executor = vllm_config.parallel_config.distributed_executor_backend
+    default = "memory://" if executor == "uni" else "file://"  # `setup.default_store`
+    with suppress(InputError):
+        return tier_names(vllm_config.kv_transfer_config.kv_connector_extra_config.get("store", default))
+    return []

@@ -11,8 +11,9 @@ from cuvee.integrations.vllm.scheduler.state import SchedulerState
 
 REASONS = {
     "hit": "all that can be loaded was found",
-    "absent": "nothing is stored under this cache salt{adapter} for these tokens and this engine's identity",
-    "partial": "the entry that begins at token {missing} is not there{adapter}",
+    "absent": "nothing was found under this cache salt{adapter} for these tokens and this engine's identity; a tier "
+    "that is down counts as empty",
+    "partial": "the entry that begins at token {missing} was not found{adapter}; a tier that is down counts as empty",
     "storing": "the entry that begins at token {missing} is being stored, or was dropped a moment ago",
     "declined": "loading what was found takes longer than computing it, by what both took before",
     "queued": "other loads were before it for as long as computing takes",

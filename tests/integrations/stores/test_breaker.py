@@ -22,7 +22,7 @@ LONG = 10.0  # seconds after which a hanging test fails
 
 
 def down() -> StoreError:
-    return StoreError("fake store at nowhere: connection refused")
+    return StoreError("fake store at nowhere: connection refused.")
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def test_an_outage_is_logged_twice(
         store.get(KEY)
         begin, end = caplog.records
         assert (begin.levelno, end.levelno) == (logging.WARNING, logging.INFO)
-        assert "reading from the fake store failed: fake store at nowhere: connection refused." in begin.message
+        assert "reading from the fake store failed: fake store at nowhere: connection refused. Check" in begin.message
         assert "Check that it is running" in begin.message and not begin.exc_info
-        assert end.message == "reading from the fake store works again"
+        assert end.message == "cuvee: reading from the fake store works again"
 
 
 def test_what_never_reached_the_server_proves_nothing(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:

@@ -225,7 +225,7 @@ def test_a_failing_write_stops_nothing(three: Three, caplog: pytest.LogCaptureFi
     three.idle()
     # A store itself counts the StoreErrors that it raises.
     assert three.store.counters()["low"].errors == (2 if isinstance(error, RuntimeError) else 0)
-    assert caplog.messages == ["tier 1 (low): a copy was not written: down (logged once)"]
+    assert caplog.messages == ["cuvee tier 1 (low): a copy was not written: down (logged once)"]
     del three.low.before_call["put"]
     three.low.refuse = True
     assert three.store.put(C, b"c")

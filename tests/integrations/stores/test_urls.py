@@ -17,6 +17,7 @@ from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.tiered import TieredStore
+from cuvee.integrations.stores.urls import tier_names
 
 SECRET = "s3cr"
 
@@ -117,6 +118,12 @@ def test_tiers(tmp_path: Path) -> None:
         (memory,) = store.tiers
         assert isinstance(memory, MemoryStore) and memory.max_bytes == 4 * 10**9
         store.close()
+
+
+@pytest.mark.parametrize("url", ["tiered:memory://, file://{0}/a,FILE://{0}/b", ["tiered:file://{0}/a"], "memory://"])
+def test_the_names_of_tiers_are_known_before_they_are_opened(url: Any, tmp_path: Path) -> None:
+    url = url.format(tmp_path) if isinstance(url, str) else [each.format(tmp_path) for each in url]
+    assert tier_names(url) == list(open_store(url).counters())
 
 
 def test_a_bad_tier_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
