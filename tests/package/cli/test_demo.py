@@ -46,5 +46,6 @@ def commands_end_it(shown: str) -> None:
     for command in (learn, report):
         parse(f"cuvee {command}")
     (transfer,) = re.findall(r"^vllm serve MODEL --kv-transfer-config '(.+)'$", shown, re.MULTILINE | re.DOTALL)
-    profile = Options.from_dict(json.loads(transfer)["kv_connector_extra_config"]).profile
-    assert profile is not None and f"-o {profile}" in learn
+    options = Options.from_dict(json.loads(transfer)["kv_connector_extra_config"])
+    assert options.profile is not None and f"-o {options.profile}" in learn
+    assert options.store != Options().store, "RAM of one process, which servers with several refuse"
