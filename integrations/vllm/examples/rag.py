@@ -23,7 +23,7 @@ def ranked(folder: str, question: str) -> list[str]:
 
 
 def ask(url: str, folder: str, question: str) -> None:
-    """Print the answer, the seconds to its first token, and how much of the prompt was reused."""
+    """Print the answer, the seconds to its first token, and how much of the prompt was cached or blended."""
     from openai import OpenAI
 
     client = OpenAI(base_url=url, api_key="none")
@@ -42,9 +42,11 @@ def ask(url: str, folder: str, question: str) -> None:
             first = first or time.perf_counter() - began
             words.append(event.choices[0].text)
         if event.usage:
-            details = event.usage.prompt_tokens_details  # of a server with --enable-prompt-tokens-details
+            # Of a server with --enable-prompt-tokens-details. All tokens of a blend count, also those that it computes.
+            details = event.usage.prompt_tokens_details
             cached = details.cached_tokens if details else "unknown"
-            print(f"first token after {first:.2f} s; {cached} of {event.usage.prompt_tokens} prompt tokens were cached")
+            prompt = event.usage.prompt_tokens
+            print(f"first token after {first:.2f} s; {cached} of {prompt} prompt tokens were cached or blended")
     print("".join(words).strip())
 
 

@@ -103,6 +103,8 @@ def the_example_asks_about_a_folder_of_documents(server: Server, folder: Path) -
         assert status == 0, text + server.text()[-4000:]
         said.append(text)
         server.wait_for_metric(stored, before + 4)
-    (cached,) = re.findall(r"; (\d+) of \d+ prompt tokens were cached", said[-1])
-    assert int(cached) > CHUNK
+    (cached,) = re.findall(r"; (\d+) of \d+ prompt tokens were cached or blended", said[-1])
+    kinds = ("reused", "recomputed", "new")
+    reused, recomputed, new = (server.metric(f"vllm:cuvee_blend_tokens_total{{kind={kind}}}") for kind in kinds)
+    assert int(cached) == reused + recomputed + new > CHUNK and new > 0
     assert server.metric("vllm:cuvee_blend_seconds_count") == 1
