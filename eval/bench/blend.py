@@ -219,4 +219,4 @@ def _measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_bench("blend", "Time to first token of blended prompts in vLLM.", _options, _measure, show_blends))
+    sys.exit(run_bench("blend", "Time and KL of the first token of blends in vLLM.", _options, _measure, show_blends))
