@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.urls import tier_names
+from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.metric_table import METRICS, Metric
 from cuvee.integrations.vllm.metrics import figures, merge, metric_of
 
@@ -97,8 +98,6 @@ class CuveePrometheus(KVConnectorPromMetrics):
 
 def _tiers(vllm_config: Any) -> list[str]:
     """Return the names of the store's tiers; none if its URL is invalid, which the engine's start reports."""
-    executor = vllm_config.parallel_config.distributed_executor_backend
-    default = "memory://" if executor == "uni" else "file://"  # `setup.default_store`
-    with suppress(InputError):
-        return tier_names(vllm_config.kv_transfer_config.kv_connector_extra_config.get("store", default))
+    with suppress(InputError, TypeError):
+        return tier_names(vllm_config.kv_transfer_config.kv_connector_extra_config.get("store", Options().store))
     return []

@@ -18,7 +18,6 @@ from cuvee.integrations.vllm.metric_table import METRICS
 from cuvee.integrations.vllm.metrics import Recorder
 
 LABELS = ["model_name", "engine"]
-PARALLEL = SimpleNamespace(distributed_executor_backend="mp")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +55,7 @@ def exporter(registry: Any, engine: int = 0) -> Any:
     kind = real("cuvee.integrations.vllm.prometheus").CuveePrometheus
     transfer = SimpleNamespace(kv_connector_extra_config={"store": ["memory://", "file:///kv"]})
     return kind(
-        SimpleNamespace(kv_transfer_config=transfer, parallel_config=PARALLEL),
+        SimpleNamespace(kv_transfer_config=transfer),
         types,
         LABELS,
         {engine: ["tiny", str(engine)]},
@@ -115,7 +114,7 @@ def test_from_the_scheduler_to_the_text_and_the_log(client: Any) -> None:
     config = real("vllm.config").KVTransferConfig(
         kv_connector="CuveeConnector", kv_role="kv_both", kv_connector_module_path="cuvee.integrations.vllm.connector"
     )
-    vllm_config = SimpleNamespace(kv_transfer_config=config, parallel_config=PARALLEL)
+    vllm_config = SimpleNamespace(kv_transfer_config=config)
     prometheus = hooks.KVConnectorProm(vllm_config, LABELS, {0: ["tiny", "0"]})
     log = hooks.KVConnectorLogging(config)
     steps: list[dict[str, float]] = [recorded(), recorded(), {"pending_bytes|": 0}]
