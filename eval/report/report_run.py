@@ -97,7 +97,8 @@ def run_report(
         >>> config = quick_config(ReportConfig(profiles=("books-3m.safetensors",), tasks=()))
         >>> report = run_report(config, Path("out/report"), Console())  # doctest: +SKIP
     """
-    if not config.profiles and (not config.methods or "cuvee" in config.methods):
+    learned = [name for name in config.methods if name.partition("/")[0] == "cuvee" and name != "cuvee/lossless"]
+    if not config.profiles and (learned or not config.methods):
         name = Path(config.model).name
         raise InputError(
             "profiles: must name one, unless only baselines are measured: learn one with "

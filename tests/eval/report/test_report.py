@@ -266,6 +266,7 @@ def test_the_profile_has_to_fit_the_methods(config: ReportConfig, tmp_path: Path
     changes: list[tuple[dict[str, Any], str]] = [
         ({"model": "some/model", "profiles": ()}, learn),
         ({"model": "some/model", "profiles": (), "methods": ("kivi4", "cuvee")}, learn),
+        ({"model": "some/model", "profiles": (), "methods": ("kivi4", "cuvee/mine@small")}, learn),
         ({"profiles": (p, mine), "methods": ("kivi4", "cuvee/lossless")}, idle),
         ({"profiles": (p, mine), "methods": ("cuvee/mine@small",)}, idle),
         ({"profiles": (p, other)}, "must have different names"),
