@@ -141,8 +141,8 @@ def _limits(report: Report) -> list[Block]:
             f"at the same size: run this report on it."
         )
     says += [
-        "Half of the sequences repeat a part of their cache, which a model must read to predict them: KL is larger "
-        "here than on ordinary text.",
+        "Every second sequence repeats a part of its cache, which a model must read to predict it: KL is usually "
+        "larger there than on ordinary text.",
         "Baselines are written from their descriptions. Where a table says ideal entropy, or that levels are counted, "
         "no bytes were written: their real sizes are at least that.",
     ]
