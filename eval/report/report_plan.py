@@ -52,12 +52,12 @@ class ReportPlan:
     def __init__(self, config: ReportConfig) -> None:
         dtype = ("float32" if config.device == "cpu" else "auto") if config.dtype == "auto" else config.dtype
         self.config = config
+        corpora = [read_corpus(text, config.model) for text in config.evaluation]
         self.measured = MeasuredModel.load(config.model, dtype, config.device)
         self.model, self.layout = self.measured.lm, self.measured.layout
         self.rows = max(1, min(config.batch_size, _PASS_TOKENS // config.length))  # sequences in a forward pass
         self.profiles = self._profiles()
         self.candidates = self._candidates()
-        corpora = [read_corpus(text, config.model) for text in config.evaluation]
         self.sources = [Source(Path(corpus.name).name, corpus.sha256, corpus.tokens) for corpus in corpora]
         tokens, self.texts = sequences_by_text(corpora, config.length, config.sequences)
         self.prefix = check_tokens(self.model, tokens, None)
