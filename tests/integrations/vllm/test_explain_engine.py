@@ -82,7 +82,7 @@ def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
     last, *others = json.loads(shown)["identities"]
     assert last["differs"] is None and [each["entries"] > 0 for each in others] == [True] * 3
     fields = {name for each in others for name in each["differs"]}
-    assert {"dtype", "cache_dtype", "layout"} < fields and any(name.endswith("rope_theta") for name in fields)
+    assert {"dtype", "cache_dtype", "layout.rope"} < fields and any(name.endswith("rope_theta") for name in fields)
     planned_engines_are_found(folder, model, third["hf_overrides"])
     assert "which differ in: dtype (1)" in ran["second"].log
     assert ran["first"].metric("vllm:cuvee_ttft_loaded_seconds_count") == 2
