@@ -517,13 +517,15 @@ def _start(
 
 @functools.cache
 def _forking() -> tuple[Connection, subprocess.Popen[bytes]]:
-    """A process that imports vLLM once, to be forked, and the way to it. It ends with pytest."""
+    """A process that imports vLLM once, to be forked, and the way to it. It is killed when pytest ends."""
     orders, theirs = Pipe()
     process = subprocess.Popen(
         [sys.executable, __file__, str(theirs.fileno())], env=environment(), start_new_session=True,
         stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
     )  # fmt: skip
     theirs.close()
+    atexit.register(process.wait)  # after the next, which is registered later
+    atexit.register(process.kill)
     return orders, process
 
 
