@@ -61,8 +61,10 @@ def check_chunk(known: KnownLayers, chunk: KVChunk, chunk_tokens: int) -> None:
 
 
 def _checked_spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Return first and last token (exclusive) of each chunk of a row, and of the row's end: what is wrong from a token
-    on, as after a gap or in packed rows, is most of the next chunk, but the last chunk has none.
+    """Return first and last token (exclusive) of each chunk of a row, and of the row's end.
+
+    What begins late in a chunk, such as a gap or the next of packed rows, shows in the chunk after it; the last chunk
+    has none after it.
     """
     return [*chunk_spans(tokens, chunk_tokens), (max(tokens - SOME, 0), tokens)]
 
