@@ -12,6 +12,7 @@ chunks: the codec (`CodecMethod`) or a baseline (`cuvee.eval.baselines`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,6 +134,7 @@ class QualityBench:
             after the cache in the model's own dtype, so the figures include what a narrower dtype costs.
         batch_size: sequences per forward pass.
         device: where the caches are kept and coded; the model may be on another one.
+        progress: called after every batch with how much of this measurement is done, such as "8 of 24 sequences".
 
     The caches and the log-probabilities `[N, T - prefix - 1, V]` float32 stay in memory.
 
@@ -162,8 +164,10 @@ class QualityBench:
         dtype: str | None = None,
         batch_size: int = 8,
         device: torch.device | str = "cpu",
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.model = model
+        self._progress = progress
         self.prefix = check_tokens(model, token_ids, prefix)
         exact_layout = coded_layout(model)
         self.layout = exact_layout if dtype is None else replace(exact_layout, dtype=dtype)
@@ -182,6 +186,7 @@ class QualityBench:
                 chosen = scored[:, 1:, None]
                 self.exact_per_sequence += (-exact.gather(-1, chosen).squeeze(-1).mean(-1)).tolist()
                 self.caches += [_cast(chunk, self.layout) for chunk in caches]
+                progress(f"exact caches of {len(self.caches)} of {len(token_ids)} sequences")
 
     @property
     def exact_nll(self) -> float:
@@ -222,6 +227,7 @@ class QualityBench:
                 other = score(self.model, decoded, scored, filled)
                 for kept, new in zip((kl, loss, same), compare(exact, other, scored[:, 1:]), strict=True):
                     kept.extend(new)
+            self._progress(f"{len(kl)} of {len(self.caches)} sequences")
         bits_per_value = float(np.mean(bits))
         return Quality(
             name=name,

@@ -134,6 +134,7 @@ class _Run:
         self.plan = ReportPlan(config)
         fresh = self.plan.describe(command)
         self.report = self._continued(fresh, force) or fresh
+        self._log = StepLog(console)
 
     def _continued(self, fresh: Report, force: bool) -> Report | None:
         """Return the report of this run that the folder holds, if there is one."""
@@ -164,7 +165,7 @@ class _Run:
         self.report.against = None
         self.save()
         if not self.report.complete:
-            self._measure(StepLog(self.console))
+            self._measure()
             self.report.complete = True
             self.save()
         if self.old is not None:
@@ -181,8 +182,9 @@ class _Run:
 
     # Measuring ---------------------------------------------------------------------------------------------------
 
-    def _measure(self, log: StepLog) -> None:
+    def _measure(self) -> None:
         """Measure methods and tasks, and compare the results."""
+        log = self._log
         scored = [c for c in self.plan.candidates if self._is_scored(c)] if self.plan.scorer else []
         names = self.plan.scorer.names if self.plan.scorer else []
         log.expect(len(self.plan.candidates) + len(scored) * len(names))
@@ -229,6 +231,7 @@ class _Run:
             dtype=plan.config.cache_dtype,
             batch_size=plan.rows,
             device=plan.config.device,
+            progress=self._log.within,
         )
 
     # Methods -----------------------------------------------------------------------------------------------------

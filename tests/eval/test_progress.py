@@ -25,6 +25,18 @@ def test_steps_that_are_skipped_or_added_later_count(monkeypatch: pytest.MonkeyP
     assert not hidden.getvalue()
 
 
+def test_a_long_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    log = StepLog(Console(file=(file := io.StringIO())))
+    log.expect(1)
+    with log.step("exact"):
+        for second, done in ((29, "1 of 3"), (31, "2 of 3"), (60, "3 of 3")):
+            now = second
+            log.within(done)
+    assert file.getvalue() == "    0 s  1 of 1: exact\n   31 s  1 of 1: exact, 2 of 3\n"
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (3540, "59 min"), (3900, "1 h 05")]
 )

@@ -75,6 +75,13 @@ def test_a_long_prompt_leaves_no_logits_but_the_last(books: Any) -> None:
     assert seen == [1, books.orchard.shape[1] - 200] * 2
 
 
+def test_every_batch_is_told(books: Any) -> None:
+    told: list[str] = []
+    QualityBench(books.model, books.orchard[:3], 200, batch_size=2, progress=told.append).run("same", Uncompressed())
+    exact = [f"exact caches of {done} of 3 sequences" for done in (2, 3)]
+    assert told == [*exact, "2 of 3 sequences", "3 of 3 sequences"]
+
+
 def test_the_model_comes_back_as_it_was(books: Any) -> None:
     books.model.train()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -183,7 +184,10 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path: Path, monkeypatc
     assert not half["complete"] and len(half["quality"]) == 2 and not (tmp_path / "run" / "report.md").exists()
     with monkeypatch.context() as patch:
         rest = Interrupted(patch, 1000)
-        data = run_report(config, tmp_path / "run", command="cuvee report --quick")
+        patch.setattr("cuvee.eval.progress._SILENCE", 0)
+        console = Console(file=(log := io.StringIO()))
+        data = run_report(config, tmp_path / "run", console, command="cuvee report --quick")
+    assert "quality: kivi2, 2 of 2 sequences" in log.getvalue()
     assert len(rest.measured) == len(whole["quality"]) - 2 == 2
     assert data["quality"][:2] == half["quality"]
     assert untimed(data) == untimed(whole)
