@@ -2,7 +2,7 @@
 
     pages ──encode──> blobs ──> entries           a batch at once; chunk by chunk if that fails
     names ──fetch_ahead──> entries                some at a time; the next ones while these are decoded
-    entries ──open──> ──place──> pages            in order, up to the first that fails
+    entries ──restore──> pages                    opened, then decoded, in order, up to the first that fails
 
 An entry is a blob, or a base and its refinement. One whose refinement is damaged is restored without it.
 """
@@ -76,14 +76,6 @@ class Stored:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """An entry whose headers and tag are sound, and the blob of as many of its parts as are."""
-
-    entry: Stored
-    blob: OpenBlob
-
-
 class Writer(Protocol):
     """Writes a blob to pages that `Codec.decode_paged` cannot address."""
 
@@ -121,7 +113,52 @@ class ChunkIO:
                 return [error]
         return [outcome for chunk in chunks for outcome in self.encode(cache, [chunk])]  # tells which
 
-    def open(self, entry: Stored, most: int | None = None) -> Opened:
+    def restore(
+        self,
+        cache: PagedCache,
+        entries: Sequence[Stored],
+        slots: Sequence[Sequence[torch.Tensor]],
+        starts: Sequence[int] | None = None,
+        write: Writer | None = None,
+    ) -> tuple[list[OpenBlob], CuveeError | None]:
+        """Open entries and decode them into their slots: on a device on this thread's stream, on the CPU in threads.
+
+        Args:
+            cache: the engine's pages.
+            entries: to restore, in order.
+            slots: of each entry, int64 `[T]` on the cache's device; of each group of layers if there is a writer.
+            starts: of each entry, the position that its first token gets; default: that at which it was encoded.
+            write: in place of the codec.
+
+        Returns:
+            the blobs that were decoded, up to the first entry that failed, and the error of that one. Nothing writes to
+            the pages any more.
+        """
+        blobs, problem = self.in_a_row(partial(self._open, entry) for entry in entries)
+        several = [
+            partial(self._decode, cache, entries[at], blob, slots[at], None if starts is None else starts[at], write)
+            for at, blob in enumerate(blobs)
+        ]
+        if not self.codec.on_device(cache.device):
+            done, damage = self.in_a_row(several)
+            return done, damage or problem
+        if blobs and write is None:
+            sound = len(blobs)
+            try:
+                places = [at for (at,) in slots[:sound]]
+                self.codec.decode_paged(blobs, cache, places, None if starts is None else starts[:sound]).check()
+                return blobs, problem
+            except CuveeError:
+                pass  # one entry is damaged; decoding them one by one tells which
+        done = []
+        for work in several:  # on this thread's stream
+            try:
+                done.append(work())
+            except CuveeError as error:
+                return done, error
+        return done, problem
+
+    def _open(self, entry: Stored, most: int | None = None) -> OpenBlob:
         """Open an entry from as many of its parts as are sound, and `most` of them; decoding verifies the rest.
 
         Raises:
@@ -131,8 +168,7 @@ class ChunkIO:
             base, *refinements = entry.parts[:count]
             bound, expected = entry.bound, entry.expected
             try:
-                blob = self.codec.open(base, refinements=refinements, associated_data=bound, expected=expected)
-                return Opened(entry, blob)
+                return self.codec.open(base, refinements=refinements, associated_data=bound, expected=expected)
             except CuveeError as error:
                 if count > 1 and error.blames_blob:  # otherwise all parts are sound
                     logger.debug("cuvee: %s: a part is left out: %s", entry.name, error)
@@ -142,74 +178,16 @@ class ChunkIO:
                     raise
         raise ValueError("parts: must hold a base, got none")
 
-    def restore(
+    def _decode(
         self,
         cache: PagedCache,
-        entries: Sequence[Stored],
-        slots: Sequence[Sequence[torch.Tensor]],
-        starts: Sequence[int] | None = None,
-        write: Writer | None = None,
-    ) -> tuple[list[OpenBlob], CuveeError | None]:
-        """Open entries and `place` them, up to the first that fails."""
-        opened, problem = self.in_a_row(partial(self.open, entry) for entry in entries)
-        starts = None if starts is None else starts[: len(opened)]
-        blobs, damage = self.place(cache, opened, slots[: len(opened)], starts, write=write)
-        return blobs, damage or problem
-
-    def place(
-        self,
-        cache: PagedCache,
-        entries: Sequence[Opened],
-        slots: Sequence[Sequence[torch.Tensor]],
-        starts: Sequence[int] | None = None,
-        write: Writer | None = None,
-    ) -> tuple[list[OpenBlob], CuveeError | None]:
-        """Decode entries into their slots: on a device on this thread's stream, on the CPU in the threads.
-
-        Args:
-            cache: the engine's pages.
-            entries: from `open`.
-            slots: of each entry, int64 `[T]` on the cache's device; of each group of layers if there is a writer.
-            starts: of each entry, the position that its first token gets; default: that at which it was encoded.
-            write: in place of the codec.
-
-        Returns:
-            the blobs that were decoded, up to the first entry that failed, and the error of that one. Nothing writes to
-            the pages any more.
-        """
-        if not entries:
-            return [], None
-        several = [
-            partial(self._place, cache, *each, None if starts is None else starts[at], write)
-            for at, each in enumerate(zip(entries, slots, strict=True))
-        ]
-        if not self.codec.on_device(cache.device):
-            return self.in_a_row(several)
-        if write is None:
-            blobs = [entry.blob for entry in entries]
-            try:
-                self.codec.decode_paged(blobs, cache, [at for (at,) in slots], starts).check()
-                return blobs, None
-            except CuveeError:
-                pass  # one entry is damaged; decoding them one by one tells which
-        done: list[OpenBlob] = []
-        for work in several:  # on this thread's stream
-            try:
-                done.append(work())
-            except CuveeError as error:
-                return done, error
-        return done, None
-
-    def _place(
-        self,
-        cache: PagedCache,
-        opened: Opened,
+        entry: Stored,
+        blob: OpenBlob,
         slots: Sequence[torch.Tensor],
         start: int | None,
         write: Writer | None,
     ) -> OpenBlob:
         """Decode an entry from as many of its parts as are sound; return the blob of these."""
-        blob = opened.blob
         while True:
             try:
                 if write is not None:
@@ -221,7 +199,7 @@ class ChunkIO:
             except CuveeError as error:
                 if not blob.refinements or not error.blames_blob:
                     raise
-                blob = self.open(opened.entry, len(blob.refinements)).blob
+                blob = self._open(entry, len(blob.refinements))
 
     def in_a_row(self, works: Iterable[Callable[[], T]]) -> tuple[list[T], CuveeError | None]:
         """Return the results up to the first work that failed, and its error. All works have ended on return, and also

@@ -555,7 +555,7 @@ def test_no_more_loads_decode_at_a_time_than_threads_code(
     b = bench(threads=threads)
     b.store_all(chunks=1)
     coding = b.worker._state.pages.io
-    place, changed, now, most = coding.place, threading.Condition(), 0, 0
+    restore, changed, now, most = coding.restore, threading.Condition(), 0, 0
 
     def counted(*given: Any, **more: Any) -> Any:
         nonlocal now, most
@@ -565,12 +565,12 @@ def test_no_more_loads_decode_at_a_time_than_threads_code(
             changed.wait_for(lambda: most >= threads, 10)
             changed.wait(0.02)  # for one more than there may be
         try:
-            return place(*given, **more)
+            return restore(*given, **more)
         finally:
             with changed:
                 now -= 1
 
-    monkeypatch.setattr(coding, "place", counted)
+    monkeypatch.setattr(coding, "restore", counted)
     b.worker.loads.start([b.load([2 * at, 2 * at + 1], 0, CHUNK, f"r{at}") for at in range(6)])
     b.wait(*(f"r{at}" for at in range(6)))
     assert most == threads and b.counts()["loaded_tokens"] == 6 * CHUNK
