@@ -46,11 +46,9 @@ class Named:
 
     Attributes:
         text: `Identity.model` of what is stored under it: the same for the same weights in every process.
-        number: counts the names of this `WeightsName` from 1 on, for logs and messages.
     """
 
     text: str
-    number: int
 
 
 class WeightsName:
@@ -71,14 +69,13 @@ class WeightsName:
         >>> weights.withdraw("the engine loaded other weights")
         >>> weights.current is None, weights.holds(named)
         (True, False)
-        >>> weights.use("b201").number
-        2
+        >>> weights.use("b201").text
+        'b201'
     """
 
     def __init__(self, make: Make, failed: Callable[[], object] = lambda: None) -> None:
         self.current: Named | None = None
         self._changed = threading.Condition()
-        self._numbers = 0
         self._stop = threading.Event()  # of the thread that makes a name now, or of the last one
         self._making = False
         self._gives_way = False  # whether threads that read give way: not while an engine's start waits for them
@@ -158,8 +155,7 @@ class WeightsName:
     def _publish(self, text: str) -> Named:
         """Take a name. Called with the lock held."""
         self._end()
-        self._numbers += 1
-        self.current = named = Named(text, self._numbers)
+        self.current = named = Named(text)
         return named
 
     def _run(self, make: Make, stop: threading.Event) -> None:
