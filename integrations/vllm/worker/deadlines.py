@@ -1,4 +1,4 @@
-"""Loads with a deadline, on one rank: fetch the parts that `integrations.loading` chooses, until they will do.
+"""Loads with a deadline, on one rank: fetch the parts that `core.deadlines` chooses, until they will do.
 
     choose --batch--> fetchers: store -> parts --+
        ^                                         |
