@@ -39,17 +39,11 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.core.guard import Guard, Once, Recorder
 from cuvee.integrations.core.refusals import check_uniform
-from cuvee.integrations.identity.checkpoint import naming_of_weights, read_config, read_layout
+from cuvee.integrations.identity.checkpoint import naming_of_weights, read_layout
 from cuvee.integrations.lmcache.l2_accounts import Accounts
 from cuvee.integrations.lmcache.l2_options import LMCacheOptions
 from cuvee.integrations.lmcache.l2_tasks import Results, run_parts
-from cuvee.integrations.lmcache.memory_objects import (
-    check_heads,
-    check_shapes,
-    holds_latents,
-    object_cache,
-    object_page,
-)
+from cuvee.integrations.lmcache.memory_objects import check_heads, check_shapes, object_cache, object_page
 from cuvee.integrations.lmcache.object_keys import following_tokens, page_name
 from cuvee.integrations.pages import Counts, PageStore, PageStores
 from cuvee.integrations.pages.opaque import LAYOUT
@@ -106,11 +100,12 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         super().__init__(max_capacity_bytes=int((options.max_gb or 0) * 1e9))
         self._options = options
         path, revision = str(options.model), options.revision  # required
+        self._once = Once(logger, most=_SAID)
         self._layout: KVLayout | None = None
         try:
             self._layout = _layout_of_values(path, revision, options.dtype)
         except UnsupportedModelError as error:
-            logger.warning("cuvee: objects are stored as bytes, without loss and without a profile: %s", error)
+            self._without_layout = self._as_bytes(error)
         self._model_name = options.model_name or path
         self._counts = Counts()
         self._guard = Guard(self._counts)
@@ -135,7 +130,6 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
         self._accounts = Accounts(self._notify_keys_stored, self._notify_keys_deleted, _ACCOUNTED)
         self._locks: Counter[ObjectKey] = Counter()
         self._deleting: set[ObjectKey] = set()
-        self._once = Once(logger, most=_SAID)
         self._closed = False
 
     # Descriptors that say that tasks of a kind are done -------------------------------------------------------------
@@ -401,14 +395,19 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
                 f"model_name: must be {self._model_name!r}, got objects of {key.model_name!r}: set model_name to the "
                 "engine's name of this model, and give every model an --l2-adapter of its own"
             )
-        if self._layout is not None and not holds_latents(self._layout):
+        if self._layout is not None:
             check_heads(memory.get_shapes(), self._layout, self._rank(key)[1])
         try:
             pages = self._pages_of_values(key, counts)
             return pages, object_cache(memory, pages.layout, self._options.chunk_tokens)
         except UnsupportedModelError as error:
-            self._once(str(error), "cuvee: objects are stored as bytes, without loss and without a profile: %s", error)
+            self._as_bytes(error)
         return self._opaque_pages(key, counts), None
+
+    def _as_bytes(self, why: UnsupportedModelError) -> str:
+        """Log once that objects are stored as bytes, and why; return why."""
+        self._once(str(why), "cuvee: objects are stored as bytes, without loss and without a profile: %s", why)
+        return str(why)
 
     def _opaque_pages(self, key: ObjectKey, counts: Recorder) -> PageStore:
         """Return the page store of objects of bytes, which name their shapes and dtypes themselves."""
@@ -423,13 +422,12 @@ class CuveeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # types are che
             UnsupportedModelError: objects whose order is not known: of a further object group, of ranks among which the
                 model's heads cannot be divided.
         """
-        if self._layout is None or key.object_group_id:
+        if self._layout is None:
+            raise UnsupportedModelError(self._without_layout)
+        if key.object_group_id:
             raise UnsupportedModelError(f"object_group_id: must be 0 of keys and values, got {key.object_group_id}")
-        rank, ranks = self._rank(key)
-        if holds_latents(self._layout) and rank < ranks:
-            rank, ranks = 0, 1  # every rank holds all of them; the name tells ranks apart
         try:
-            return self._pages.of(rank, ranks, key.cache_salt or self._options.tenant, counts)
+            return self._pages.of(*self._rank(key), key.cache_salt or self._options.tenant, counts)
         except CuveeError as error:
             raise UnsupportedModelError(
                 f"kv_rank: must be one of tensor parallelism, got {key.kv_rank:#x}: {error}"
@@ -449,13 +447,9 @@ def _layout_of_values(path: str, revision: str | None, dtype: str | None) -> KVL
         UnsupportedModelError: they never do.
     """
     layout = read_layout(path, None if dtype is None else TORCH_DTYPES[dtype], revision=revision)
-    if not holds_latents(layout):
-        check_uniform(layout)
-    elif not getattr(read_config(path, revision=revision), "rope_interleave", True):
-        raise UnsupportedModelError(
-            "model: must keep pairs of rotated dimensions adjacent (rope_interleave), because vLLM and SGLang disagree "
-            "about their order in other models, got rope_interleave false"
-        )
+    if any(layer.latent for layer in layout.layers):
+        raise UnsupportedModelError("model: must keep keys and values of heads, got latents (MLA)")
+    check_uniform(layout)
     return layout
 
 

@@ -3,8 +3,6 @@
     [2, layers, tokens, heads * dim]        keys, then values
     [1, layers, tokens, heads * 2 * dim]    fused: a head's keys, then its values
     [layers, tokens, heads * 2 * dim]       fused, likewise
-    [1, layers, tokens, latent + rotated]   multi-head latent attention (`cuvee.integrations.pages.latents`)
-    [layers, tokens, latent + rotated]      likewise
 
 An object is one chunk of one rank. Its one block holds all of its tokens: token t is slot t.
 """
@@ -20,10 +18,8 @@ from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.pages import OpaquePage
-from cuvee.integrations.pages.latents import latent_cache
 
-FORMATS = ("UNDEFINED", "KV_2LTD")
-LATENT_FORMATS = (*FORMATS, "KV_MLA_FMT")
+_FORMATS = ("UNDEFINED", "KV_2LTD")
 
 
 def object_cache(memory: Any, layout: KVLayout, tokens: int) -> PagedCache:
@@ -31,23 +27,23 @@ def object_cache(memory: Any, layout: KVLayout, tokens: int) -> PagedCache:
 
     Args:
         memory: LMCache's `MemoryObj`.
-        layout: of this rank's part of the cache, accepted by `check_uniform`; or of latents, in every layer alike.
+        layout: of this rank's part of the cache, accepted by `check_uniform`.
         tokens: of a chunk.
 
     Raises:
         UnsupportedModelError: anything else than one of the shapes above, of the layout's dtype, in host memory.
     """
     fmt = memory.get_memory_format().name
-    latent = holds_latents(layout)
-    formats = LATENT_FORMATS if latent else FORMATS
-    if fmt not in formats:
-        raise UnsupportedModelError(f"memory object: must have a format of {', '.join(formats)}, got {fmt}")
+    if fmt not in _FORMATS:
+        raise UnsupportedModelError(f"memory object: must have a format of {', '.join(_FORMATS)}, got {fmt}")
     check_shapes(memory.get_shapes(), memory.get_dtypes(), layout, tokens)
     (values,) = object_page(memory, "").regions
-    if latent:
-        pages = list(values.view(layout.num_layers, 1, tokens, 1, values.shape[-1]))
-        return latent_cache(pages, layout, layout.layers[0].value_dim, adjacent_pairs=True)
-    return _cache(values, layout, tokens)
+    heads, dim = layout.layers[0].kv_heads, layout.layers[0].head_dim
+    if values.shape[-1] == 2 * heads * dim:  # fused
+        both = values.view(layout.num_layers, 1, tokens, heads, 2 * dim)
+        return PagedCache(layout, list(both[..., :dim]), list(both[..., dim:]))
+    keys, vals = values.view(2, layout.num_layers, 1, tokens, heads, dim)
+    return PagedCache(layout, list(keys), list(vals))
 
 
 def object_page(memory: Any, kind: str) -> OpaquePage:
@@ -116,26 +112,11 @@ def check_heads(shapes: Sequence[torch.Size], layout: KVLayout, ranks: int) -> N
     )
 
 
-def holds_latents(layout: KVLayout) -> bool:
-    """Return whether a model's cache holds latents of multi-head latent attention."""
-    return layout.layers[0].latent
-
-
 def _shapes(layout: KVLayout, tokens: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes that an object may have."""
     layers, first = layout.num_layers, layout.layers[0]
-    rest = layers, tokens, first.key_values + first.value_values
-    whole = (1, *rest), rest
-    return whole if holds_latents(layout) else ((2, layers, tokens, first.key_values), *whole)
-
-
-def _cache(values: torch.Tensor, layout: KVLayout, tokens: int) -> PagedCache:
-    heads, dim = layout.layers[0].kv_heads, layout.layers[0].head_dim
-    if values.shape[-1] == 2 * heads * dim:  # fused
-        both = values.view(layout.num_layers, 1, tokens, heads, 2 * dim)
-        return PagedCache(layout, list(both[..., :dim]), list(both[..., dim:]))
-    keys, vals = values.view(2, layout.num_layers, 1, tokens, heads, dim)
-    return PagedCache(layout, list(keys), list(vals))
+    fused = layers, tokens, first.key_values + first.value_values
+    return (2, layers, tokens, first.key_values), (1, *fused), fused
 
 
 def _refusal(shape: tuple[int, ...], layout: KVLayout, tokens: int) -> str:
