@@ -29,7 +29,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.files import replacing
 from cuvee.integrations.profiles.card import profile_card
-from cuvee.integrations.profiles.location import ProfileLocation, check_id, names_collection
+from cuvee.integrations.profiles.location import ProfileLocation, names_collection
 from cuvee.integrations.stores.base import StoreError
 
 logger = logging.getLogger(__name__)
@@ -66,11 +66,10 @@ class ProfileCollection:
         >>> from cuvee.codec.layout import LayerLayout
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "bfloat16", None)
         >>> with TemporaryDirectory() as folder:
-        ...     collection = ProfileCollection(f"{folder}/profiles")
         ...     profile = Profile.unlearned(layout)
-        ...     _ = collection.push(profile)
-        ...     (found,) = collection.list()
-        ...     collection.pull(layout, found.id).id == profile.id
+        ...     _ = ProfileCollection(folder).push(profile)
+        ...     (found,) = ProfileCollection(folder).list()
+        ...     ProfileCollection(f"{folder}#{found.id}").pull(layout).id == profile.id
         True
 
     Args:
@@ -116,29 +115,28 @@ class ProfileCollection:
         found = [Found(name[2], name[1], size, time) for name, size, time in named if name is not None]
         return sorted((each for each in found if wanted in (None, each.layout)), key=lambda each: (-each.time, each.id))
 
-    def pull(self, layout: KVLayout, id: str | None = None, *, weights: Sequence[str] = ()) -> Profile:
-        """Return a profile of a model, after everything about it is verified. The log says which.
+    def pull(self, layout: KVLayout, *, weights: Sequence[str] = ()) -> Profile:
+        """Return the profile that the location names, after everything about it is verified. The log says which.
 
         Args:
             layout: of the model's cache; its dtype does not matter.
-            id: of the profile, 32 hex digits. None: the one in the location.
             weights: fingerprints of the weights that it may have been calibrated on; none: any.
 
         Raises:
             FileNotFoundError: there is no such profile.
-            InputError: `id` is malformed, or missing.
+            InputError: the location names no id.
             FormatError: the file in the collection is damaged, or not what cuvee pushed there.
             VersionError: this build does not read the profile's version.
             ProfileMismatchError: the file holds another profile than its name says, or one of another model.
             StoreError: the place cannot be reached, or announces too large a file.
         """
         shown = self._where.shown
-        if (id := id or self._where.id) is None:
+        if (identity := self._where.id) is None:
             raise InputError(
                 f"profile: must name a file, or a place and an id (URL#id), got {shown}: cuvee profile list {shown} "
                 "shows the ids"
             )
-        of_layout, identity = layout_name(layout), check_id(id)
+        of_layout = layout_name(layout)
         name = _file_name(of_layout, identity)
         profile = self._loaded(name)
         if profile is None:

@@ -77,7 +77,7 @@ def push(where: str, profile: Profile) -> str:
 def pull(
     where: str | Path, identity: str, *, layout: KVLayout = LAYOUT, weights: Sequence[str] = (WEIGHTS,)
 ) -> Profile:
-    return ProfileCollection(str(where)).pull(layout, identity, weights=weights)
+    return ProfileCollection(f"{where}#{identity}").pull(layout, weights=weights)
 
 
 def refuses(
@@ -155,7 +155,8 @@ def test_a_damaged_profile_is_refused_with_its_place_and_the_remedy(
     folder: Path, content: Callable[[bytes], bytes], message: str
 ) -> None:
     change(folder, profile_name(), content)
-    refuses(folder, IDENTITY, FormatError, f"^{folder}: {profile_name()}: ", message, "; push the profile there again$")
+    place = f"^{folder}#{IDENTITY}: {profile_name()}: "
+    refuses(folder, IDENTITY, FormatError, place, message, "; push the profile there again$")
 
 
 def test_another_profile_under_a_name_is_refused(folder: Path) -> None:
@@ -173,7 +174,7 @@ def test_a_profile_of_another_model_is_refused(folder: Path) -> None:
 
 def test_what_is_no_file_is_missing_and_what_is_gone_names_the_remedy(folder: Path, tmp_path: Path) -> None:
     profile = folder / profile_name()
-    missing = f"^no profile {IDENTITY} .* in {folder}: .*push it"
+    missing = f"^no profile {IDENTITY} .* in {folder}#{IDENTITY}: .*push it"
     profile.unlink()
     refuses(folder, IDENTITY, FileNotFoundError, missing)
     os.mkfifo(profile)

@@ -38,7 +38,7 @@ def push(number: int = 0, where: str = WHERE) -> str:
 
 
 def pull(where: str = WHERE, number: int = 0) -> Profile:
-    return ProfileCollection(where).pull(LAYOUT, small_profile(number).id.hex())
+    return ProfileCollection(f"{where}#{small_profile(number).id.hex()}").pull(LAYOUT)
 
 
 def refuses(message: str, where: str = WHERE) -> None:
@@ -125,7 +125,7 @@ def test_a_hub_that_is_down_is_no_missing_profile(hub: FakeHub, monkeypatch: pyt
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between its retries
     pushed = push()
     hub.tell = lambda method, path: answer("403 Forbidden")
-    refuses("^hf://mine/profiles: failed, or cannot be reached: ")
+    refuses(r"^hf://mine/profiles#\w+: failed, or cannot be reached: ")
     hub.tell = lambda method, path: None
     pull()
     hub.close()
@@ -155,7 +155,7 @@ def test_a_model_of_the_hub_is_loaded_from_its_cache_when_it_is_down(
 
 
 def test_a_repository_that_is_not_there_names_the_remedy(hub: FakeHub) -> None:
-    message = r"^hf://your/profiles: failed, or cannot be reached: RepositoryNotFoundError: .*authenticated"
+    message = r"^hf://your/profiles(#\w+)?: failed, or cannot be reached: RepositoryNotFoundError: .*authenticated"
     refuses(message, "hf://your/profiles")
     with pytest.raises(StoreError, match=message):
         push(where="hf://your/profiles")
