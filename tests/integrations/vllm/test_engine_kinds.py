@@ -93,8 +93,7 @@ APART = [ids(6 * CHUNK + 7, 1), ids(3 * CHUNK + BLOCK + 2, 2), ids(5 * CHUNK, 3)
 SHARED = [[*COMMON, *ids(40, 4)], [*COMMON, *ids(100, 5)], ids(WINDOW + 1, 6)]
 # The first prompt's text, with other ends behind three chunks.
 BRANCHES = [[*APART[0][: 3 * CHUNK + 5], *ids(50, seed)] for seed in (7, 8)]
-ANSWER = 70  # longer than a window: while it is decoded, layers drop the prompt
-TALK = Step([ids(100, 9)], max_tokens=ANSWER, forget=True)
+ASKED = ids(100, 9)  # a chunk, and the beginning of another
 ACCEPTED, DRAFTED = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens")
 PIECES = {"max_num_batched_tokens": 48}  # no multiple of a block: chunks are computed in several steps
 TOLD, PRIVATE = ids(100, 10), ids(100, 11)  # one is stored with its ids, the other asks not to be stored
@@ -120,7 +119,12 @@ def loadable(kind: str) -> list[int]:
 
 def ask(kind: str, **changes: Any) -> Step:
     """One prompt after the other."""
-    return Step(prompts(kind), **{"max_tokens": 30 if kind in DRAFTS else 8, **changes})
+    return Step(prompts(kind), **{"max_tokens": 30 if kind in DRAFTS else 4, **changes})
+
+
+def talk(kind: str) -> Step:
+    """A question. Its answer fills the second chunk, and is longer than a window, whose layers drop the question."""
+    return Step([ASKED], max_tokens=WINDOW + 6 if kind in WINDOWS else 30, forget=True)
 
 
 def options(folder: Path, kind: str) -> dict[str, Any]:
@@ -224,10 +228,10 @@ def first(models: Path, kinds: list[str]) -> Mapping[str, Ran]:
     for kind in kinds:
         own, model = options(models, kind), model_of(models, kind)
         together = Step(BRANCHES) if kind in RECURRENT else ask(kind, together=True, forget=True)
-        steps = [ask(kind), ask(kind), together, TALK, Step([[3, 0, ids(10, 12)]], forget=True)]
+        steps = [ask(kind), ask(kind), together, talk(kind), Step([[3, 0, ids(10, 12)]], forget=True)]
         engines.append(Engine(f"reference {kind}", model, steps, own))
         storing = PIECES if kind in WINDOWS else {}
-        filled = [ask(kind, settles=True), ask(kind), replace(TALK, settles=True)]
+        filled = [ask(kind, settles=True), ask(kind), replace(talk(kind), settles=True)]
         engines.append(Engine(f"stored {kind}", model, filled, {**own, **storing, **transfer(models, kind)}))
     if "eagle" in kinds:  # nothing is drafted, so that nothing of a drafter is stored
         plain = transfer(models, "plain eagle")
@@ -250,7 +254,7 @@ def loaded(models: Path, first: Mapping[str, Ran], kinds: list[str]) -> Mapping[
         together = (
             Step(BRANCHES, forget=True, settles="each") if kind in RECURRENT else ask(kind, together=True, forget=True)
         )
-        steps = [alone, together, TALK, Step([[2, 0, ids(10, 12)]], forget=True)]
+        steps = [alone, together, talk(kind), Step([[2, 0, ids(10, 12)]], forget=True)]
         if kind in SLEEPING:
             steps += [replace(alone, sleeps=True), Step(APART[:1], sleeps="changed")]
         given = {**options(models, kind), **transfer(models, kind)}
@@ -340,7 +344,7 @@ def test_a_conversation_goes_on_from_its_answer(kind: str, first: Mapping[str, R
     """Question and answer fill a chunk that neither fills alone."""
     reference, ran = first[f"reference {kind}"], loaded[kind]
     assert ran.steps[2][0].tokens == reference.steps[3][0].tokens
-    assert ran.steps[3][0].cached >= (len(TALK.prompts[0]) + ANSWER) // CHUNK * CHUNK
+    assert ran.steps[3][0].cached >= 2 * CHUNK
     if kind not in RECURRENT:
         assert_same(kind, ran.steps[3], reference.steps[4], reference)
 
