@@ -7,7 +7,6 @@ server's (its engine-driven transfer).
 from __future__ import annotations
 
 import json
-import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ pytestmark = [*NEED_LMCACHE, pytest.mark.slow]
 
 PROMPTS = [ids(6 * CHUNK + 7, 1), ids(3 * CHUNK + 5, 2)]
 CHUNKS = 6 + 3
-SERVER = [sys.executable, "-c", "from lmcache.cli.main import main; main()", "server"]
+SERVER = ["-m", "lmcache.cli.main", "server"]
 
 
 class Server:
@@ -54,7 +53,7 @@ class Server:
 
     @classmethod
     @contextmanager
-    def started(cls, folder: Path, model: Path) -> Iterator[Server]:
+    def started(cls, folder: Path, model: Path, name: str) -> Iterator[Server]:
         port, http = free_port(), free_port()
         store = f"file://{folder / 'store'}?max_gb=1"
         adapter = {**PLUGIN, "adapter_params": {"model": str(model), "store": store, "chunk_tokens": CHUNK}}
@@ -65,7 +64,8 @@ class Server:
         }  # fmt: skip
         command = [*SERVER, "--no-l1-use-lazy", "--disable-metrics"]
         command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-        with serving(folder / "server.txt", command, http, page="status") as url:
+        (place := folder / f"server {name}").mkdir()
+        with serving(place, command, http, page="status", fresh=name == "loaded") as url:
             yield cls(url, port)
 
     def settled(self, counter: str) -> dict[str, float]:
@@ -89,7 +89,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping[str, Ran], li
     done: dict[str, Ran] = {}
     counters = []
     for name in ("stored", "loaded"):
-        with Server.started(folder, model) as server:
+        with Server.started(folder, model, name) as server:
             engines = [Engine(name, model, [Step(PROMPTS)], server.options)]
             if name == "stored":
                 engines.append(Engine("reference", model, [Step(PROMPTS)] * 2))

@@ -530,7 +530,9 @@ def _forking() -> tuple[Connection, subprocess.Popen[bytes]]:
 
 
 class _Fork:
-    """A script in a process that has imported vLLM, which takes eight seconds; used as `subprocess.Popen` is."""
+    """A script, or a module after `-m`, in a process that has imported vLLM, which takes eight seconds; used as
+    `subprocess.Popen` is.
+    """
 
     def __init__(self, folder: Path, command: Sequence[str], environ: Mapping[str, str], asked: bool) -> None:
         (folder / "log.txt").touch()
@@ -547,6 +549,11 @@ class _Fork:
             self.stdin.close()
         self._status: int | None = None
         self.pid: int = self._said.recv()
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
 
     def poll(self) -> int | None:
         """Its exit status, once it has ended."""
@@ -630,15 +637,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(log: Path, command: Sequence[str], port: int, *, page: str = "health", **variables: str) -> Iterator[str]:
-    """Run vLLM's OpenAI server, or one that shows another page once it serves, by a command, beside its log; yield its
-    URL, and stop it as an operator would.
+def serving(
+    folder: Path, command: Sequence[str], port: int, *, page: str = "health", fresh: bool = False, **variables: str
+) -> Iterator[str]:
+    """Run vLLM's OpenAI server, or one that shows another page once it serves, by arguments of Python, in a folder with
+    its log; yield its URL, and stop it as an operator would. `fresh`: not forked.
     """
-    apart = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=apart, cwd=log.parent, start_new_session=True
-        )
+    process = _start(folder, command, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **variables}, fresh=fresh)
+    log = folder / "log.txt"
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
     try:
         while True:
@@ -688,13 +694,13 @@ class Server:
         folder.mkdir(parents=True)
         port = free_port()
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
+            "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", str(port), "--shutdown-timeout", "60", "--served-model-name", "model", "--dtype", "float32",
             "--enforce-eager", "--block-size", "32",
             "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(_KV_BYTES),
             "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer), *arguments,
         ]  # fmt: skip
-        with serving(folder / "log.txt", command, port) as url:
+        with serving(folder, command, port) as url:
             server = cls(url, folder / "log.txt")
             yield server
             begun = time.monotonic()
@@ -1119,8 +1125,12 @@ def fork(orders: Connection) -> None:
         os.dup2(handle, own)
     os.environ.clear()
     os.environ.update(environ)
-    sys.argv[:] = command
-    runpy.run_path(command[0], run_name="__main__")
+    if command[0] == "-m":
+        sys.argv[:] = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = command
+        runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def test_every_line_runs(tmp_path: Path) -> None:
         return done.stdout
 
     def server() -> AbstractContextManager[str]:
-        return serving(tmp_path / "log.txt", ["bash", "-euc", exec_last], port, PATH=path)
+        become = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+        return serving(tmp_path, ["-c", become, "bash", "-euc", exec_last], port, PATH=path)
 
     sh(template)
     with server():

@@ -27,7 +27,7 @@ def prompt(seed: int, tokens: int = TOKENS) -> list[int]:
 def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path) -> None:
     """A server stores, and is stopped; an engine elsewhere finds all of it, under the tenant it was stored for.
 
-    The store takes nothing for 10 s while the server stops, which is longer than vLLM waits for workers by default.
+    The store takes nothing for 8 s while the server stops, which is longer than vLLM waits for workers by default.
 
     The server blends, too, which the example asks for; what tenants ask for has no part twice.
     Neither has a prefix cache of its own: what is cached, we have loaded. A second server would be the same engine
@@ -56,7 +56,7 @@ def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path
             what_the_operator_sees(server)
             the_example_asks_about_a_folder_of_documents(server, folder)
             # Two prompts that are stored while the server is being stopped.
-            redis.client().client_pause(10_000, all=False)
+            redis.client().client_pause(8_000, all=False)
             answers = [server.complete(one, cache_salt="alice").tokens for one in (second, third)]
             log = server.text
         assert "they are lost" not in log()
