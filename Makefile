@@ -65,7 +65,7 @@ DIST_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13 python3.14; do
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 $(PYTHON); do \
 	"$$p" -c pass 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo check types quick compat test test-next costs lint format docs dist report results bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten clean
+.PHONY: help setup model demo check types quick compat test test-next costs lint format docs dist report results bench fuzz soak chaos ptx nightly gpu gpu-carry redis compiler real rewritten compiled clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +112,10 @@ real: setup
 rewritten: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 
+# Before the tests, too: any change of the codec has it compiled anew, which both workers would do at once.
+compiled: setup
+	@$(THREADS) $(BIN)/cuvee warmup >/dev/null || true
+
 # Installs no more than it needs, unless everything is there.
 demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))  ## compress the cache of the bundled model and show what it costs
 	$(BIN)/cuvee demo
@@ -136,7 +140,7 @@ quick: setup  ## the quick tests of every folder, or of CHECKED, such as CHECKED
 # Before the engine is there, as a user's environment is. What fetches things goes on beside it.
 test: setup  ## lint and the whole test suite
 	$(MAKE) --no-print-directory redis compiler
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint real rewritten
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint real compiled rewritten
 	$(MAKE) --no-print-directory $(ENGINE_STAMP)
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TEST_MARKS)" $(PYTEST_ARGS)
 
