@@ -500,7 +500,7 @@ def _start(
     """A process of Python in a folder, where it writes log.txt; `asked` through its standard input."""
     environ = environment(**variables)
     if gpu_defaults.wanted():
-        environ.update(gpu_defaults.GPU)
+        environ.update({} if command[0] == "-m" else gpu_defaults.GPU)  # servers keep the defaults of a CPU
     elif not fresh and variables.keys() <= _READ_LATER:
         return _Fork(folder, command, environ, asked)
     with (folder / "log.txt").open("wb") as output:
