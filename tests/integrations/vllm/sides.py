@@ -416,11 +416,6 @@ class Bench:
         prefix = [self.chunk(at).within([held], [BLOCK]) for at in range(start // CHUNK, exact // CHUNK)]
         return Load(request, TENANT, prefix, start, end, held[start // BLOCK :], blend)
 
-    def load_tail(self, blocks: list[int], start: int, end: int) -> Load:
-        """A load into `blocks`, from the first chunk's first block on, that ends with the tail of `end` tokens."""
-        tail = self.save_tail([], end).entry
-        return self._load("r", [*map(self.chunk, range(start // CHUNK, tail.start // CHUNK)), tail], blocks, start, end)
-
     def _load(self, request: str, prefix: list[Entry], blocks: list[int], start: int, end: int) -> Load:
         first = start // CHUNK * CHUNK // BLOCK
         held = [*[-1] * first, *blocks][: -(-end // BLOCK)]

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.vllm.injection import POINTS, Injector
 from tests.integrations.vllm.sides import Bench, Desk, image, make_request
@@ -133,6 +135,48 @@ def _loads(e: SmallEngine) -> float:
     """Loads that have ended, by the figures that come with one more step."""
     e.step()
     return sum(value for (name, _), value in e.recorder.totals().items() if name == "load_seconds")
+
+
+TEXTS = [random.Random(seed).choices(range(60), k=90) for seed in (4, 5)]
+EVENTS = st.one_of(
+    st.tuples(st.just("submit"), st.integers(0, 5), st.sampled_from([20, 33, 40, 57, 73, 90]), st.integers(0, 3)),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+    st.tuples(st.sampled_from(["abort", "preempt"]), st.integers(0, 5)),
+    st.tuples(st.sampled_from(["damage", "lose"]), st.integers(0, 20)),
+    st.tuples(st.just("reset")),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(chunk=st.sampled_from([16, 32]), events=st.lists(EVENTS, min_size=5, max_size=40))
+def test_whatever_happens_no_page_is_wrong_and_nothing_is_left(chunk: int, events: list[tuple[Any, ...]]) -> None:
+    """Prompts of two texts and tenants, ids that come again, and entries that are damaged or go; see `SmallEngine`."""
+    e, number = SmallEngine(chunk_tokens=chunk), 0
+    for kind, *figures in events:
+        live = {request.request_id for request in (*e.waiting, *e.loading, *e.running, *e.gone.values())}
+        if kind == "submit" and f"{figures[0]}" not in live:
+            name, length, how = figures
+            ids, number = [*TEXTS[how % 2][:length], number % 60], number + 1
+            e.submit(f"{name}", ids, 3 + 9 * (how % 2), cache_salt="other" if how > 2 else None)
+        elif kind == "step":
+            for _ in range(figures[0]):
+                e.step()
+        elif kind in ("abort", "preempt"):
+            getattr(e, kind)(f"{figures[0]}")
+        elif kind in ("damage", "lose") and (keys := sorted(e.store.entries)):
+            key = keys[figures[0] % len(keys)]
+            blob = e.store.entries.pop(key)
+            if kind == "damage":
+                e.store.entries[key] = blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]
+        elif kind == "reset":
+            assert e.side.reset()
+    e.run()
+    text = random.Random(6).choices(range(60), k=57)
+    for name in ("new", "again"):
+        e.submit(name, text)
+        e.run()
+    assert e.recorder.totals()["loaded_tokens", ""] >= 56
+    e.close()
 
 
 # Calls that these days do not make: there are other tests of them.
@@ -267,27 +311,6 @@ def test_odd_adapters_are_harmless(
     e.submit("s", A)
     e.run()
     assert sorted(e.done) == ["r", "s"]
-
-
-def test_ids_may_be_used_again(engine: Callable[..., SmallEngine]) -> None:
-    """Of requests that ended, were aborted in any state, or were not cached."""
-    e = engine()
-    e.submit("r", A, cache_salt="x" * 5000)
-    e.run()
-    for ids in (A, B, [*A, 1], A[:30]):
-        e.submit("r", ids)
-        e.run()
-    for steps in range(6):
-        e.submit("r", [*A, steps])
-        for _ in range(steps):
-            e.step()
-        e.abort("r")
-        while e.gone:
-            e.step()
-    e.submit("r", [*A, *B])
-    e.run()
-    assert len(e.done) >= 6
-    assert e.recorder.totals()["uncached", "salt"] == 1
 
 
 class _Lying(DictStore):

@@ -168,15 +168,6 @@ def test_what_is_supported_starts() -> None:
     assert Setup.of_engine(*_engine(cache__kv_cache_memory_bytes=10**9)).left == 1.0, "as much as the driver says"
 
 
-def test_recurrent_layers_keep_states_in_place_of_tokens() -> None:
-    made = Setup.of_engine(*_engine(**_hybrid()))
-    assert made.layout.states and made.layout.num_layers == 1
-    assert made.groups == (LayerGroup((), recurrent=True), LayerGroup((0,), block=32))
-    assert made.block_tokens == 64 and not made.loads_in_part
-    with pytest.raises(InputError, match="chunk_tokens: must be a multiple of the engine's block size 64, got 96"):
-        Setup.of_engine(*_engine(**_hybrid(extra={"chunk_tokens": 96})))
-
-
 def test_latents_are_one_vector_of_a_token(tmp_path: Path) -> None:
     """Served losslessly, where the engine attends to what is loaded."""
     latents: dict[str, Any] = {
@@ -332,6 +323,11 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
             UnsupportedModelError,
             "recurrent layers .*mamba_cache_mode='none' are not supported, .*pass --enable-prefix-caching to vLLM",
         ),
+        (
+            _hybrid(extra={"chunk_tokens": 96}),
+            InputError,
+            "chunk_tokens: must be a multiple of the engine's block size 64, got 96",
+        ),
         (_hybrid(cache__prefix_match_unit=32), UnsupportedModelError, "leave --prefix-match-unit out"),
         (_hybrid(cache__use_replayssm=True), UnsupportedModelError, "leave --use-replayssm out"),
         ({"specs": [_spec(), _spec(block_size=96)]}, InputError, "chunk_tokens: must be a multiple of .* 96, got 256"),
@@ -481,10 +477,7 @@ def test_without_the_profile_that_is_named_the_engine_does_not_start(tmp_path: P
         Setup.of_engine(*_engine(extra={"profile": "redis://user:secret@127.0.0.1:1"}))
 
 
-def test_what_names_a_blob(
-    tmp_path: Path, checkpoint: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> None:
     _profile("head").save(tmp_path / "p")
 
     def identity(**changes: Any) -> Any:
@@ -523,9 +516,6 @@ def test_what_names_a_blob(
     assert base.profile == b"", "lossless needs no profile"
     checkpoint(weights="others")
     assert identity() != base
-
-    def nowhere(path: str, **_: Any) -> str:
-        raise InputError("path: no tokenizer")
 
 
 def test_the_id_of_the_key_is_logged_and_not_the_key(

@@ -181,11 +181,12 @@ def run(
     blend: Blend,
     end: int,
     total: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-    agree: Callable[[bool], bool] = lambda well: well,
     rows: int = 1024,
     budget: float = math.inf,
-) -> tuple[PagesModel, dict[str, int], torch.Tensor]:
-    """The model after it, the record, and the last layer's keys `[T]` of the first tokens."""
+) -> tuple[PagesModel, dict[str, int], torch.Tensor, list[tuple[float, int]]]:
+    """The model after it, the record, and the last layer's keys `[T]` of the first tokens; and of each slice what it
+    says it took, and the token-layers that the model computed in it, the query's included.
+    """
     cache = pages(blend.start, blend.pieces, end)
     opened: list[PagesModel] = []
 
@@ -193,13 +194,16 @@ def run(
         opened.append(PagesModel(cache, blocks))
         return opened[-1]
 
-    blending = PageBlender(cache, BLOCK, open_model, 0.0, total, agree, rows).begin(blend, end)
+    blending = PageBlender(cache, BLOCK, open_model, 0.0, total, lambda well: well, rows).begin(blend, end)
+    slices, before = [], 0
     while not blending.done:
-        blending.advance(budget)
-    (model,) = opened
+        took, (model,) = blending.advance(budget), opened
+        after = sum(map(len, model.through)) + sum(len(positions) for positions, *_ in model.seen)
+        slices.append((took, after - before))
+        before = after
     at = torch.arange(len(TABLE) * BLOCK)
     keys, _ = cache.layer(LAYERS - 1, torch.tensor(TABLE)[at // BLOCK] * BLOCK + at % BLOCK)
-    return model, blending.tokens, keys[:, 0, 0].float()
+    return model, blending.tokens, keys[:, 0, 0].float(), slices
 
 
 PIECES = [Entry("segment", b"a", 6, 12), Entry("segment", b"b", 22, 14)]  # of tokens 6 … 18 and 22 … 36
@@ -219,7 +223,7 @@ def test_what_is_chosen_is_decided_by_all_ranks_together() -> None:
         asked.append(tensor.clone())
         return favored
 
-    model, _, _ = run(request(0.25), 38, total)
+    model = run(request(0.25), 38, total)[0]
     assert [(tensor.shape, tensor.dtype) for tensor in asked] == [((60,), torch.float32)] and asked[0].isfinite().all()
     assert {13, 25, 26} <= set(model.through[0]), "what the sum says counts, not this rank's part"
     run(request(0), 38, total)
@@ -242,32 +246,16 @@ def test_what_is_added_to_kv_stays_within_its_dtype() -> None:
 @pytest.mark.parametrize(("cost", "rows", "budget"), [(0.0, 3, 1), (0.6, 3, 7), (1.0, 1024, 1)])
 def test_slices_make_what_one_piece_makes(cost: float, rows: int, budget: int) -> None:
     # What corrects a token depends on the rows, not on the budget.
-    model, record, keys = run(request(cost), 38, rows=rows)
-    sliced, same_record, same_keys = run(request(cost), 38, rows=rows, budget=budget)
+    model, record, keys, _ = run(request(cost), 38, rows=rows)
+    sliced, same_record, same_keys, _ = run(request(cost), 38, rows=rows, budget=budget)
     assert torch.equal(keys.nan_to_num(-1), same_keys.nan_to_num(-1))
     assert same_record == record and sliced.through == model.through
 
 
-def slices(blend: Blend, end: int, rows: int, budget: float) -> list[tuple[float, int]]:
-    """Of each slice, what it says it took, and the token-layers that the model computed in it, the query's included."""
-    cache = pages(blend.start, blend.pieces, end)
-    model = PagesModel(cache, blend.blocks)
-    blending = PageBlender(cache, BLOCK, lambda blocks: model, 0.0, lambda t: t, lambda well: well, rows).begin(
-        blend, end
-    )
-    found, before = [], 0
-    while not blending.done:
-        took = blending.advance(budget)
-        after = sum(map(len, model.through)) + sum(len(positions) for positions, *_ in model.seen)
-        found.append((took, after - before))
-        before = after
-    return found
-
-
 def test_a_slice_computes_no_more_than_it_may() -> None:
     """28 tokens in units of 4, in slices of 10. However little it may compute, it gets on."""
-    assert [took for took, _ in slices(request(1), 38, rows=4, budget=0.5)] == [4] * 7
-    found = slices(request(1), 38, rows=4, budget=10)
+    assert [took for took, _ in run(request(1), 38, rows=4, budget=0.5)[3]] == [4] * 7
+    found = run(request(1), 38, rows=4, budget=10)[3]
     assert all(took <= 10 for took, _ in found)
     assert all(computed <= 10 * LAYERS for _, computed in found)
     assert sum(computed for _, computed in found) == 28 * LAYERS
@@ -277,7 +265,7 @@ def test_a_slice_computes_no_more_than_it_may() -> None:
 
 def test_no_more_than_one_unit_is_prepared_at_a_time() -> None:
     """A mask has a row per token, and what a backend wants of a unit is as large."""
-    model, _, _ = run(request(1), 38, rows=2)
+    model = run(request(1), 38, rows=2)[0]
     assert len(model.through[0]) == 28 and model.most_masks <= 2
 
 

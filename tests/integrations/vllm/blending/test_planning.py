@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.integrations.vllm.sides import BLOCK, CHUNK, LORA, Desk, generate, image, make_request
 
 from cuvee.integrations.vllm.blending import planning
@@ -91,15 +94,9 @@ def is_segment(save: Save) -> bool:
     return save.entry.kind == "segment"
 
 
-def segment(d: Desk, ids: list[int], start: int) -> Entry:
-    """A segment at this position of a request that has `BLOCKS`."""
-    return Entry("segment", d.segment(ids), start, len(ids)).within([BLOCKS], [BLOCK])
-
-
-def assert_exact(saves: list[Save], exact: int, *segments: tuple[int, int]) -> None:
-    """No chunk or tail ends behind the exact tokens, and these segments are stored, each once."""
-    assert segments_of(saves) == list(segments)
-    assert all(save.entry.end <= exact for save in saves if not is_segment(save))
+def segment(d: Desk, ids: list[int], start: int, tenant: str, end: int) -> Entry:
+    """A segment at this position of a request that has `BLOCKS` up to `end`."""
+    return Entry("segment", d.segment(ids, tenant), start, len(ids)).within([BLOCKS[: -(-end // BLOCK)]], [BLOCK])
 
 
 def refused(d: Desk) -> dict[str, float]:
@@ -109,144 +106,19 @@ def refused(d: Desk) -> dict[str, float]:
 NOTHING = {"blended": False, "reused_tokens": 0, "cost": 0.15}
 
 
-# What is stored ------------------------------------------------------------------------------------------------------
-
-
-def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    request = ask(d)
-    assert d.matched(request) == (0, False)
-    first = [save for save in d.plan((request, 0, 40)).saves if is_segment(save)]
-    assert first == [Save("", Entry("segment", d.segment(FIRST), 10, 29, (tuple(BLOCKS[1:5]),)), None, 38)]
-    second = [save for save in d.plan((request, 40, 24), new=False).saves if is_segment(save)]
-    assert second == [], "its last token is not computed yet"
-    second = [save for save in d.plan((request, 64, 13), new=False).saves if is_segment(save)]
-    assert second == [Save("", Entry("segment", d.segment(SECOND), 44, 21, (tuple(BLOCKS[5:9]),)), None, 12)]
-    other = ask(d, "s")
-    assert d.matched(other) == (0, False)
-    assert segments_of(d.plan((other, 0, 77)).saves) == [], "stored a moment ago"
-    assert d.side.outcome(request) == {**NOTHING, "reason": "absent"}
-
-
 # What is found -------------------------------------------------------------------------------------------------------
 
 
-def test_the_exact_prefix_comes_first(desk: Callable[..., Desk]) -> None:
-    d, computed = desk(), 8
-    d.put_segments(SECOND)
-    d.put_tails(make_request(ids=[*text(10), *FIRST, *text(5, 30), *SECOND, *text(12, 40)]), 40)
-    request = ask(d, chunks=2)
-    planned = load(d, request, computed)
-    assert [entry.digest for entry in planned.prefix] == [*d.digests(request)[:2], d.tail(request, 40)]
-    assert [(entry.start, entry.tokens) for entry in planned.prefix] == [(0, CHUNK), (CHUNK, CHUNK), (2 * CHUNK, 8)]
-    assert (planned.start, planned.end) == (computed, 65) and planned.blocks == BLOCKS[computed // BLOCK : 9]
-    assert planned.blend is not None
-    assert planned.blend.start == 40 and planned.blend.pieces == [segment(d, SECOND, 44)]
-
-
-def test_a_piece_that_begins_in_the_exact_prefix_is_used_from_its_end_on(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST, SECOND)
-    request = ask(d, chunks=1)
-    before = list(request.block_hashes)
-    planned = load(d, request)
-    assert planned.blend is not None
-    assert [entry.digest for entry in planned.prefix] == d.digests(request)[:1] and planned.blend.start == 16
-    assert planned.blend.pieces[0] == segment(d, FIRST, 10), "it is decoded as a whole"
-    assert request.block_hashes[:2] == before[:2] and request.block_hashes[2] != before[2]
-    assert d.side.outcome(request) == {"blended": True, "reused_tokens": 23 + 21, "cost": 0.15}
-
-
-ENDING = [*text(10), *FIRST]
-
-
-@pytest.mark.parametrize(
-    ("options", "stored", "asked", "computed", "expected"),
-    [
-        ({}, [FIRST, SECOND], {"chunks": 3}, 40, (40, 65, [44], 4, 21)),  # what the engine has is not blended
-        ({}, [FIRST, SECOND], {}, 72, "exact"),
-        ({}, [FIRST], {}, 0, (0, 39, [10], 4, 29)),
-        ({}, [FIRST], {"segments": [(10, 13)]}, 0, "parts"),
-        ({}, [FIRST], {"kv_transfer_params": {"cuvee": {"segments": [[10, 39]], "blend": False}}}, 0, "unwanted"),
-        # The last token is computed, whatever it belongs to.
-        ({}, [FIRST], {"ids": ENDING, "segments": [(10, 39)]}, 0, (0, 38, [10], 4, 28)),
-        # A third of a segment's tokens are not reused at the beginning of a prompt, and four thirds must be in all.
-        ({"segment_tokens": 33}, [FIRST, SECOND], {}, 0, (0, 65, [10, 44], 11, 49)),
-        (
-            {"segment_tokens": 30}, [text(10), FIRST, SECOND], {"segments": [(0, 10), (10, 39), (44, 65)]}, 0,
-            (0, 65, [10, 44], 10, 50),
-        ),
-        ({"segment_tokens": 18}, [SECOND], {}, 0, "few"),
-    ],
-)  # fmt: skip
-def test_what_is_blended(
-    desk: Callable[..., Desk], options: dict[str, Any], stored: list[list[int]], asked: dict[str, Any], computed: int,
-    expected: tuple[Any, ...] | str,
-) -> None:  # fmt: skip
-    """From where, to where, which pieces, and the first token that may be one of those that are reused; or why not."""
-    d = desk(blend=options)
-    d.put_segments(*stored)
-    request = ask(d, **asked)
-    before = list(request.block_hashes)
-    if isinstance(expected, str):
-        assert d.matched(request, computed) == (0, False) and request.block_hashes == before
-        assert d.side.outcome(request) == {**NOTHING, "reason": expected}
-        assert expected != "unwanted" or segments_of(d.plan((request, 0, 77)).saves) == [(10, 29)], "they are stored"
-        return
-    planned = load(d, request, computed)
-    told = d.side.outcome(request)
-    assert planned.blend is not None and told is not None and request.block_hashes != before
-    pieces = [piece.start for piece in planned.blend.pieces]
-    assert (planned.start, planned.end, pieces, planned.blend.first, told["reused_tokens"]) == expected
-    assert planned.blend.reused(planned.end) == told["reused_tokens"] and planned.prefix == []
-    assert (planned.blend.tokens, planned.blend.start) == (request.prompt_token_ids, computed)
-    assert told["blended"] and told["cost"] == planned.blend.cost == 0.15
-    assert planned.blend.blocks == BLOCKS[: -(-planned.end // BLOCK)] == BLOCKS[: computed // BLOCK] + planned.blocks
-
-
-def test_pieces_beyond_the_positions_of_the_model_are_not_used(
-    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
-) -> None:
-    d = desk()
-    d.put_segments(FIRST, SECOND)
-    beyond = [*text(4080), *FIRST, *text(5, 30), *SECOND, *text(9)]
-    for name in ("r", "again"):
-        request = ask(d, name, beyond, [(4080, 4109), (4114, 4135)])
-        assert d.matched(request) == (0, False)
-        assert d.side.outcome(request) == {**NOTHING, "reason": "parts"}, "as if they had not been named"
-    planned = load(d, ask(d, "s", [*text(4067), *FIRST, *SECOND, *text(9)], [(4067, 4096), (4096, 4117)]))
-    assert planned.blend is not None and [piece.start for piece in planned.blend.pieces] == [4067]
-    assert caplog.text.count("WARNING") == 1 and "the model has 4096 positions" in caplog.text
-
-
-@pytest.mark.parametrize(("most", "kept"), [(2, [(0, 10), (30, 45)]), (9, None)])
 def test_of_too_many_segments_the_longest_are_used(
-    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
-    most: int, kept: list[tuple[int, int]] | None,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(planning, "MOST_SEGMENTS", most)
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "MOST_SEGMENTS", 2)
     spans = [(0, 10), (11, 21), (22, 29), (30, 45), (46, 51)]
     d = desk()
     d.side.arrived(make_request("r", kv_transfer_params={"cuvee": {"segments": spans}}))
     found = d.record().segmented
-    assert found is not None and found.spans == (spans if kept is None else kept)
-    assert len(found.digests) == len(found.spans)
-    left_out = 0 if kept is None else len(spans) - most
-    assert (f"{left_out} segments of request r are left out: a prompt has at most {most}" in caplog.text) == (
-        left_out > 0
-    )
-
-
-def test_tenants_do_not_share_segments(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    d.put_segments(FIRST, SECOND, tenant="alice")
-    assert d.matched(ask(d, "a", cache_salt="alice")) == (65, True)
-    for name, salt in (("b", "bob"), ("c", None)):
-        request = ask(d, name, cache_salt=salt)
-        assert d.matched(request) == (0, False)
-        saves = [save for save in d.plan((request, 0, 77)).saves if is_segment(save)]
-        assert [save.tenant for save in saves] == [salt or ""] * 2
-        assert {save.entry.digest for save in saves}.isdisjoint([d.segment(FIRST, "alice"), d.segment(SECOND, "alice")])
+    assert found is not None and found.spans == [(0, 10), (30, 45)] and len(found.digests) == 2
+    assert "3 segments of request r are left out: a prompt has at most 2" in caplog.text
 
 
 # Names of blocks -----------------------------------------------------------------------------------------------------
@@ -315,20 +187,18 @@ def test_without_names_there_is_no_blend(desk: Callable[..., Desk]) -> None:
     assert refused(d) == {"hashes": 1} and d.side.outcome(request) == {"blended": False, "refused": "hashes"}
 
 
-# Nothing approximate is stored ---------------------------------------------------------------------------------------
+# Any prompt ----------------------------------------------------------------------------------------------------------
 
-
-def exact_prompt(d: Desk, leading: int = 30) -> SimpleNamespace:
-    """A request whose first `leading` tokens are exact; FIRST comes behind them."""
-    d.put_segments(FIRST)
-    ids = [*text(leading), *FIRST, *SECOND, *text(12, 70)]
-    wants = {"segments": [[leading, leading + 29], [leading + 29, leading + 50]]}
-    return ask(d, ids=ids, kv_transfer_params={"cuvee": wants})
+DOCUMENTS = [FIRST, SECOND, text(9, 3000), text(3, 4000)]  # the last is shorter than any segment
+PARTS = st.one_of(st.integers(0, 3), st.integers(1, 25).map(lambda tokens: text(tokens, 100)))
 
 
 def all_saves(d: Desk, request: SimpleNamespace, before: int, generated: int = 60) -> list[Save]:
     """Everything that is stored of a request from here to its end."""
-    plans = [d.plan((request, before, request.num_tokens - before))]
+    plans, tokens = [], request.num_tokens
+    for first, end in itertools.pairwise((before, (before + tokens) // 2, tokens)):
+        plans.append(d.plan((request, first, end - first), new=first == before))
+        assert all(save.entry.end <= end for save in plans[-1].saves)
     for _ in range(generated):
         generate(request, 1)
         plans.append(d.plan((request, request.num_tokens - 1, 1), new=False))
@@ -338,39 +208,92 @@ def all_saves(d: Desk, request: SimpleNamespace, before: int, generated: int = 6
     return [save for plan in plans for save in plan.saves + plan.last_saves]
 
 
-@pytest.mark.parametrize(("leading", "first"), [(0, 0), (8, 1), (15, 1), (47, 5)])
-def test_of_a_blend_only_what_is_before_it_is_stored_and_keeps_its_names(
-    desk: Callable[..., Desk], leading: int, first: int
-) -> None:
-    """Blocks are renamed from the first reused token on. A blend that is preempted and computed keeps the names."""
-    d = desk()
-    request = exact_prompt(d, leading)
-    before = list(request.block_hashes)
-    planned = blend(d, request)
-    assert planned.end == leading + 29
-    assert request.block_hashes[:first] == before[:first]
-    assert len(request.block_hashes) == len(before) and set(request.block_hashes[first:]).isdisjoint(before)
-    assert {type(name) for name in request.block_hashes} == {bytes}
-    saves = all_saves(d, request, planned.end)
-    assert d.unstored() == {"blended": request.num_tokens - 1 - planned.end}
-    assert segments_of(saves) == [(leading + 29, 21)], "FIRST was reused"
-    saves = [save for save in saves if not is_segment(save)]
-    assert all(save.entry.end <= leading for save in saves)
-    chunks = d.digests(request)[: leading // CHUNK]
-    tails = [d.tail(request, leading // BLOCK * BLOCK)] if leading % CHUNK >= BLOCK and leading >= CHUNK else []
-    assert [save.entry.digest for save in saves] == chunks + tails, "that is exact, so it is"
-
-
-def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[..., Desk]) -> None:
-    d = desk(shards=2)
-    request = exact_prompt(d)
-    load(d, request)
-    for _ in range(2):  # each rank says so
-        d.side.take(Report([2], ended=["r"], failed={"r"}, unsaved={d.segment(FIRST)}))
-    assert d.matched(request) == (0, False)
-    assert d.side.outcome(request) == {"blended": False, "refused": "failed"}
-    assert refused(d) == {"failed": 1}
-    assert_exact(all_saves(d, request, 0), 30, (30, 29), (59, 21))
+@settings(max_examples=400, deadline=None)
+@given(
+    parts=st.lists(PARTS, min_size=1, max_size=6),
+    stored=st.sets(st.integers(0, 3)),
+    prefix=st.integers(0, 4),
+    computed=st.integers(0, 8),
+    positions=st.sampled_from([4096, 4096, 70]),
+    tenant=st.sampled_from(["", "alice"]),
+    wanted=st.sampled_from([True, True, False]),
+    fails=st.booleans(),
+)
+def test_what_is_blended_named_and_stored(
+    parts: list[int | list[int]], stored: set[int], prefix: int, computed: int, positions: int, tenant: str,
+    wanted: bool, fails: bool,
+) -> None:  # fmt: skip
+    """Of prompts of documents and other text, some of which this tenant has stored, and a prefix."""
+    ids, spans = list[int](), list[tuple[int, int, int]]()
+    for part in parts:
+        tokens = part if isinstance(part, list) else DOCUMENTS[part]
+        if not isinstance(part, list):
+            spans.append((len(ids), len(ids) + len(tokens), part))
+        ids += [(token + len(ids)) % 5000 for token in tokens] if isinstance(part, list) else tokens
+    n, salt = len(ids), tenant or None
+    with closing(Desk(blend=OPTIONS, shards=2, min_tokens=BLOCK)) as d:
+        d.side._state.positions = positions
+        d.put_segments(*(DOCUMENTS[each] for each in stored), tenant=tenant)
+        d.put_segments(*DOCUMENTS, tenant="bob")
+        d.put(make_request(ids=ids), prefix, tenant=tenant)
+        usable = max(min(n - 1, positions), 0) // BLOCK * BLOCK
+        computed = min(computed, (n - 1) // BLOCK) * BLOCK
+        there = min(prefix, min(n, positions) // CHUNK) * CHUNK
+        base = max(computed, min(there, usable))
+        wants = {"segments": [span[:2] for span in spans], "blend": wanted}
+        request = make_request(ids=ids, cache_salt=salt, kv_transfer_params={"cuvee": wants})
+        exact_names = list(request.block_hashes)
+        d.side.arrived(request)
+        tokens, _ = d.matched(request, computed)
+        # What is expected, token by token.
+        kept = [span for span in spans if span[1] - span[0] >= 4 and span[1] <= positions]
+        found = [span for span in kept if span[2] in stored]
+        pieces = [span for span in found if span[1] > max(base, 4)]
+        end = min(pieces[-1][1], n - 1) if pieces else base
+        reused = sum(any(a <= at < b for a, b, _ in pieces) for at in range(max(base, 4), end))
+        changed = max(base, pieces[0][0]) if pieces else n
+        why = "parts" if not kept else "unwanted" if not wanted else "few" if pieces else "exact" if found else "absent"
+        blended = wanted and reused >= 16
+        outcome = {"blended": blended, "reused_tokens": reused * blended, "cost": 0.15}
+        if not blended:
+            outcome, pieces, end, changed = {**outcome, "reason": why}, [], base, n + 100
+        assert tokens == end - computed and d.side.outcome(request) == outcome
+        same = changed // BLOCK
+        assert request.block_hashes[:same] == exact_names[:same]
+        assert set(exact_names[same:]).isdisjoint(request.block_hashes) and len(request.block_hashes) == n // BLOCK
+        d.side.allocated(request, [BLOCKS], tokens)
+        loads = d.plan().loads
+        assert len(loads) == (end > computed) and (not blended or loads[0].blend is not None)
+        for planned in loads:
+            assert (planned.tenant, planned.start, planned.end) == (tenant, computed, end)
+            assert planned.blocks == BLOCKS[computed // BLOCK : -(-end // BLOCK)]
+            chunks = range(computed // CHUNK * CHUNK, base, CHUNK) if base > computed else ()
+            assert [entry.start for entry in planned.prefix] == [*chunks]
+            if planned.blend is not None:
+                own = [segment(d, ids[a:b], a, tenant, end) for a, b, _ in pieces]
+                assert (planned.blend.tokens, planned.blend.start, planned.blend.first) == (ids, base, 4)
+                assert planned.blend.pieces == own and planned.blend.reused(end) == reused
+                assert planned.blend.blocks == BLOCKS[: -(-end // BLOCK)]
+        if blended and fails:
+            for _ in range(2):
+                d.side.take(Report([2], ended=["r"], failed={"r"}))
+            assert d.matched(request) == (0, False)
+            assert d.side.outcome(request) == {"blended": False, "refused": "failed"} and refused(d) == {"failed": 1}
+            pieces, end = [], 0
+        elif loads:
+            d.side.take(Report([1], placed=["r"] * 2 * blended))
+            assert d.plan().blends == ["r"] * blended
+            d.side.take(Report([2], ended=["r"] * 2))
+        saves = all_saves(d, request, end)
+        assert {save.tenant for save in saves} <= {tenant}
+        new = {each: (a, b) for a, b, each in reversed(kept) if (a, b, each) not in pieces}  # each once
+        assert sorted(segments_of(saves)) == sorted((a, b - a) for a, b in new.values())
+        # What is exact has exact names; nothing else is stored.
+        most = min(changed, positions, request.num_tokens - 1)
+        asked = usable - computed >= BLOCK  # otherwise nobody knows what is there
+        new_chunks = {*range(CHUNK, most + 1, CHUNK)} - {*range(CHUNK, there * asked + 1, CHUNK)}
+        tails = {each for each in (min(n, most) // BLOCK * BLOCK, most // BLOCK * BLOCK) if each % CHUNK}
+        assert sorted(save.entry.end for save in saves if not is_segment(save)) == sorted(new_chunks | tails)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

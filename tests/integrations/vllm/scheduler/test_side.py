@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.integrations.stores.dict_store import hold
 from tests.integrations.vllm.sides import (
-    BLOCK,
     CHUNK,
     IDENTITY,
     Bench,
@@ -28,7 +27,7 @@ from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.decision import Restored
-from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
+from cuvee.integrations.vllm.messages import Report, Save, StepPlan
 from cuvee.naming.identity import store_key
 
 
@@ -55,45 +54,14 @@ def test_entries_of_every_accepted_secret_are_found_and_no_others(
     assert len(calls) == 4, "one question for each secret about chunks, and one about tails of the chunk after them"
 
 
-def test_one_rank_stores_what_all_hold(desk: Callable[..., Desk]) -> None:
-    """Of latents (MLA): the others' names are not asked for."""
-    d, request = desk(shards=2, setup={"replicated": True}), make_request()
-    d.put(request, 3)
-    for digest in d.digests(request):
-        d.store.entries.pop(store_key("", digest, 1), None)
-    assert d.matched(request) == (3 * CHUNK, True)
-
-
-def test_drafts_that_are_rejected_are_never_stored(desk: Callable[..., Desk]) -> None:
-    """A step computes drafts behind the known tokens. A chunk is stored once all of its tokens are accepted."""
-    d, request = desk(min_tokens=1), make_request(tokens=CHUNK - 2)
-    d.side.arrived(request)
-    d.plan((request, 0, CHUNK - 2))
-    generate(request, 1)
-    assert not d.plan((request, CHUNK - 2, 6), new=False).saves, "the chunk's last token is a draft"
-    generate(request, 1)  # in place of the first draft
-    (save,) = d.plan((request, CHUNK - 1, 6), new=False).saves
-    assert save.entry.digest == d.digests(request)[0]
-    request.num_computed_tokens = CHUNK  # again none is accepted
-    generate(request, 1)
-    d.side.finished(request, [list(range(100, 110))])
-    assert not d.plan().last_saves, "five drafts were computed behind the chunk"
-
-
 def test_a_gap_ends_the_prefix(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request()
     d.put(request, 6)
     del d.store.entries[store_key("", d.digests(request)[2])]
     missed: list[int] = []
     d.store.missed = missed.append  # type: ignore[method-assign, assignment]
-    assert d.matched(request) == (32, True) and d.lookups() == {"partial": 1}
+    assert [d.matched(request) for _ in range(2)] == [(32, True)] * 2 and d.lookups() == {"partial": 1}, "once"
     assert sum(missed) == 1, "a tail in its place is a guess"
-
-
-def test_tenant_of_requests_without_salt(desk: Callable[..., Desk]) -> None:
-    d = desk(tenant="alice")
-    d.put(make_request(), 6, tenant="alice")
-    assert d.matched(make_request("c"))[0] == 96
 
 
 @pytest.mark.parametrize(
@@ -106,25 +74,6 @@ def test_requests_that_are_never_loaded(desk: Callable[..., Desk], changes: dict
     d.side.arrived(request)
     assert d.matched(request) == (0, False)
     assert d.store.calls == []
-
-
-@pytest.mark.parametrize(("role", "loads", "stores"), [("producer", False, True), ("consumer", True, False)])
-def test_roles(desk: Callable[..., Desk], role: str, loads: bool, stores: bool) -> None:
-    d, request = desk(loads=loads, stores=stores), make_request()
-    d.put(request, 3)
-    assert bool(d.matched(request)[0]) is loads
-    assert bool(d.plan((request, 48, 52)).saves) is stores
-
-
-def test_short_hits_are_left(desk: Callable[..., Desk]) -> None:
-    d, request = desk(min_tokens=64), make_request()
-    d.put(request, 3)
-    assert [d.matched(request) for _ in range(2)] == [(0, False)] * 2
-    assert d.lookups() == {"partial": 1}, "once"
-    asked = d.store.calls.count("contains")
-    other = make_request("s", tokens=60)
-    assert d.matched(other) == (0, False)
-    assert d.store.calls.count("contains") == asked, "56 tokens at most: not worth a question"
 
 
 def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., Desk]) -> None:
@@ -191,24 +140,6 @@ def test_old_answers_are_asked_for_anew(desk: Callable[..., Desk]) -> None:
     assert d.matched(request)[0] == 0
 
 
-def test_the_load_that_is_planned(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request()
-    d.put(request, 3)
-    tokens, _ = d.matched(request, 24)
-    assert d.plan().loads == [], "vLLM 0.33 may allocate some steps later"
-    d.side.allocated(request, [list(range(50, 63))], tokens)
-    plan = d.plan()
-    (load,) = plan.loads
-    assert (load.request, load.start, load.end) == ("r", 24, 48)
-    assert load.prefix == [
-        Entry("chunk", d.digests(request)[at], at * CHUNK, CHUNK, ((50 + 2 * at, 51 + 2 * at),)) for at in (1, 2)
-    ]
-    assert load.blocks == [53, 54, 55], "from the first token on"
-    assert d.plan().loads == [], "once"
-    d.side.allocated(request, [list(range(50, 63))], 0)
-    assert d.plan().loads == [], "the second call of the engine, after the load"
-
-
 def _load(d: Desk, request: SimpleNamespace) -> StepPlan:
     d.side.allocated(request, [list(range(20))], d.matched(request)[0])
     return d.plan()
@@ -217,21 +148,22 @@ def _load(d: Desk, request: SimpleNamespace) -> StepPlan:
 @pytest.mark.parametrize(
     ("ends", "computed", "found"),
     [
-        ("ended", 48, (0, False)),  # the engine has it now
-        ("ended", 0, (48, True)),  # or not: then it is loaded
+        ("ended", 56, (0, False)),  # the engine has it now
+        ("ended", 0, (56, True)),  # or not: then it is loaded
         ("failed", 0, (0, False)),  # and the store has lost it
-        ("aborted", 0, (48, True)),
+        ("aborted", 0, (56, True)),
     ],
 )
 def test_what_another_request_loads_is_waited_for(
     desk: Callable[..., Desk], ends: str, computed: int, found: tuple[int, bool]
 ) -> None:
-    d, first, second, third = desk(), make_request("a"), make_request("b"), make_request("c", tokens=40)
+    d, first, second, third = desk(min_tokens=8), *(make_request(*each) for each in (("a",), ("b",), ("c", 40)))
     d.put(first, 3)
+    d.put_tails(first, 56)
     plan = _load(d, first)
-    for other in (second, third):
+    for other, has in ((second, 48), (second, 0), (third, 0)):
         for _ in range(5):
-            assert d.side.matched_tokens(other, 0)[0] is None
+            assert d.side.matched_tokens(other, has)[0] is None
             d.plan()
     if ends == "aborted":
         d.side.finished(first, [[]])
@@ -285,28 +217,6 @@ def test_an_id_whose_load_is_under_way_is_not_loaded_for_another_request(desk: C
     assert d.recorder.totals()["uncached", "error"] == 1
 
 
-def test_chunks_are_stored_when_they_are_complete(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request()
-    d.matched(request)
-    assert chunks_of(d.plan((request, 0, 40)).saves) == [0, 1]
-    (save,) = d.plan((request, 40, 16), new=False).saves
-    assert save.entry == Entry("chunk", d.digests(request)[2], 2 * CHUNK, CHUNK, ((104, 105),))
-    assert chunks_of(d.plan((request, 56, 44), new=False).saves) == [3, 4, 5]
-    assert d.plan((request, 100, 1), new=False).saves == []
-
-
-def test_what_the_engine_had_is_stored_unless_it_is_known_to_be(desk: Callable[..., Desk]) -> None:
-    d = desk()
-    first, second, third = make_request("a"), make_request("b"), make_request("c")
-    d.matched(first)
-    d.plan((first, 0, 100))
-    d.matched(second, 96)
-    assert d.plan((second, 96, 4)).saves == [], "stored a moment ago"
-    d.now += 61
-    d.matched(third, 96)
-    assert len(d.plan((third, 96, 4)).saves) == 6, "it may have been evicted since; the worker asks before it encodes"
-
-
 def test_what_a_lookup_found_is_known(desk: Callable[..., Desk]) -> None:
     d, request = desk(min_tokens=64), make_request()
     d.put(request, 3)
@@ -327,39 +237,6 @@ def test_positions_past_the_limit_are_not_stored(desk: Callable[..., Desk], capl
     assert d.unstored() == {"positions": 44}
     assert caplog.text.count("are not stored") == 1
     assert "40 tokens are not stored: they are beyond the last position of the model" in caplog.text
-
-
-@pytest.mark.parametrize(("chunk", "positions", "found"), [(16, 60, 56), (16, 49, 48), (32, 44, 40)])
-def test_positions_past_the_limit_are_not_asked_for(
-    desk: Callable[..., Desk], chunk: int, positions: int, found: int
-) -> None:
-    """Whoever stored them: they would not decode."""
-    d, request = desk(chunk_tokens=chunk, min_tokens=16), make_request(tokens=100)
-    d.side._state.positions = positions
-    d.put(request, 100 // chunk)
-    ends = [end for end in range(BLOCK, 100, BLOCK) if end % chunk]
-    d.put_tails(request, *ends)
-    asked: set[str] = set()
-    contains = d.store.contains
-
-    def noted(keys: Sequence[str]) -> list[bool]:
-        asked.update(keys)
-        return contains(keys)
-
-    d.store.contains = noted  # type: ignore[method-assign]
-    assert d.matched(request) == (found, True)
-    beyond = d.digests(request)[positions // chunk :] + [d.tail(request, end) for end in ends if end > positions]
-    assert asked and not {store_key("", digest) for digest in beyond} & asked
-
-
-def test_a_preempted_request_stores_again_what_the_store_has_lost(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), make_request()
-    d.matched(request)
-    assert len(d.plan((request, 0, 100)).saves) == 6
-    request.num_computed_tokens = 0
-    d.now += 61
-    assert d.matched(request) == (0, False)
-    assert len(d.plan((request, 0, 100), new=False).saves) == 6
 
 
 class Ranks:
@@ -583,15 +460,6 @@ def test_an_engine_without_requests_goes_on_until_its_ranks_store(desk: Callable
         d.plan()
         d.side.take(Report([1 + steps] * 2))
     assert steps == {"confirmed": 1, "failed": 4, "alone": 0}[ends]
-
-
-def test_what_could_not_be_stored_is_stored_the_next_time(desk: Callable[..., Desk]) -> None:
-    d, first, second = desk(), make_request("a"), make_request("b")
-    d.matched(first)
-    d.plan((first, 0, 100))
-    d.side.take(Report([1], unsaved={d.digests(first)[1]}))
-    d.matched(second, 96)
-    assert chunks_of(d.plan((second, 96, 4)).saves) == [1]
 
 
 def test_nothing_is_stored_or_loaded_before_the_weights_have_a_name() -> None:

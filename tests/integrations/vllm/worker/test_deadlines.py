@@ -108,6 +108,7 @@ def test_a_chunk_without_its_last_part_is_stored_again(bench: Callable[..., Benc
     b.drain()
     assert set(b.store.entries) == set(stored_before)
     assert b.store.calls.count("put") - puts == 2 * PARTS, "of the two chunks that lacked a part"
+    assert not b.worker.report(1).unsaved
 
 
 def test_a_store_that_takes_the_base_alone_has_the_chunk(bench: Callable[..., Bench]) -> None:
