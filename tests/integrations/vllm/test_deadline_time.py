@@ -187,6 +187,18 @@ def test_what_can_be_met_is_met(
     assert {0, CHUNKS} <= set(kept_at)
 
 
+def test_a_link_that_stops_does_not_keep_the_engine_from_computing(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has delivered some bases, and would take a minute for the others."""
+    b = bench()
+    b.store_all(CHUNKS)
+    bases, _ = bytes_of(b)
+    simulation = Simulation(b, {"memory": lambda at: bases / 0.1 if at < 0.05 else bases / 60}, 1.0, monkeypatch)
+    end, parts, job = simulation.run(deadline=1.5, token=4e-3)
+    assert end <= 1.5 and 0 < len(parts) < CHUNKS and job.goal == job.valid_until
+
+
 def test_loads_without_a_deadline_tell_that_a_link_has_become_faster(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

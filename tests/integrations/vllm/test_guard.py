@@ -143,7 +143,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.sampled_from(["abort", "preempt"]), st.integers(0, 5)),
     st.tuples(st.sampled_from(["damage", "lose"]), st.integers(0, 20)),
-    st.tuples(st.just("reset")),
+    st.tuples(st.sampled_from(["run", "run", "run", "reset"])),
 )
 
 
@@ -168,6 +168,8 @@ def test_whatever_happens_no_page_is_wrong_and_nothing_is_left(chunk: int, event
             blob = e.store.entries.pop(key)
             if kind == "damage":
                 e.store.entries[key] = blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]
+        elif kind == "run":
+            e.run()
         elif kind == "reset":
             assert e.side.reset()
     e.run()
@@ -311,6 +313,27 @@ def test_odd_adapters_are_harmless(
     e.submit("s", A)
     e.run()
     assert sorted(e.done) == ["r", "s"]
+
+
+def test_ids_may_be_used_again(engine: Callable[..., SmallEngine]) -> None:
+    """Of requests that ended, were aborted in any state, or were not cached."""
+    e = engine()
+    e.submit("r", A, cache_salt="x" * 5000)
+    e.run()
+    for ids in (A, B, [*A, 1], A[:30]):
+        e.submit("r", ids)
+        e.run()
+    for steps in range(6):
+        e.submit("r", [*A, steps])
+        for _ in range(steps):
+            e.step()
+        e.abort("r")
+        while e.gone:
+            e.step()
+    e.submit("r", [*A, *B])
+    e.run()
+    assert len(e.done) >= 6
+    assert e.recorder.totals()["uncached", "salt"] == 1
 
 
 class _Lying(DictStore):

@@ -226,10 +226,9 @@ def test_what_is_blended_named_and_stored(
     """Of prompts of documents and other text, some of which this tenant has stored, and a prefix."""
     ids, spans = list[int](), list[tuple[int, int, int]]()
     for part in parts:
-        tokens = part if isinstance(part, list) else DOCUMENTS[part]
-        if not isinstance(part, list):
-            spans.append((len(ids), len(ids) + len(tokens), part))
-        ids += [(token + len(ids)) % 5000 for token in tokens] if isinstance(part, list) else tokens
+        if isinstance(part, int):
+            spans.append((len(ids), len(ids) + len(DOCUMENTS[part]), part))
+        ids += DOCUMENTS[part] if isinstance(part, int) else [(token + len(ids)) % 5000 for token in part]
     n, salt = len(ids), tenant or None
     with closing(Desk(blend=OPTIONS, shards=2, min_tokens=BLOCK)) as d:
         d.side._state.positions = positions
@@ -254,7 +253,7 @@ def test_what_is_blended_named_and_stored(
         changed = max(base, pieces[0][0]) if pieces else n
         why = "parts" if not kept else "unwanted" if not wanted else "few" if pieces else "exact" if found else "absent"
         blended = wanted and reused >= 16
-        outcome = {"blended": blended, "reused_tokens": reused * blended, "cost": 0.15}
+        outcome: dict[str, Any] = {"blended": blended, "reused_tokens": reused * blended, "cost": 0.15}
         if not blended:
             outcome, pieces, end, changed = {**outcome, "reason": why}, [], base, n + 100
         assert tokens == end - computed and d.side.outcome(request) == outcome

@@ -31,8 +31,7 @@ def entry(d: Desk, request: SimpleNamespace, end: int, last: int | None = None, 
     """The entry that ends there, in the request's blocks, of which those from position `last` on are not its."""
     start = (end - 1) // CHUNK * CHUNK
     blocks = tuple(TABLE[start // BLOCK : min(end, last or end) // BLOCK])
-    kind = "tail" if end % CHUNK else "chunk"
-    return Entry(kind, digest(d, request, end, tenant), start, end - start, (blocks,))
+    return Entry("tail" if end % CHUNK else "chunk", digest(d, request, end, tenant), start, end - start, (blocks,))
 
 
 @settings(max_examples=300, deadline=None)
