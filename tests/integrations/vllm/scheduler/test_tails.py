@@ -1,4 +1,4 @@
-"""Tails on the scheduler's side: the blocks after a request's last whole chunk, stored, found again and superseded."""
+"""Tails on the scheduler's side, beside what `test_prefixes` shows: aborts, resets, scopes, and what a tail costs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ def desk(desk: Callable[..., Desk]) -> Callable[..., Desk]:
 def places(saves: list[Save]) -> list[tuple[int, int]]:
     """Chunk and tail of each."""
     return [(save.entry.start // CHUNK, save.entry.tokens if save.entry.kind == "tail" else 0) for save in saves]
-
-
-# Storing ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_aborted_while_it_loads_leaves_nothing(desk: Callable[..., Desk]) -> None:
@@ -54,9 +51,6 @@ def test_what_was_computed_before_a_reset_is_in_no_tail(desk: Callable[..., Desk
     assert d.plan().last_saves == []
 
 
-# Finding ---------------------------------------------------------------------------------------------------------
-
-
 def test_tails_are_not_shared_across_tenants_adapters_and_media(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request(tokens=60)
     d.put_tails(request, 24, 48, tenant="alice")
@@ -69,9 +63,6 @@ def test_tails_are_not_shared_across_tenants_adapters_and_media(desk: Callable[.
         ("e", {"mm_features": [image(start=30)]}, 24),  # the tail before the image is the same
     ):
         assert d.matched(make_request(name, tokens=60, **changes))[0] == found, name
-
-
-# Loading ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_lookup_says_of_tails_is_believed(desk: Callable[..., Desk]) -> None:
