@@ -271,8 +271,8 @@ class Profile:
         """Return the step index of a quality, given as a preset, a `Quality` or its arguments; but not `"lossless"`.
 
         All qualities but a step are limits on the curve, and the result is the step closest to the limit: the coarsest
-        step that keeps a KL, the finest that keeps a size. If all steps of the curve keep the limit, it is an end of
-        the curve; if none does, an error.
+        step that keeps a KL, the finest that keeps a size. If all steps of the curve keep a KL, it is the coarsest; a
+        size must be one of the curve's.
 
         Args:
             quality: a preset or a `Quality`.
@@ -281,8 +281,8 @@ class Profile:
 
         Raises:
             InputError: as `Quality`; the profile has learned nothing.
-            ProfileError: no step of the curve keeps the limit, or the curve does not measure it; the message gives the
-                range.
+            ProfileError: no step of the curve keeps the limit, all are smaller than the size, or the curve does not
+                measure it; the message gives the range.
         """
         wanted = Quality.of(quality, limits)
         if not self.learned:

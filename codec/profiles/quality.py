@@ -32,6 +32,7 @@ KL_MARGIN = 1.3
 # kinds. The loss of other models is unknown, so a codec warns.
 PRESET_STEP_INDEX = {"high": -296, "balanced": -216, "small": -152}
 PRESETS = (LOSSLESS, *PRESET_KL)
+_FINER = ": for larger blobs use step=, or quality='lossless'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,16 +350,16 @@ class Curve:
                 raise ProfileError(f"ratio={ratio:.4g} of a {cache} means {error}") from error
             raise ProfileError(
                 f"ratio: must lie in {width / max(sizes):.4g} … {width / min(sizes):.4g} for this profile and a "
-                f"{cache}, got {ratio:.4g}"
+                f"{cache}, got {ratio:.4g}" + (_FINER if width / ratio > max(sizes) else "")
             ) from error
 
     def index_within(self, what: str, most: float, points: Sequence[tuple[int, float | None]]) -> int:
-        """Return the step that keeps a limit and is closest to it: an end of the curve if all steps keep it.
+        """Return the step that keeps a limit and is closest to it: the coarsest one if all steps keep a loss.
 
         Between measured points, the value's logarithm is linear.
 
         Raises:
-            ProfileError: no step keeps the limit, or the curve was not measured.
+            ProfileError: no step keeps the limit, the curve has no step of this size, or it was not measured.
         """
         measured = _positive(points)
         if len(measured) < 2:
@@ -367,14 +368,16 @@ class Curve:
                 "or cuvee.measure(profile, model, token_ids) measures one; quality='lossless' needs none"
             )
         low, high = min(value for _, value in measured), max(value for _, value in measured)
-        if most > high:
-            end, (index, _) = ("finest", measured[0]) if what == "bits" else ("coarsest", measured[-1])
-            _log.info("%s=%.3g is above the curve's maximum, %.3g: its %s step is used", what, most, high, end)
-            return index
-        if most < low:
+        if most > high and what != "bits":
+            _log.info("%s=%.3g is above the curve's maximum, %.3g: its coarsest step is used", what, most, high)
+            return measured[-1][0]
+        if what == "bits" and 0.999 * low < most < 1.001 * high:
+            most = min(max(most, low), high)  # an end as messages round it
+        if not low <= most <= high:
+            remedy = ": use quality='lossless'" if what == "kl" else _FINER if most > high else ""
             raise ProfileError(
                 f"{what}: must lie in {low:.4g} … {high:.4g}, the measured range of this profile, got {most:.4g}"
-                + (": use quality='lossless'" if what == "kl" else "")
+                + remedy
             )
         for (step0, value0), (step1, value1) in pairwise(measured):
             if min(value0, value1) <= most <= max(value0, value1) and value0 != value1:

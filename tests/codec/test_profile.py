@@ -539,12 +539,14 @@ def test_limits_outside_the_curve() -> None:
     for arguments, message in (
         ({"kl": 1e-6}, r"^kl: must lie in 2.03.e-05 … 0.0052, .* got 1e-06: use quality='lossless'"),
         ({"bits": 2.9}, "^bits: must lie in 3 … 7, the measured range of this profile, got 2.9"),
-        ({"ratio": 100.0}, "^ratio: must lie in"),
+        ({"bits": 7.1}, r"^bits: must lie in 3 … 7, .* got 7\.1: for larger blobs use step=, or quality='lossless'$"),
+        ({"ratio": 100.0}, r"^ratio: must lie in 2\.286 … 5\.333 .* got 100$"),
+        ({"ratio": 0.5}, r"^ratio: must lie in 2\.286 … 5\.333 .* got 0\.5: for larger blobs use step=, or"),
     ):
         with pytest.raises(ProfileError, match=message):
             profile.resolve(**arguments)  # type: ignore[arg-type]
-    # All of the curve keeps a limit above it: the step that comes closest is taken.
-    assert profile.resolve(bits=7.0) == profile.resolve(bits=7.1) == profile.resolve(ratio=2.0) == -192
+    assert profile.resolve(bits=7.0) == profile.resolve(bits=7.001) == -192 and profile.resolve(ratio=5.3335) == 64
+    # All of the curve keeps a KL above it: the step that comes closest is taken.
     assert profile.resolve(kl=1.0) == profile.resolve(kl=0.0053) == 64
     assert profile.resolve(kl=0.0052) == profile.resolve(kl=0.00519) == 64 > profile.resolve(kl=0.005)
     blind = profile.with_curve([replace(p, kl=None) for p in CURVE])
