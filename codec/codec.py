@@ -156,8 +156,8 @@ class Codec:
 
     @property
     def described_quality(self) -> str:
-        """What was asked for, and `quality_name`."""
-        return str(self.quality) if self.quality.lossless else f"{self.quality}, {self.quality_name}"
+        """What was asked for, and the quantizer step that it takes, for people."""
+        return str(self.quality) if self.quality.lossless else f"{self.quality}: {self.settings.described}"
 
     @property
     def quality_name(self) -> str:

@@ -12,7 +12,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Header, Scheme
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Quality
-from cuvee.codec.support.steps import OCTAVE
+from cuvee.codec.support.steps import OCTAVE, step_value
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +52,11 @@ class Setting:
     def name(self) -> str:
         """The setting in the keys of a store."""
         return LOSSLESS if self.lossless else f"step:{self.step_index}"
+
+    @property
+    def described(self) -> str:
+        """The setting as people read it."""
+        return LOSSLESS if self.lossless else f"step={step_value(self.step_index):.4g}"
 
     @classmethod
     def choose(cls, profile: Profile, quality: Quality, refinements: int = 0, *, plain: bool = False) -> Setting:
@@ -125,6 +130,14 @@ class Settings:
         if self.plain == self.predicted or self.profile.token_table is None:
             return self.predicted.name + parts
         return f"{self.predicted.name},plain:{self.plain.name.removeprefix('step:')}{parts}"
+
+    @property
+    def described(self) -> str:
+        """The settings as people read them."""
+        parts = f" in {self.predicted.refinements + 1} parts" if self.predicted.refinements else ""
+        if self.plain == self.predicted or self.profile.token_table is None:
+            return self.predicted.described + parts
+        return f"{self.predicted.described}{parts} ({self.plain.described} without token ids)"
 
     def expected_parts(self) -> tuple[ExpectedPart, ...]:
         """Return what to expect of chunks with token ids from their base, and from the base with its refinement.

@@ -302,8 +302,9 @@ def test_the_ends_of_a_dtype_stay_finite(scheme: str, dtype: str, start: int) ->
 
 def test_the_repr_shows_what_was_asked_for_and_no_secret() -> None:
     codec = make_codec("gqa", "layer", quality="small", threads=3, key=b"k" * 16)
+    step = f"{2 ** (codec.step_index / 64):.4g}"
     assert repr(codec) == (
-        f"Codec(quality=small, step:{codec.step_index}; backend 'auto', 3 threads, with a key; {codec.profile!r})"
+        f"Codec(quality=small: step={step}; backend 'auto', 3 threads, with a key; {codec.profile!r})"
     )
     assert repr(make_codec("gqa", "lossless")).startswith("Codec(quality=lossless; backend ")
     with pytest.raises(InputError, match=r"got 0\.01: a limit in nats per token is kl="):

@@ -54,7 +54,7 @@ def test_a_codec_takes_a_quality_its_preset_or_its_arguments() -> None:
         codec = Codec(profile, **arguments)
         assert codec.quality == quality and codec.quality_name == Codec(profile, quality).quality_name
         assert codec.step_index == profile.resolve(quality)
-        assert codec.described_quality == f"{quality}, {codec.quality_name}"
+        assert codec.described_quality == f"{quality}: step={2 ** (codec.step_index / 64):.4g}"
     assert Codec(profile, Quality("lossless")).lossless and Codec(Profile.unlearned(profile.layout)).lossless
 
 

@@ -180,6 +180,7 @@ def test_chunks_without_ids_that_are_lossless_are_one_part(chunk: KVChunk) -> No
     points += [CurvePoint(at, 5.0 - at / 64, 0.1, kl=10.0 ** (at / 64 - 1), plain=True) for at in (-64, 0)]
     codec = Codec(predicting(fitted_profile("gqa", "layer")).with_curve(points), kl=3e-4, refinements=1)
     assert codec.quality_name.endswith("plain:lossless,parts:2")
+    assert codec.described_quality.endswith(" in 2 parts (lossless without token ids)")
     assert (codec.settings.part_count(ids=True), codec.settings.part_count(ids=False)) == (2, 1)
     (blob,) = codec.encode_parts(chunk)
     assert inspect(blob).scheme == "lossless" and same(codec.decode(blob), chunk)

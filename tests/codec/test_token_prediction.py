@@ -135,6 +135,7 @@ def test_chunks_without_ids_keep_a_kl_by_their_own_curve(profile: Profile, chunk
     assert own.points == tuple(profile.with_curve(own.points).points) and len(own.plain_curve) == 3
     codec = Codec(own, kl=KL_MARGIN * 4e-3)
     assert codec.step_index == 0 and codec.quality_name == "step:0,plain:-64"
+    assert codec.described_quality.endswith(": step=1 (step=0.5 without token ids)")
     assert own.resolve(kl=KL_MARGIN * 4e-3, plain=True) == -64
     finer = Codec(own, step=0.5)
     with_ids, plain = codec.encode(chunk), codec.encode(without_ids(chunk))
@@ -164,6 +165,7 @@ def test_a_kl_that_no_step_keeps_without_ids_is_lossless_without_ids(
         codec = Codec(own, kl=KL_MARGIN * 4e-3)
     assert "curve of chunks without token ids reaches: lossless instead" in caplog.text
     assert codec.quality_name == "step:0,plain:lossless" and not codec.lossless
+    assert codec.described_quality.endswith(": step=1 (lossless without token ids)")
     blob = codec.encode(without_ids(chunk))
     assert same(codec.decode(blob), chunk)
     assert codec.open(blob, expected=Expected(TOKENS, 0, "float32")).header.lossless
