@@ -39,7 +39,8 @@ def check_units(tensors: Sequence[_Units], width: int, layout: KVLayout, padding
         InputError: a shape or dtype differs from the layout's, or there are too many tokens.
     """
     last = [[unit[0, :, -1:].transpose(0, 1) for unit in units] for units in zip(*tensors, strict=True)]
-    KVChunk(last[0], last[1], layout, width - 1 - min(paddings))
+    KVChunk(last[0], last[1], layout)
+    layout.check_positions(0, width - min(paddings))
 
 
 def encode_rows(

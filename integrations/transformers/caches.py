@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
+from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import warn_of_others_once
 from cuvee.codec.models.forward import append_units
@@ -209,6 +210,7 @@ def decode_cache(
 
     Raises:
         InputError: there are no blobs, or some are missing, repeated or out of order (the message names the index);
+            they are bfloat16 and the model float16, or the other way round;
             the rows have different lengths and there is no mask, or it does not match them; the blobs hold more than
             `max_tokens`; `associated_data` does not have one entry per row, or the codec has no key.
         OutOfMemoryError: the cache cannot be allocated.
@@ -233,6 +235,7 @@ def decode_cache(
         if not blobs:
             layers: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(())
         else:
+            _check_dtype("blobs", read_header(blobs[-1]).dtype, model)
             layers = decode_rows(codec, blobs, bound, where, attention_mask, max_tokens)
         if states:
             return build_cache(config, codec.profile.layout, layers, join_states(states), target)
@@ -325,11 +328,12 @@ def load_cache(
     Raises:
         FileNotFoundError: the file does not exist.
         FormatError: the file is not a safetensors file.
-        InputError: the file, which names no model, holds no cache of this one's shapes, or one that does not begin at
-            position 0.
+        InputError: the file, which names no model, holds no cache of this one's shapes, one that does not begin at
+            position 0, or one in bfloat16 for a model in float16, or the other way round.
     """
     config = _config_of(model)
     layout = KVLayout.from_config(config.get_text_config(decoder=True), dtype=cache_file_dtype(path))
+    _check_dtype(str(path), layout.dtype, model)
     chunk = read_cache_file(path, layout)
     if chunk.start:
         raise InputError(f"{path}: must begin at position 0 for a transformers cache, got {chunk.start}")
@@ -389,6 +393,20 @@ def _measured_layers(model: PreTrainedModel | PreTrainedConfig) -> tuple[Measure
         return measured_layers(model)[1]
     except UnsupportedModelError:
         return ()
+
+
+def _check_dtype(what: str, dtype: str, model: PreTrainedModel | PreTrainedConfig) -> None:
+    """Refuse a cache of one 16-bit dtype for a model of the other: their keys together are float32, its queries not.
+
+    A cache in float32 may be the model's own, of layers that compute in float32.
+    """
+    halves = {"bfloat16", "float16"}
+    own = str(model.dtype).removeprefix("torch.") if isinstance(model, PreTrainedModel) else dtype
+    if own != dtype and {own, dtype} == halves:
+        raise InputError(
+            f"{what}: must hold a cache in {own}, the dtype of the model, got {dtype}: load the model with "
+            f"dtype={dtype!r}, or pass model.config and convert the cache"
+        )
 
 
 def _check_model(model: PreTrainedModel | PreTrainedConfig, layout: KVLayout) -> None:

@@ -338,7 +338,7 @@ REFUSED: dict[type[Exception], list[tuple[Callable[[Given], object], str]]] = {
         (lambda g: g.encode(other(num_key_value_heads=4)), r"^keys\[0\]: must have shape"),
         (lambda g: g.encode(other(head_dim=24)), r"^keys\[0\]: must have shape"),
         (lambda g: g.encode(other(dtype=torch.float64)), "must be float32 as the layout says, got torch.float64"),
-        (lambda g: g.encode(long_cache()), "among the 4096 positions"),
+        (lambda g: g.encode(long_cache()), "^tokens: must be among the 4096 positions .*, got 4097 tokens: "),
         (lambda g: g.encode(filled(g.layout, 1, 3, torch.float32, torch.device("meta"))), "^cache: .* meta device"),
         (lambda g: g.encode(chunk_tokens=0), "^chunk_tokens: must be"),
         (lambda g: g.encode(chunk_tokens=True), "^chunk_tokens: must be"),
@@ -619,6 +619,24 @@ def test_a_cache_that_does_not_fit_is_our_error(
     monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1 << 52, dtype=torch.uint8))
     with pytest.raises(OutOfMemoryError, match="rebuilding a cache: not enough memory: "):
         decode_cache(codec, blobs, model.config)
+
+
+def test_a_cache_of_one_16_bit_dtype_is_refused_for_a_model_of_the_other(tmp_path: Path) -> None:
+    ids = prompt(1)
+    for dtype, other in ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)):
+        model, given = tiny_model("llama", dtype=dtype), tiny_model("llama", dtype=other)
+        codec, cache = lossless_codec(KVLayout.of(model)), prefill(model, ids[:, :-1])
+        blobs = encode_cache(codec, cache)
+        save_cache(cache, tmp_path / "cache.safetensors")
+        name, own = (str(each).removeprefix("torch.") for each in (dtype, other))
+        said = f"must hold a cache in {own}, the dtype of the model, got {name}: load the model with dtype='{name}', or"
+        with pytest.raises(InputError, match=f"^blobs: {said}"):
+            decode_cache(codec, blobs, given)
+        with pytest.raises(InputError, match=f"cache.safetensors: {said}"):
+            load_cache(tmp_path / "cache.safetensors", given)
+        same(decode_cache(codec, blobs, given.config), cache)
+    wider = tiny_model("llama")
+    generate(wider, ids, decode_cache(codec, blobs, wider))
 
 
 # A cache in a file ------------------------------------------------------------------------------------------------
