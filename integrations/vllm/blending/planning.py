@@ -84,8 +84,9 @@ class Segmented:
         """The part of the client's answer that describes the blend."""
         if self.refused:
             return {"blended": False, "refused": self.refused}
-        outcome = {"blended": self.exact is not None, "reused_tokens": self.reused_tokens, "cost": self.cost}
-        return outcome if self.exact is not None else {**outcome, "reason": self.reason}
+        if self.exact is None:
+            return {"blended": False, "reused_tokens": 0, "reason": self.reason}
+        return {"blended": True, "reused_tokens": self.reused_tokens, "cost": self.cost}
 
 
 class BlendMatch(NamedTuple):

@@ -132,7 +132,7 @@ def test_another_connector_that_loads_finds_the_names_as_they_were(desk: Desk) -
     exact = list(request.block_hashes)
     assert scheduled(desk, multi, request) == 64
     assert request.block_hashes == exact
-    told = {"blended": False, "reused_tokens": 0, "cost": 0.15, "reason": "untaken"}
+    told = {"blended": False, "reused_tokens": 0, "reason": "untaken"}
     assert desk.side.outcome(request) == told
     assert not desk.plan().loads
 

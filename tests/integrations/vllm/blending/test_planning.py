@@ -103,7 +103,7 @@ def refused(d: Desk) -> dict[str, float]:
     return {label: value for (name, label), value in d.recorder.totals().items() if name == "blends_refused"}
 
 
-NOTHING = {"blended": False, "reused_tokens": 0, "cost": 0.15}
+NOTHING = {"blended": False, "reused_tokens": 0}
 
 
 # What is found -------------------------------------------------------------------------------------------------------
