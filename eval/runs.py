@@ -104,21 +104,18 @@ class MeasuredModel:
         """The number of parameters."""
         return sum(p.numel() for p in self.lm.parameters())
 
-    def profile(self, path: str) -> Profile:
-        """Load a profile and check that it was calibrated on this model.
+    def check_profile(self, path: str, profile: Profile) -> None:
+        """Check that the profile in a file was calibrated on this model.
 
         Raises:
             ProfileMismatchError: the profile belongs to another layout or to other weights.
-            FormatError, OSError: see `Profile.load`.
         """
-        profile = Profile.load(path)
         profile.check_layout(self.layout)
         if are_others(profile.model, self.fingerprint):
             raise ProfileMismatchError(
                 f"{path}: was calibrated on other weights ({str(profile.model)[:12]}…) than those of {self.name} "
                 f"({self.fingerprint[:12]}…): learn one for this model"
             )
-        return profile
 
     def describe(self) -> dict[str, Any]:
         """The model as reports describe it."""

@@ -124,10 +124,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
-    measured = MeasuredModel.load(given.model, given.dtype)
-    codec = cuvee.Codec(measured.profile(given.profile), given.quality)
+    codec = cuvee.Codec(cuvee.Profile.load(given.profile), given.quality)
     length = given.prompt + given.turns * given.turn
     rows, _ = sequences_by_text([read_corpus(given.text, given.model)], length, given.conversations)
+    measured = MeasuredModel.load(given.model, given.dtype)
+    measured.check_profile(given.profile, codec.profile)
     conversations = []
     for row in rows:
         conversations.append(converse(measured.lm, codec, row[None], given.prompt, given.turn))

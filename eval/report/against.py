@@ -20,7 +20,7 @@ from cuvee.codec.errors import FormatError, InputError
 from cuvee.eval.report.schema import ChangeEntry, Changes, Report, Score
 from cuvee.eval.stats import paired_difference
 
-__all__ = ["Figure", "Figures", "changes_since", "clear_change"]
+__all__ = ["Figure", "Figures", "changes_since", "check_comparable", "check_profile_names", "clear_change"]
 
 METRICS = {"bits_per_value": False, "kl": False, "delta_nll": False, "top1": True}
 """The figures of each method that are compared, and whether more is better."""
@@ -106,6 +106,27 @@ def clear_change(key: str, metric: str, was: Figure, now: Figure) -> ChangeEntry
     return ChangeEntry(key, metric, was.value, now.value, error, now.more_is_better, worse)
 
 
+def check_profile_names(old: Figures, profiles: Sequence[str]) -> None:
+    """Raise InputError if an earlier report measured profiles, and none by the name of one of these files."""
+    families = {key.partition("@")[0] for key, _ in old.found}
+    before = {family for family in families if family.startswith("cuvee/")} - {"cuvee/lossless"}
+    now = {f"cuvee/{Path(path).stem}" for path in profiles}
+    if before and now and not before & now:
+        raise InputError(
+            f"against: must have methods of this report's profiles, {', '.join(sorted(now))}, got "
+            f"{', '.join(sorted(before))} in {old.name}: methods are named after the files of profiles, so give a copy "
+            "the old name"
+        )
+
+
+def check_comparable(old: Figures, new: Figures) -> None:
+    """Raise InputError if two reports differ in something that their figures depend on; the message lists it."""
+    if different := list(_differences(old.measured, new.measured)):
+        raise InputError(
+            f"against: must have measured what this report measures, but they differ in {'; '.join(different)}"
+        )
+
+
 def changes_since(old: Figures, report: Report) -> Changes:
     """Find out what changed since an earlier report.
 
@@ -114,13 +135,10 @@ def changes_since(old: Figures, report: Report) -> Changes:
         report: this one.
 
     Raises:
-        InputError: the reports differ in something that their figures depend on; the message lists it.
+        InputError: see `check_comparable`.
     """
     new = Figures.of(report)
-    if different := list(_differences(old.measured, new.measured)):
-        raise InputError(
-            f"against: must have measured what this report measures, but they differ in {'; '.join(different)}"
-        )
+    check_comparable(old, new)
     compared = [clear_change(*name, was, new.found[name]) for name, was in old.found.items() if name in new.found]
     missing = [f"{key} {metric}" for key, metric in old.found if (key, metric) not in new.found]
     clear = [change for change in compared if change is not None]

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
-from cuvee.calibration.corpus import load_tokenizer, read_corpus, sequences_by_text
+from cuvee.calibration.corpus import load_config, load_tokenizer, read_corpus, sequences_by_text
 from cuvee.calibration.kinds import mixture
 from cuvee.calibration.sequences import reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.forward import check_tokens, prefill
+from cuvee.codec.models.forward import check_tokens, coded_layout, prefill
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.devices import usable_device
 from cuvee.eval.machine import hardware
 from cuvee.eval.report.candidates import Candidate, codec_candidates, fixed_baselines, pca_candidates, peers, select
 from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
@@ -31,7 +32,7 @@ from cuvee.eval.report.schema import (
     Source,
     TextInfo,
 )
-from cuvee.eval.report.scoring import TaskScorer
+from cuvee.eval.report.scoring import TaskList, TaskScorer
 from cuvee.eval.runs import MeasuredModel, metadata_pairs, software
 
 __all__ = ["ReportPlan"]
@@ -52,19 +53,30 @@ class ReportPlan:
     def __init__(self, config: ReportConfig) -> None:
         dtype = ("float32" if config.device == "cpu" else "auto") if config.dtype == "auto" else config.dtype
         self.config = config
-        corpora = [read_corpus(text, config.model) for text in config.evaluation]
-        self.measured = MeasuredModel.load(config.model, dtype, config.device)
-        self.model, self.layout = self.measured.lm, self.measured.layout
-        self.rows = max(1, min(config.batch_size, _PASS_TOKENS // config.length))  # sequences in a forward pass
+        # All that needs no weights is checked before they are loaded, which may take minutes.
+        usable_device(config.device)
+        self.layout = coded_layout(load_config(config.model))
+        most = self.layout.max_positions
+        if most is not None and config.length > most:
+            raise InputError(f"length: must be at most {most}, the model's positions, got {config.length}")
         self.profiles = self._profiles()
-        self.candidates = self._candidates()
+        self._candidates()
+        corpora = [read_corpus(text, config.model) for text in config.evaluation]
         self.sources = [Source(Path(corpus.name).name, corpus.sha256, corpus.tokens) for corpus in corpora]
         tokens, self.texts = sequences_by_text(corpora, config.length, config.sequences)
+        tasks = self._tasks() if config.tasks else None
+        without_context = self._tasks(context="absent") if config.controls else None
+        self.measured = MeasuredModel.load(config.model, dtype, config.device)
+        self.model, self.layout = self.measured.lm, self.measured.layout
+        for path, profile in zip(config.profiles, self.profiles.values(), strict=True):
+            self.measured.check_profile(path, profile)
+        self.candidates = self._candidates()
+        self.rows = max(1, min(config.batch_size, _PASS_TOKENS // config.length))  # sequences in a forward pass
         self.prefix = check_tokens(self.model, tokens, None)
         self.tokens = reread(tokens, self.prefix, config.seed)
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
-        self.scorer = self._scorer() if config.tasks else None
-        self.without_context = self._scorer(context="absent") if config.controls else None
+        self.scorer = tasks and self._scorer(tasks)
+        self.without_context = without_context and self._scorer(without_context)
 
     def _profiles(self) -> dict[str, Profile]:
         """The profiles by the names of their files."""
@@ -75,21 +87,24 @@ class ReportPlan:
                 raise InputError(
                     f"profiles: must have different names without an @ (methods are named after them), got {path}"
                 )
-            profiles[name] = self.measured.profile(path)
+            profiles[name] = Profile.load(path)
+            profiles[name].check_layout(self.layout)
         return profiles
 
-    def _scorer(self, **metadata: str) -> TaskScorer:
+    def _tasks(self, **metadata: str) -> TaskList:
+        config = self.config
+        return TaskList(config.tasks, {**metadata_pairs(config.metadata), **metadata}, seed=config.seed)
+
+    def _scorer(self, tasks: TaskList) -> TaskScorer:
         config = self.config
         return TaskScorer(
             self.model,
             config.model,
-            config.tasks,
-            metadata={**metadata_pairs(config.metadata), **metadata},
+            tasks,
             limit=self.limit,
             chunk_tokens=config.chunk_tokens,
             cache_dtype=config.cache_dtype,
             batch_size=config.batch_size,
-            seed=config.seed,
         )
 
     @property

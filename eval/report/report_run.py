@@ -28,7 +28,7 @@ from cuvee.eval.machine import torch_threads
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import Method, QualityBench
-from cuvee.eval.report.against import Figures, changes_since
+from cuvee.eval.report.against import Figures, changes_since, check_comparable, check_profile_names
 from cuvee.eval.report.candidates import Candidate
 from cuvee.eval.report.comparing import compare
 from cuvee.eval.report.rendering import write_report
@@ -112,6 +112,8 @@ def run_report(
     need_packages("cuvee report", "transformers", "matplotlib", *(["lm_eval"] if config.tasks else []))
     check_folder(out, force, resumed=REPORT_FILE)
     old = None if against is None else Figures.load(against)
+    if old is not None:
+        check_profile_names(old, config.profiles)
     # The bundled model gains nothing from more threads, and on a busy machine several wait for each other.
     with torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext():
         return _Run(config, out, console, old, force, command).run()
@@ -133,6 +135,8 @@ class _Run:
         self.out, self.console, self.old = out, console, old
         self.plan = ReportPlan(config)
         fresh = self.plan.describe(command)
+        if self.old is not None:
+            check_comparable(self.old, Figures.of(fresh))  # before hours of measuring
         self.report = self._continued(fresh, force) or fresh
         self._log = StepLog(console)
 

@@ -32,23 +32,19 @@ if TYPE_CHECKING:
 
     from cuvee.eval.lm import CuveeLM
 
-__all__ = ["ABSENT", "CONTROLS", "TaskScorer", "shows_something"]
+__all__ = ["ABSENT", "CONTROLS", "TaskList", "TaskScorer", "shows_something"]
 
 ABSENT = "absent"  # the exact cache of the question alone, for tasks with a separate context
 CONTROLS = ("destroyed", ABSENT)
 _CLEAR = 2  # standard errors
 
 
-class TaskScorer:
-    """Scores any number of methods on tasks with one model, which is loaded once.
+class TaskList:
+    """Tasks of lm-eval with their documents, which need no model.
 
     Args:
-        model: a transformers causal language model.
-        model_name: where its tokenizer comes from (see `load_tokenizer`).
         tasks: names of tasks that come with lm-eval or cuvee, or YAML files of tasks. A group stands for its members.
         metadata: for tasks that need it.
-        limit: how many documents of each task to use at most.
-        chunk_tokens, cache_dtype, batch_size: as in `CuveeLM`.
         seed: of everything that lm-eval draws.
 
     Attributes:
@@ -59,28 +55,12 @@ class TaskScorer:
         InputError: an unknown task.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        model_name: str,
-        tasks: Sequence[str],
-        *,
-        metadata: Mapping[str, str] | None = None,
-        limit: int | None = None,
-        chunk_tokens: int,
-        cache_dtype: str,
-        batch_size: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, tasks: Sequence[str], metadata: Mapping[str, str] | None = None, *, seed: int) -> None:
         try:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
             raise ImportError("task scores need lm-eval: pip install 'cuvee[eval]', or leave the tasks out") from error
-        self._model = model
-        self._model_name = model_name
-        self._limit = limit
-        self._chunk_tokens, self._cache_dtype, self._batch_size = chunk_tokens, cache_dtype, batch_size
-        self._seed = seed
+        self.seed = seed
         index = {"include_path": str(TASKS_PATH), "metadata": dict(metadata or {})}
         self._manager: Any = TaskManager(**index, include_defaults=False)
         names = list(self._manager.all_tasks)
@@ -100,10 +80,51 @@ class TaskScorer:
             try:
                 for name in tasks:
                     if name not in named:
-                        self._files |= dict.fromkeys(self._load([name])["tasks"], name)
-                self.names: list[str] = list(self._load(tasks)["tasks"])
+                        self._files |= dict.fromkeys(self.load([name])["tasks"], name)
+                self.names: list[str] = list(self.load(tasks)["tasks"])
             except OSError as error:
                 raise InputError(f"tasks: {', '.join(tasks)} cannot load their data ({error}): {NO_DATA}") from error
+
+    def load(self, names: Sequence[str]) -> Any:
+        """The tasks in the form that lm-eval's `evaluate` takes."""
+        loaded = self._manager.load([self._files.get(name, name) for name in names])
+        for task in loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=self.seed)
+        return loaded
+
+
+class TaskScorer:
+    """Scores any number of methods on tasks with one model.
+
+    Args:
+        model: a transformers causal language model.
+        model_name: where its tokenizer comes from (see `load_tokenizer`).
+        tasks: the tasks.
+        limit: how many documents of each task to use at most.
+        chunk_tokens, cache_dtype, batch_size: as in `CuveeLM`.
+
+    Attributes:
+        names: of the tasks, with groups replaced by their members.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_name: str,
+        tasks: TaskList,
+        *,
+        limit: int | None = None,
+        chunk_tokens: int,
+        cache_dtype: str,
+        batch_size: int,
+    ) -> None:
+        self._model = model
+        self._model_name = model_name
+        self._tasks, self.names = tasks, tasks.names
+        self._limit = limit
+        self._chunk_tokens, self._cache_dtype, self._batch_size = chunk_tokens, cache_dtype, batch_size
 
     @cached_property
     def _lm(self) -> CuveeLM:
@@ -117,15 +138,6 @@ class TaskScorer:
             cache_dtype=self._cache_dtype,
             batch_size=self._batch_size,
         )
-
-    def _load(self, names: Sequence[str]) -> Any:
-        """The tasks in the form that lm-eval's `evaluate` takes."""
-        loaded = self._manager.load([self._files.get(name, name) for name in names])
-        for task in loaded["tasks"].values():
-            if task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=0)
-            task.set_fewshot_seed(seed=self._seed)
-        return loaded
 
     def score(self, method: Method, name: str, key: str = "", exact: Score | None = None) -> tuple[Task, Score]:
         """Score one method on one task.
@@ -141,10 +153,10 @@ class TaskScorer:
         """
         import lm_eval
 
-        with _quiet(), _seeded(self._seed):
+        with _quiet(), _seeded(self._tasks.seed):
             self._lm.use(method)
             # Not `simple_evaluate`: it does the same, but looks through the whole environment each time, git included.
-            results: Any = lm_eval.evaluate(self._lm, self._load([name]), limit=self._limit, log_samples=True)
+            results: Any = lm_eval.evaluate(self._lm, self._tasks.load([name]), limit=self._limit, log_samples=True)
         measured = results["results"][name]
         ours = facts_of(name)
         metric, higher = (ours.metric, ours.higher_is_better) if ours else _first_metric(results, name)

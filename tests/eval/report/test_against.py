@@ -12,7 +12,7 @@ import pytest
 from tests.eval.report.world import damaged, filled
 
 from cuvee.codec.errors import FormatError, InputError, VersionError
-from cuvee.eval.report.against import Figure, Figures, changes_since, clear_change
+from cuvee.eval.report.against import Figure, Figures, changes_since, check_profile_names, clear_change
 from cuvee.eval.stats import paired_difference
 
 Report = dict[str, Any]
@@ -127,6 +127,19 @@ def test_reports_of_other_things_are_refused(
         now[block][field] = value
     with pytest.raises(InputError, match=rf"^against: .*differ in {block}\.{field} \("):
         since(figures(report, tmp_path), now)
+
+
+def test_profiles_of_other_names_are_refused_before_anything_is_measured(report: Report, tmp_path: Path) -> None:
+    check_profile_names(figures(report, tmp_path), ["new/b.safetensors"])  # the old report has baselines alone
+    report["quality"] += [{**report["quality"][1], "key": key} for key in ("cuvee/a@small", "cuvee/lossless")]
+    old = figures(report, tmp_path)
+    check_profile_names(old, [])
+    check_profile_names(old, ["new/a.safetensors", "new/b.safetensors"])
+    message = (
+        r"^against: must have .*profiles, cuvee/b, got cuvee/a in old.json of .*: methods are named after the files"
+    )
+    with pytest.raises(InputError, match=message):
+        check_profile_names(old, ["new/b.safetensors"])
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"report"', "{}", '{"format": "cuvee"}'])

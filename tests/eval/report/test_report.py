@@ -284,8 +284,10 @@ def test_the_profile_has_to_fit_the_methods(config: ReportConfig, tmp_path: Path
 def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any) -> None:
     config = replace(CONFIG, profiles=(str(tmp_path / "other"),))
     fitted_profile("gqa", "layer").save(tmp_path / "other")
-    with pytest.raises(ProfileMismatchError, match="the profile is for synthetic"):
-        run_report(config, tmp_path / "run")
+    with pytest.MonkeyPatch.context() as weights:
+        weights.setattr("cuvee.eval.runs.load_model", lambda *given: pytest.fail("the model was loaded"))
+        with pytest.raises(ProfileMismatchError, match="the profile is for synthetic"):
+            run_report(config, tmp_path / "run")
     profile = books.profile
     assert profile.model == model_fingerprint(books.model)
     Profile(
@@ -304,14 +306,16 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any) -> No
         ({"sequences": 0}, "^sequences: "),
         ({"metadata": ("x",)}, "^metadata: "),
         ({"tasks": ("cuvee_kv_9",)}, r"^tasks: 'cuvee_kv_9' is not known; did you mean 'cuvee_kv_8'"),
-        ({"length": 1024}, "token_ids: must be at most 512 long, the model's positions, got 1024"),
+        ({"length": 1024}, "^length: must be at most 512, the model's positions, got 1024"),
+        ({"device": "cuda:99"}, "^device: must be a device that torch can use here, got 'cuda:99'"),
         ({"evaluation": ("nowhere.txt",)}, "no such text file"),
         ({"methods": ("kivi5",)}, r"^methods: 'kivi5' is not known, did you mean 'kivi"),
     ],
 )
-def test_what_does_not_fit_is_said(
+def test_what_does_not_fit_is_said_before_the_weights_are_read(
     tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cuvee.eval.runs.load_model", lambda *given: pytest.fail("the model was loaded"))
     # The index of lm-eval's own tasks takes ten seconds; test_scoring.py reads it nightly.
     from lm_eval import tasks
 
@@ -322,6 +326,14 @@ def test_what_does_not_fit_is_said(
     (tmp_path / "mamba" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises((InputError, FileNotFoundError, UnsupportedModelError), match=message):
         run_report(replace(CONFIG, **{"methods": ("kivi4",), **change}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_report_of_other_texts_is_refused_before_anything_is_measured(
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"^against: .* differ in text\.tokens_sha256"):
+        run_report(replace(config, sequences=3), tmp_path / "run", against=done[0] / "report.json")
     assert not (tmp_path / "run").exists()
 
 

@@ -19,15 +19,15 @@ from cuvee.calibration.corpus import BUNDLED_MODEL, load_bundled_model
 from cuvee.codec.errors import InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.report.schema import Score, Task
-from cuvee.eval.report.scoring import TaskScorer, shows_something
+from cuvee.eval.report.scoring import TaskList, TaskScorer, shows_something
 from cuvee.eval.tasks import LINES_TASK, LOCAL_TASKS, TASKS_PATH
 
 pytest.importorskip("lm_eval")
-SETTINGS: dict[str, Any] = {"chunk_tokens": 256, "cache_dtype": "bfloat16", "batch_size": 4, "seed": 1}
+SETTINGS: dict[str, Any] = {"chunk_tokens": 256, "cache_dtype": "bfloat16", "batch_size": 4}
 
 
-def scorer(books: Any, *tasks: str, **more: Any) -> TaskScorer:
-    return TaskScorer(books.model, BUNDLED_MODEL, tasks, **{**SETTINGS, **more})
+def scorer(books: Any, *tasks: str, limit: int | None = None, metadata: dict[str, str] | None = None) -> TaskScorer:
+    return TaskScorer(books.model, BUNDLED_MODEL, TaskList(tasks, metadata, seed=1), limit=limit, **SETTINGS)
 
 
 def test_a_group_stands_for_its_members(books: Any) -> None:
@@ -54,7 +54,8 @@ def test_a_programs_own_random_numbers_go_on(books: Any) -> None:
 def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
     """In bfloat16 a sum of 300 nats would be one of the multiples of 2."""
     model, _ = load_bundled_model(torch.bfloat16)
-    scores = TaskScorer(model, BUNDLED_MODEL, ("cuvee_books_nll",), **SETTINGS, limit=4)
+    tasks = TaskList(("cuvee_books_nll",), seed=1)
+    scores = TaskScorer(model, BUNDLED_MODEL, tasks, **SETTINGS, limit=4)
     task, score = scores.score(Uncompressed(), "cuvee_books_nll")
     lines = (TASKS_PATH / "cuvee_books_nll.jsonl").read_text(encoding="utf-8").splitlines()[:4]
     words = [len(json.loads(line)["continuation"].split()) for line in lines]
@@ -62,7 +63,7 @@ def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
     assert (sums > 128).all() and (sums - sums.bfloat16().float()).abs().max() > 0.05
     assert not task.higher_is_better and task.chance is None
     assert score.per_doc and score.score == pytest.approx(sum(score.per_doc) / 4) and score.stderr
-    whole = TaskScorer(load_bundled_model()[0], BUNDLED_MODEL, ("cuvee_books_nll",), **SETTINGS, limit=4)
+    whole = TaskScorer(load_bundled_model()[0], BUNDLED_MODEL, tasks, **SETTINGS, limit=4)
     _, exact = whole.score(Uncompressed(), "cuvee_books_nll")
     assert score.per_doc == pytest.approx(exact.per_doc, rel=0.01)
 
@@ -77,9 +78,9 @@ def test_a_task_gets_its_metadata(books: Any) -> None:
 
 
 @pytest.mark.nightly  # lm-eval's index of its own tasks takes ten seconds
-def test_unknown_tasks_are_named_with_a_hint(books: Any) -> None:
+def test_unknown_tasks_are_named_with_a_hint() -> None:
     with pytest.raises(InputError, match=r"^tasks: 'cuvee_needle_129' is not known; did you mean .*cuvee_needle_128"):
-        scorer(books, "cuvee_kv_8", "cuvee_needle_129")
+        TaskList(("cuvee_kv_8", "cuvee_needle_129"), seed=1)
 
 
 def test_a_task_may_be_a_file(books: Any, tmp_path: Path) -> None:
@@ -105,12 +106,10 @@ def test_a_task_may_be_a_file(books: Any, tmp_path: Path) -> None:
     task, score = scores.score(Uncompressed(), "my_task")
     assert (task.metric, task.docs, len(score.per_doc or [])) == ("exact_match", 3, 3)
     with pytest.raises(InputError, match=r"^tasks: must be names or YAML files, got other\.yaml, which is no file"):
-        scorer(books, "other.yaml")
+        TaskList(("other.yaml",), seed=1)
 
 
-def test_data_that_cannot_be_downloaded_is_named_with_a_remedy(
-    books: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_cannot_be_downloaded_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs.yaml").write_text("task: theirs\ndataset_path: google/xquad\ntest_split: test\n")
 
     def unreachable(path: str, *given: Any, **more: Any) -> Any:
@@ -121,7 +120,7 @@ def test_data_that_cannot_be_downloaded_is_named_with_a_remedy(
         r"^tasks: .*theirs.* cannot load their data \(Couldn't reach 'google/xquad' on the Hub\): .* a network, or"
     )
     with pytest.raises(InputError, match=message):
-        scorer(books, str(tmp_path / "theirs.yaml"))
+        TaskList((str(tmp_path / "theirs.yaml"),), seed=1)
 
 
 def test_what_a_failing_task_printed_is_shown(
