@@ -35,6 +35,8 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.models.fingerprint import function_digest, model_fingerprint, warn_of_others
 from cuvee.codec.models.forward import cache_argument, coded_layout
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import Limits, Quality
+from cuvee.codec.profiles.setting import Setting
 from cuvee.codec.support.devices import usable_device
 from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.cached_reading import CachedReader, Read, Statistics
@@ -146,6 +148,10 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         if kwargs.get("tp_plan") is not None:
             raise InputError("tp_plan: every process would hold a part of each cache: run the model in one process")
         # Loaded before the model, which takes longer, and checked against its config before any weights are read.
+        if isinstance(method, str):
+            method = baseline(method)
+        limits = cast(Limits, {name: value for name, value in asked.items() if name != "quality"})
+        self._quality = None if method is not None else Quality.of(quality, limits, default="balanced")
         self._profile = Profile.load(profile) if isinstance(profile, str | os.PathLike) else profile
         self._tasks: dict[Any, set[str]] = {}  # which tasks ask each request in progress; two may ask the same one
         if isinstance(pretrained, str | os.PathLike):
@@ -189,6 +195,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         layout = coded_layout(self.config)
         if self._profile is not None:
             self._profile.check_layout(layout)
+        if self._quality is not None and self._quality.ratio is None:  # which depends on the dtype of the weights
+            Setting.choose(Profile.unlearned(layout) if self._profile is None else self._profile, self._quality)
 
     # Configuration ---------------------------------------------------------------------------------------------
 

@@ -75,8 +75,8 @@ class ReportPlan:
         self.prefix = check_tokens(self.model, tokens, None)
         self.tokens = reread(tokens, self.prefix, config.seed)
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
-        self.scorer = tasks and self._scorer(tasks)
-        self.without_context = without_context and self._scorer(without_context)
+        self.scorer = None if tasks is None else self._scorer(tasks)
+        self.without_context = None if without_context is None else self._scorer(without_context)
 
     def _profiles(self) -> dict[str, Profile]:
         """The profiles by the names of their files."""

@@ -564,6 +564,13 @@ def test_what_cannot_work_fails_before_weights_are_read(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path / "llama")
     with pytest.raises(ProfileMismatchError, match="heads, sizes"):
         CuveeLM(tmp_path / "llama", profile=other)
+    for given, message in (
+        ({"method": "kivi5"}, "^method: 'kivi5' is not known"),
+        ({"quality": "blanced"}, "^quality: must be one of"),
+        ({"kl": 0.01}, "^kl: must be quality='lossless' with an unlearned profile"),
+    ):
+        with pytest.raises(InputError, match=message):
+            CuveeLM(tmp_path / "llama", **given)
     transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61).save_pretrained(tmp_path / "mamba")
     with pytest.raises(UnsupportedModelError, match="mamba"):
         CuveeLM(tmp_path / "mamba", method=Uncompressed())
