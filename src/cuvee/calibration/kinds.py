@@ -53,6 +53,7 @@ MIXTURE_SEQUENCES = 96  # default
 LEAST = 3  # sequences per kind, of which two are held out to measure the curve
 
 _STEP_TOKENS = 32  # that a forward pass takes as long for as for a step of a few rows, which reads all weights
+_CALL_FLOPS = 75e6  # that a CPU computes while it calls the operations of a layer: most of a small model's step
 _FOLDER = TEXTS_FOLDER / "mixture"
 
 
@@ -157,9 +158,12 @@ def mixture(
     return out
 
 
-def sampling_cost(sequences: int, length: int) -> float:
+def sampling_cost(model: PreTrainedModel, sequences: int, length: int) -> float:
     """Return about what the samples of `mixture` take, as the forward pass of so many tokens."""
-    return length * (_STEP_TOKENS + SHARES[SAMPLES] * sequences)
+    weights: int = max(model.num_parameters(exclude_embeddings=True), 1)
+    layers: int = model.config.get_text_config().num_hidden_layers
+    calls = _CALL_FLOPS * layers / (2 * weights)
+    return length * (_STEP_TOKENS + calls + SHARES[SAMPLES] * sequences)
 
 
 def _samples(

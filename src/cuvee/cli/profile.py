@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,24 +100,41 @@ def profile_learn(
 
     Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
-    from cuvee.calibration.corpus import learning_dtype, load_model, load_tokenizer, read_corpus, spread_sequences
+    from cuvee.calibration.corpus import (
+        BUNDLED_MODEL,
+        learning_dtype,
+        load_config,
+        load_model,
+        load_tokenizer,
+        read_corpus,
+        spread_sequences,
+    )
     from cuvee.calibration.kinds import check_mixture_size, mixture, more_text, sampling_cost
-    from cuvee.codec.models.forward import check_tokens
+    from cuvee.codec.models.forward import check_tokens, coded_layout
     from cuvee.codec.support.devices import usable_device
+    from cuvee.eval.machine import torch_threads
     from cuvee.learning.calibrate import expected_costs
     from cuvee.learning.curve import CURVE_STEP_INDICES
+    from cuvee.learning.moments import need_tokens
     from cuvee.learning.run import Run
 
     check_output(out, force)
     if tensor_parallel and group != "auto":
         raise InputError(f"--tensor-parallel: must come with --group auto, got --group {group}, which says it all")
     sequences = sequences or (QUICK_SEQUENCES if quick else MIXTURE_SEQUENCES)
-    check_mixture_size(sequences, length)  # before loading the model
+    # All that needs no weights is checked before they are loaded, which may take minutes.
+    check_mixture_size(sequences, length)
     usable_device(device, "--device")
+    layout = coded_layout(load_config(model_path))
+    if layout.max_positions is not None and length > layout.max_positions:
+        raise InputError(f"--length: must be at most {layout.max_positions}, the model's positions, got {length}")
     added = {
         Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(sequences // 4, 3))
         for name in texts or []
     }
+    if group != "auto":
+        count = sequences + sum(map(len, added.values()))
+        need_tokens(layout, group, count * length, count)  # of which about two thirds are learned from
     chosen = dtype.value
     if dtype is Dtype.auto:
         chosen, why = learning_dtype(model_path, device)
@@ -128,11 +145,13 @@ def profile_learn(
     tokenizer = load_tokenizer(model_path)
     more = None if quick else more_text(tokenizer, length)
     run = Run(keep=out.with_name(f"{out.name}.partial"))
-    with _interruptible(out, run):
+    # The steps of the bundled model gain nothing from more threads, and on a busy machine these wait for each other.
+    threads = torch_threads(1) if model_path == BUNDLED_MODEL else nullcontext()
+    with _interruptible(out, run), threads:
         # The mixture comes first, so that an added kind replaces one of the same name.
         if not quick:
             kinds = mixture(model, tokenizer, sequences, length, seed, samples=False) | added
-            run.expect(("sampling", sampling_cost(sequences, length)), *expected_costs(model, kinds, more))
+            run.expect(("sampling", sampling_cost(model, sequences, length)), *expected_costs(model, kinds, more))
         tokens = mixture(model, tokenizer, sequences, length, seed, samples=not quick, run=run) | added
         profile = cuvee.calibrate(
             model, tokens, group, more_text=more, batch_size=batch_size, seed=seed, tensor_parallel=tensor_parallel,
@@ -180,18 +199,18 @@ def profile_fit(
 
     check_output(out, force)
     path = model_path(model)
-    weights = weight_fingerprints(path)
-    if not weights.found:
-        typer.echo(
-            f"note: the weights' fingerprint is unknown ({weights.unknown}): engines cannot check that it is theirs",
-            err=True,
-        )
     secrets = () if key_env is None else (read_secret("--key-env", env=key_env),)
-    with _interruptible(out), shared_tiers(url) as (shown, tiers), _waiting(f"reading {shown}"):
-        profile = fit_from_store(
-            tiers[-1], read_layout(path, torch.bfloat16), tenant=salt, ranks=ranks, group=group, tokens=tokens,
-            secrets=secrets, model=weights.found[0] if weights.found else None,
-        )  # fmt: skip
+    layout = read_layout(path, torch.bfloat16)
+    with _interruptible(out), shared_tiers(url) as (shown, tiers):
+        weights = weight_fingerprints(path)  # after all that takes no time: it reads every byte
+        if not weights.found:
+            unknown = f"the weights' fingerprint is unknown ({weights.unknown})"
+            typer.echo(f"note: {unknown}: engines cannot check that it is theirs", err=True)
+        with _waiting(f"reading {shown}"):
+            profile = fit_from_store(
+                tiers[-1], layout, tenant=salt, ranks=ranks, group=group, tokens=tokens, secrets=secrets,
+                model=weights.found[0] if weights.found else None,
+            )  # fmt: skip
     _save(profile, out)
 
 

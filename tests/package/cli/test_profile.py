@@ -11,7 +11,7 @@ import torch
 from tests.package.cli.running import Files, fails, misused, run
 
 import cuvee
-from cuvee.calibration import kinds
+from cuvee.calibration import corpus, kinds
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.kinds import KINDS, LONG
 from cuvee.cli.profile import LEAST_SEQUENCES, MIXTURE_SEQUENCES, QUICK_SEQUENCES
@@ -86,6 +86,18 @@ def test_a_device_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         fails("profile", "learn", "books-3m", "-o", out, "--device", device, match="--device: must be a device")
 
 
+def test_what_needs_no_weights_is_checked_before_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    for options, match in (
+        (("--length", "4096"), "--length: must be at most 512, the model's positions, got 4096"),
+        (("--group", "layer:2"), "group: must be one of head, unit, layer, layers:n"),
+        (("--group", "all", "--sequences", "24", "--length", "64"), "group: 'all' spans 1536 values"),
+    ):
+        fails("profile", "learn", "books-3m", "-o", tmp_path / "p", *options, match=match)
+
+
 def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learn from the mixture and added texts, kind by kind, and prediction from a part of the bundled texts."""
     monkeypatch.setattr("cuvee.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))  # a few, for speed
@@ -117,8 +129,9 @@ def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.Mo
         (tmp_path / "nowhere", "own.txt", "nowhere"),
     ):
         fails("profile", "learn", model, *q, "--text", tmp_path / text, match=match)
-    long = ("--length", "4096", "--text", tmp_path / "own.txt")
-    fails("profile", "learn", bundled_model_path(), *q, *long, match="text: must hold at least 4096 tokens")
+    (tmp_path / "short.txt").write_text("It rained.")
+    short = ("--text", tmp_path / "short.txt")
+    fails("profile", "learn", bundled_model_path(), *q, *short, match="text: must hold at least 512 tokens")
 
 
 def test_a_quick_profile_promises_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +170,8 @@ def test_a_profile_is_fitted_to_a_store(tmp_path: Path, books: Any, monkeypatch:
     assert profile.model == model_fingerprint(books.model) and profile.curve
     q = ("-o", tmp_path / "q")
     fails(*fit, url, *q, match="without a secret, got none")
+    hashed = "cuvee.integrations.identity.weight_fingerprints.weight_fingerprints"
+    monkeypatch.setattr(hashed, lambda *_: pytest.fail("the weights were read"))
     fails(*fit, "memory://", *q, match="url: must name a shared store")
     fails(*fit, url, *q, "--key-env", "NONE", match="NONE is not set")
     fails(*fit, url, "-o", out, match="--force")
