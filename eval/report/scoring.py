@@ -80,10 +80,22 @@ class TaskList:
             try:
                 for name in tasks:
                     if name not in named:
-                        self._files |= dict.fromkeys(self.load([name])["tasks"], name)
+                        self._files |= dict.fromkeys(self._load_file(name)["tasks"], name)
                 self.names: list[str] = list(self.load(tasks)["tasks"])
             except OSError as error:
                 raise InputError(f"tasks: {', '.join(tasks)} cannot load their data ({error}): {NO_DATA}") from error
+
+    def _load_file(self, name: str) -> Any:
+        """The tasks of a YAML file."""
+        try:
+            return self.load([name])
+        except OSError:
+            raise
+        except Exception as error:  # YAML, lm-eval and datasets raise errors of any class for what is wrong in it
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise InputError(
+                f"tasks: {name} does not describe a task with its data ({why}): correct it (eval/tasks/README.md)"
+            ) from error
 
     def load(self, names: Sequence[str]) -> Any:
         """The tasks in the form that lm-eval's `evaluate` takes."""

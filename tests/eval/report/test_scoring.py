@@ -107,6 +107,15 @@ def test_a_task_may_be_a_file(books: Any, tmp_path: Path) -> None:
     assert (task.metric, task.docs, len(score.per_doc or [])) == ("exact_match", 3, 3)
     with pytest.raises(InputError, match=r"^tasks: must be names or YAML files, got other\.yaml, which is no file"):
         TaskList(("other.yaml",), seed=1)
+    for text in (
+        "task: [mine",
+        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {tmp_path}/mine.yaml}}",
+    ):
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(
+            InputError, match=r"^tasks: .*bad\.yaml does not describe a task with its data \(\w+Error: "
+        ):
+            TaskList((str(tmp_path / "bad.yaml"),), seed=1)
 
 
 def test_data_that_cannot_be_downloaded_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
