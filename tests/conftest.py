@@ -165,6 +165,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect what was frozen: nanobind, of Triton, reports all that is left at exit as leaked."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses, which in xdist's processes would come first
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of kernels and of the real model, for `-m gpu` and `-m real`; the longest files come first."""
