@@ -208,8 +208,8 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     # Neither is looked at below: reading all texts, and having the model write some, takes seconds.
     monkeypatch.setattr(kinds, "more_text", lambda *_: more)
     monkeypatch.setattr(kinds, "sample_text", lambda *_, **__: tokens[kinds.SAMPLES])
-    _, group, arguments = learned("--sequences", "24", "--group", "layers:2", "--dtype", "bfloat16")
-    assert (group, arguments["dtype"]) == ("layers:2", torch.bfloat16)
+    _, group, arguments = learned("--sequences", "24", "--group", "unit", "--dtype", "bfloat16")
+    assert (group, arguments["dtype"]) == ("unit", torch.bfloat16)
     assert learned("--sequences", "24", "--tensor-parallel")[2]["tensor_parallel"] is True
     fails(*learn, "-o", tmp_path / "q", "--text", tmp_path / "none", match="no such text")
     # These fail before a model is looked for.
