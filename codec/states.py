@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError
+from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, allocations
 from cuvee.codec.format.container import (
     Contents,
     Kind,
@@ -24,6 +24,7 @@ from cuvee.codec.format.container import (
 )
 from cuvee.codec.format.keys import Key, verify_tag
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.paged import PagedCache
 
 if TYPE_CHECKING:
     from cuvee.codec.codec import Codec
@@ -193,8 +194,11 @@ def _decoded(codec_of: CodecOf, blob: memoryview, count: int, dtype: torch.dtype
             f"state: must be coded in {rows} rows of {layout.dtype}, got {header.tokens} from {header.start} on in "
             f"{header.dtype}"
         )
-    chunk = codec.decode(opened, max_tokens=None)
-    return torch.stack([chunk.keys[0], chunk.values[0]])
+    with allocations(f"decoding {count} values"):
+        halves = torch.empty(2, rows, 1, channels, dtype=dtype)
+    cache = PagedCache.dense(layout, halves[:1], halves[1:])
+    codec.decode_paged([opened], cache, [torch.arange(rows)]).check()
+    return halves
 
 
 def _plane_layout(channels: int, dtype: torch.dtype) -> KVLayout:

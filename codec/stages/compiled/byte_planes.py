@@ -46,14 +46,31 @@ def _are_adjacent(begins, first):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _write_joined(  # type: ignore[no-untyped-def]
-    low, low_row, high, references, at, width, begins, first_row, heads, size, head_stride, dim_stride, out
-):
-    """Join a unit's stored low bytes and coded high bytes `[C, width]`, and write its 16-bit values.
+def _read_row(data, tokens, start, plane, scratch, channel, row):  # type: ignore[no-untyped-def]
+    """Read a channel's bytes of a plane, stored or decoded."""
+    width = len(row)
+    if plane[parts.CODED]:  # of slices, since LLVM takes one byte at a time where an index may be below zero
+        begin, reference = (plane[parts.ROW] + channel) * width, data[plane[parts.AT] + channel]
+        decoded = scratch[begin : begin + width]
+        for t in range(width):
+            row[t] = decoded[t] + reference
+    else:
+        begin = plane[parts.AT] + channel * tokens + start
+        stored = data[begin : begin + width]
+        for t in range(width):
+            row[t] = stored[t]
 
-    `size` is a multiple of `_CHANNELS`. A channel's low bytes are `low_row` from the next channel's. The references of
-    the high bytes begin at `references[at]`.
+
+@inner
+def _write_joined(  # type: ignore[no-untyped-def]
+    data, tokens, start, width, planes, scratch, begins, first_row, heads, size, head_stride, dim_stride, out
+):
+    """Join a unit's two planes, whose high bytes are coded, and write its 16-bit values.
+
+    `size` is a multiple of `_CHANNELS`.
     """
+    high, at = scratch[planes[1, parts.ROW] * width :], planes[1, parts.AT]
+    coded, low = planes[0, parts.CODED], data[0 if planes[0, parts.CODED] else planes[0, parts.AT] + start :]
     lows = np.empty(_LINE * width, np.uint8)
     tile, in_tile = np.empty(_CHANNELS * WIDTH, out.dtype), np.arange(0, _CHANNELS * WIDTH, _CHANNELS)
     of_channels = np.arange(_CHANNELS) * dim_stride
@@ -62,13 +79,16 @@ def _write_joined(  # type: ignore[no-untyped-def]
         places[t] = begins[first_row + t]
     for h in range(heads):
         for line in range(0, size, _LINE):
-            # The low bytes come from the blob. They are read in order, which the CPU foresees, and joined from the
+            # Low bytes mostly come from the blob. They are read in order, which the CPU foresees, and joined from the
             # first cache.
             for i in range(min(_LINE, size - line)):
-                channel_bytes = low[(h * size + line + i) * low_row : (h * size + line + i) * low_row + width]
-                to = lows[i * width : (i + 1) * width]
+                channel, to = h * size + line + i, lows[i * width : (i + 1) * width]
+                if coded:
+                    _read_row(data, tokens, start, planes[0], scratch, channel, to)
+                    continue
+                stored = low[channel * tokens : channel * tokens + width]
                 for t in range(width):
-                    to[t] = channel_bytes[t]
+                    to[t] = stored[t]
             for block in range(0, width, WIDTH):
                 begin = min(block, width - WIDTH)  # the last tokens may be written twice
                 for d in range(line, min(line + _LINE, size), _CHANNELS):
@@ -76,17 +96,17 @@ def _write_joined(  # type: ignore[no-untyped-def]
                     later = h * head_stride + d * dim_stride
                     if dim_stride == 1:
                         join_step(
-                            lows, at_low, width, high, channel * width + begin, width, references, at + channel,
+                            lows, at_low, width, high, channel * width + begin, width, data, at + channel,
                             places, begin, later, out,
                         )  # fmt: skip
                     elif _are_adjacent(places, begin):
                         join_by_channel_step(
-                            lows, at_low, width, high, channel * width + begin, width, references, at + channel,
+                            lows, at_low, width, high, channel * width + begin, width, data, at + channel,
                             of_channels, 0, places[begin] + later, out,
                         )  # fmt: skip
                     else:
                         join_step(
-                            lows, at_low, width, high, channel * width + begin, width, references, at + channel,
+                            lows, at_low, width, high, channel * width + begin, width, data, at + channel,
                             in_tile, 0, 0, tile,
                         )  # fmt: skip
                         for t in range(WIDTH):
@@ -103,11 +123,10 @@ def _write(  # type: ignore[no-untyped-def]
     """Join the planes of a unit, and write its values."""
     count = len(planes)
     joined = count == 2 and size % _CHANNELS == 0 and width >= WIDTH
-    if joined and planes[1, parts.CODED] and not planes[0, parts.CODED]:  # as nearly always
+    if joined and planes[1, parts.CODED]:  # as nearly always
         _write_joined(
-            data[planes[0, parts.AT] + start :], tokens, scratch[planes[1, parts.ROW] * width :], data,
-            planes[1, parts.AT], width, begins, first_row, heads, size, head_stride, dim_stride, out,
-        )  # fmt: skip
+            data, tokens, start, width, planes, scratch, begins, first_row, heads, size, head_stride, dim_stride, out
+        )
         return
     tile = np.empty((_CHANNELS, width), out.dtype)
     word = np.empty(width, np.uint32)
@@ -120,15 +139,7 @@ def _write(  # type: ignore[no-untyped-def]
                 word[:] = np.uint32(0)
                 for plane in range(count):
                     shift = np.uint32(8 * plane)
-                    if planes[plane, parts.CODED]:
-                        begin = (planes[plane, parts.ROW] + channel) * width
-                        reference = data[planes[plane, parts.AT] + channel]
-                        for t in range(width):
-                            row[t] = np.uint8(scratch[begin + t] + reference)
-                    else:
-                        begin = planes[plane, parts.AT] + channel * tokens + start
-                        for t in range(width):
-                            row[t] = data[begin + t]
+                    _read_row(data, tokens, start, planes[plane], scratch, channel, row)
                     for t in range(width):
                         word[t] |= np.uint32(row[t]) << shift
                 target = tile[i]
