@@ -207,7 +207,7 @@ def test_lossy_chunks_are_close(first: Mapping[str, Ran], loaded: Mapping[str, R
     assert cached(ran.steps[0]) == cached(exact.steps[1]) == [4 * CHUNK] * 2
     assert ran.metric("vllm:cuvee_tier_loaded_pages") == 8
     distances = [distance(*pair) for pair in zip(ran.steps[0], exact.steps[1], strict=True)]
-    assert 0 < max(distances) < 1, distances
+    assert 0 < max(distances) < 0.4, distances  # 0.17, and 0.7 or more if keys move by a position or a layer is missing
 
 
 def test_what_a_killed_engine_stored_is_sound(
