@@ -196,7 +196,7 @@ def _decoded(codec_of: CodecOf, blob: memoryview, count: int, dtype: torch.dtype
         )
     with allocations(f"decoding {count} values"):
         halves = torch.empty(2, rows, 1, channels, dtype=dtype)
-    cache = PagedCache.dense(layout, halves[:1], halves[1:])
+    cache = PagedCache.dense(layout, [halves[0]], [halves[1]])
     codec.decode_paged([opened], cache, [torch.arange(rows)]).check()
     return halves
 
