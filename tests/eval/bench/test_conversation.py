@@ -58,4 +58,4 @@ def test_the_command(books: Books, tmp_path: Path, capsys: pytest.CaptureFixture
     data = json.loads((tmp_path / "out" / "data.json").read_text())
     assert [len(one["once"]["kl"]) for one in data["conversations"]] == [2, 2]
     printed = capsys.readouterr().out
-    assert "books-3m, quality=balanced, step:" in printed
+    assert "books-3m, quality=balanced: step=" in printed

@@ -42,7 +42,7 @@ SCHEDULER = (
 WORKER = (
     "loads._place", "blends._slice", "blends._blended", "loads._restorer.fetched",
     "loads._restorer.get", "_state.keys.bound_to", "loads._restorer.restore",
-    "_state.pages.restore", "_state.pages.io.in_a_row", "_state.pages.io.open", "_state.pages.io.place",
+    "_state.pages.restore", "_state.pages.io.in_a_row", "_state.pages.io.restore",
     "loads._restorer.discard", "loads._book", "_state.keys.find", "_state.pages.io.encode",
     "loads._count_load", "saves._copy", "saves._complete", "saves._encode",
     "loads._restorer._restore_drafts",

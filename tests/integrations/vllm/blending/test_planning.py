@@ -253,9 +253,10 @@ def test_what_is_blended_named_and_stored(
         changed = max(base, pieces[0][0]) if pieces else n
         why = "parts" if not kept else "unwanted" if not wanted else "few" if pieces else "exact" if found else "absent"
         blended = wanted and reused >= 16
-        outcome: dict[str, Any] = {"blended": blended, "reused_tokens": reused * blended, "cost": 0.15}
+        outcome: dict[str, Any] = {"blended": True, "reused_tokens": reused, "cost": 0.15}
         if not blended:
-            outcome, pieces, end, changed = {**outcome, "reason": why}, [], base, n + 100
+            outcome = {"blended": False, "reused_tokens": 0, "reason": why}
+            pieces, end, changed = [], base, n + 100
         assert tokens == end - computed and d.side.outcome(request) == outcome
         same = changed // BLOCK
         assert request.block_hashes[:same] == exact_names[:same]
