@@ -11,6 +11,7 @@ import os
 import pkgutil
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ import yaml
 from tests.fuzz.targets import TARGETS
 from tests.integrations.stores import test_stores as contract
 from tests.learned import learned_once, shared_folder
+from typer.testing import CliRunner
 
 import cuvee
 from cuvee.cli import app
@@ -126,6 +128,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("page", [page for page in PAGES if page != FIRST and blocks(page, "python")])
 def test_the_python_of_a_page_runs(page: str, folder: Path) -> None:
     run(page, folder)
+
+
+def test_the_commands_of_the_first_page_run_after_its_python(folder: Path, tmp_path: Path) -> None:
+    """Learning takes minutes: what the Python has learned stands in for it, where the command would write."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with chdir(tmp_path):
+        for line in commands((DOCS / FIRST).read_text(encoding="utf-8")):
+            words = shlex.split(line, comments=True)[1:]
+            if words[:2] == ["profile", "learn"]:
+                out = Path(words[words.index("-o") + 1])
+                assert not out.exists(), f"{line}: refused, because the Python of the page wrote {out}"
+                shutil.copy("books-3m.safetensors", out)
+            else:
+                done = CliRunner().invoke(app, words)
+                assert done.exit_code == 0, f"{line}: {done.output}"
+        assert Path("restored.safetensors").is_file()
 
 
 # --- the recipes, held to the tests that they name
