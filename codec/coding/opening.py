@@ -145,7 +145,8 @@ class Opener:
             raise ProfileMismatchError("blob: must hold a cache of the profile's model, got one of another model")
         if not header.lossless and header.profile != self._profile.id:
             raise ProfileMismatchError(
-                f"blob: must be of profile {self._profile.id.hex()}, got profile {header.profile.hex()}"
+                f"blob: must be of profile {self._profile.id.hex()}, got profile {header.profile.hex()}: "
+                "make the codec with the profile that encoded it"
             )
         sections = layout.num_layers if header.lossless else len(self._profile.sections)
         if len(header.section_bytes) != sections or header.values_per_token != layout.values_per_token:

@@ -107,7 +107,7 @@ def read_profile_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str
                 raise FormatError(f"{name}: is a safetensors file but not a cuvee profile")
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise FormatError(f"{name}: is not a safetensors file: {error}") from error
+        raise FormatError(f"{name}: is not a safetensors file, or is truncated: {error}") from error
     except TypeError as error:
         raise FormatError(f"{name}: holds tensors of a dtype that no profile has: {error}") from error
     try:

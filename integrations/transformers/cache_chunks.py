@@ -124,7 +124,7 @@ def decode_rows(
         if header.layout not in parts:
             raise ProfileMismatchError(
                 f"blobs[{index}]: must have the layout of the codec's profile, or of some of its layers, and the dtype "
-                "of the last blob"
+                "of the last blob: pass the blobs of one cache, and a codec of its model"
             )
     holders = [parts[header.layout] for header in headers]
     opened = [

@@ -38,7 +38,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
-        raise FormatError(f"{path}: must be a safetensors file, got {error}") from error
+        raise FormatError(f"{path}: must be a safetensors file, got a truncated one or another: {error}") from error
 
 
 def write_cache_file(

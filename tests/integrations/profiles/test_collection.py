@@ -147,7 +147,7 @@ def profile_name(number: int = 0) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda data: data[:-1], "is not a safetensors file"),
+        (lambda data: data[:-1], "is not a safetensors file, or is truncated"),
         (lambda data: data.replace(b"calibrated", b"calibrateD"), "they do not hash to their digest"),
     ],
 )
