@@ -4,8 +4,8 @@
         "kv_role": "kv_both", "kv_connector_extra_config": {"store": "file:///var/cache/kv", "blend": {}}}'
     python rag.py http://localhost:8000/v1 FOLDER "What is the question?"
 
-The first question computes the documents, which are stored in the background. Later ones find them, in whatever order
-they come.
+The first question computes the documents, and stores in the background those that stand behind other text. Later ones
+find these, in whatever order they come.
 Needs `pip install openai`.
 """
 
@@ -19,6 +19,8 @@ def ranked(folder: str, question: str) -> list[str]:
     """The eight documents that share most words with the question, best first: your retriever goes here."""
     wanted = set(re.findall(r"\w+", question.lower()))
     texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+    if not texts:
+        sys.exit(f"rag.py: no *.txt in {folder}")
     return sorted(texts, key=lambda text: -len(wanted & set(re.findall(r"\w+", text.lower()))))[:8]
 
 
@@ -51,4 +53,6 @@ def ask(url: str, folder: str, question: str) -> None:
 
 
 if __name__ == "__main__":
-    ask(*sys.argv[1:4])
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
+    ask(*sys.argv[1:])

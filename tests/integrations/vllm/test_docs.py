@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -85,6 +87,14 @@ def test_the_examples_of_stores_run(tmp_path: Path) -> None:
     for code in re.findall(r"```python\n(.*?)```", STORES, re.DOTALL):
         exec(compile(code.replace("/var/cache/kv", str(tmp_path)), "README", "exec"), names)
     assert [path for path in tmp_path.rglob("12ab") if path.is_file()]
+
+
+def test_the_example_says_what_it_lacks(tmp_path: Path) -> None:
+    """Its usage without arguments, and the folder without documents; both before it needs a server."""
+    command = [sys.executable, str(ROOT / "vllm" / "examples" / "rag.py")]
+    for arguments, said in (((), "python rag.py http"), (("url", str(tmp_path), "Why?"), f"no *.txt in {tmp_path}")):
+        run = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        assert run.returncode == 1 and said in run.stderr and "Traceback" not in run.stderr
 
 
 def test_counters_of_the_text_exist() -> None:
