@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from cuvee.codec.errors import InputError
@@ -38,6 +38,14 @@ _AMOUNTS: dict[str, tuple[dict[str, int], str]] = {
 _TIERED = "tiered:"
 _PASSWORD = ("password_env", "password_file")
 _Maker = Callable[[str, str, str, dict[str, Any]], Store]
+
+
+class _Kind(NamedTuple):
+    """The stores of a scheme: their `Store.name`, the function that makes one, and their options."""
+
+    name: str
+    make: _Maker
+    options: tuple[str, ...]
 
 
 def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
@@ -82,7 +90,7 @@ def tier_names(url: str | Sequence[str]) -> list[str]:
         InputError: no store has such a URL.
     """
     tiers = _tiers(url)
-    return numbered(_NAMES[_kind(tier)[0]] for tier in ([tiers] if isinstance(tiers, str) else tiers))
+    return numbered(_KINDS[_scheme(tier)].name for tier in ([tiers] if isinstance(tiers, str) else tiers))
 
 
 def _tiers(url: str | Sequence[str]) -> str | list[str]:
@@ -102,8 +110,8 @@ def _tiers(url: str | Sequence[str]) -> str | list[str]:
     return tiers
 
 
-def _kind(url: str) -> tuple[_Maker, str]:
-    """Return what makes the store of a URL, and the URL's scheme."""
+def _scheme(url: str) -> str:
+    """Return the scheme of a store's URL, which is one of `_KINDS`."""
     scheme, separator, _ = url.partition("://")
     scheme = scheme.lower().replace("valkey", "redis")
     if not separator or scheme not in _KINDS:
@@ -112,15 +120,15 @@ def _kind(url: str) -> tuple[_Maker, str]:
         )
         shown = f"{scheme}://" if separator else redacted(url)
         raise InputError(f"url: must begin with the scheme of a store, or with tiered: once, got {shown}; {hint}")
-    return _KINDS[scheme][0], scheme
+    return scheme
 
 
 def _open(url: str, guarded: bool) -> Store:
-    make, scheme = _kind(url)
+    scheme = _scheme(url)
     location, _, query = url.partition("://")[2].partition("?")
     if "@" in query:
         raise InputError(f"url: must write ? as %3F in a password, and @ as %40 in an option, got {redacted(url)}")
-    store = make(url, scheme, location, _options(url, scheme, query))
+    store = _KINDS[scheme].make(url, scheme, location, _options(url, scheme, query))
     if not guarded or scheme == "memory":
         return store
     from cuvee.integrations.stores.breaker import GuardedStore
@@ -171,16 +179,13 @@ def _redis(url: str, scheme: str, location: str, given: dict[str, Any]) -> Store
 
 
 _SERVER = ("ttl", "timeout", *_PASSWORD)
-# What makes the store of each scheme, and its options.
-_KINDS: dict[str, tuple[_Maker, tuple[str, ...]]] = {
-    "memory": (_memory, ("max_gb",)),
-    "file": (_file, ("max_gb", "ttl")),
-    **dict.fromkeys(("redis", "rediss", "redis+cluster", "rediss+cluster"), (_redis, _SERVER)),
-    "unix": (_redis, (*_SERVER, "db")),
-    **dict.fromkeys(OBJECT_SCHEMES, (_objects, ("ttl",))),
+_KINDS = {
+    "memory": _Kind("memory", _memory, ("max_gb",)),
+    "file": _Kind("disk", _file, ("max_gb", "ttl")),
+    **dict.fromkeys(("redis", "rediss", "redis+cluster", "rediss+cluster"), _Kind("redis", _redis, _SERVER)),
+    "unix": _Kind("redis", _redis, (*_SERVER, "db")),
+    **dict.fromkeys(OBJECT_SCHEMES, _Kind("object", _objects, ("ttl",))),
 }
-# What the stores that these make are called.
-_NAMES: dict[_Maker, str] = {_memory: "memory", _file: "disk", _redis: "redis", _objects: "object"}
 # Why some stores have no budget, and what to do instead.
 _NO_BUDGET = {
     _redis: "Redis, which evicts itself: set its maxmemory, and its maxmemory-policy to allkeys-lru",
@@ -196,7 +201,7 @@ def _check(url: str, good: object, form: str) -> None:
 def _options(url: str, scheme: str, query: str) -> dict[str, Any]:
     """Return the options in a query `name=value&...`: sizes in bytes, times in seconds, all others as they are."""
     given: dict[str, Any] = {}
-    where, (make, known) = f"(in {redacted(url)})", _KINDS[scheme]
+    where, (_, make, known) = f"(in {redacted(url)})", _KINDS[scheme]
     for pair in query.split("&") if query else ():
         name, _, text = pair.partition("=")
         if not name or not text:

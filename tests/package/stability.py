@@ -55,7 +55,7 @@ def public() -> dict[str, list[str]]:
         named = [field.name for field in fields(kind)]
         rows[row] = named if kind is CodingOptions else [name for name in named if name not in common]
     rows["store URLs"] = [f"{scheme}://" for scheme in urls._KINDS]
-    rows["their options"] = sorted({name for _, known in urls._KINDS.values() for name in known})
+    rows["their options"] = sorted({name for kind in urls._KINDS.values() for name in kind.options})
     rows["metrics"] = list(METRICS)
     return rows
 

@@ -17,7 +17,7 @@ from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.tiered import TieredStore
-from cuvee.integrations.stores.urls import tier_names
+from cuvee.integrations.stores.urls import _KINDS, tier_names
 
 SECRET = "s3cr"
 
@@ -124,6 +124,21 @@ def test_tiers(tmp_path: Path) -> None:
 def test_the_names_of_tiers_are_known_before_they_are_opened(url: Any, tmp_path: Path) -> None:
     url = url.format(tmp_path) if isinstance(url, str) else [each.format(tmp_path) for each in url]
     assert tier_names(url) == list(open_store(url).counters())
+
+
+PLACES = {"memory": "", "file": "{0}/a", "redis+cluster": "host:1", "rediss+cluster": "host:1", "unix": "/run/socket"}
+
+
+def test_each_scheme_names_its_tier_as_its_store_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()  # the stores themselves, which do not connect yet
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    for client in ("redis", "obstore"):
+        pytest.importorskip(client)
+    for scheme in _KINDS:
+        url = f"{scheme}://{PLACES.get(scheme, 'host').format(tmp_path)}"
+        store = open_store(url)
+        assert tier_names(url) == [store.name] == list(store.counters()), url
+        store.close()
 
 
 def test_a_bad_tier_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
