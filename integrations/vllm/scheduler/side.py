@@ -80,7 +80,7 @@ class SchedulerSide:
     ) -> None:
         options = setup.options
         self._recorder = recorder
-        self._counted_store = store if setup.remote_workers else None  # no worker counts its errors
+        self._counted_store = store if setup.remote_workers else None  # no worker counts what this one does
         self._step = 0
         self._confirmed = 0  # all ranks have ended this step and all steps before it
         self._announced = 0  # of these, the last that ranks know of
@@ -350,8 +350,8 @@ class SchedulerSide:
         """Add the figures of the workers, and those of a store that no worker has."""
         if report.metrics is not None:
             self._recorder.absorb(report.metrics)
-        if self._counted_store is not None:  # what it reads is that of the workers' stores, too
-            self._recorder.record_store(self._counted_store.counters(), ("errors", "skipped"))
+        if self._counted_store is not None:  # its gauges are those of the workers' stores
+            self._recorder.record_store(self._counted_store.counters(), ("misses", "errors", "skipped"))
 
     # Across tasks ----------------------------------------------------------------------------------------------
 

@@ -59,6 +59,9 @@ class DictStore(Store):
         self._begin("contains")
         return [check_key(key) is not None and key in self.entries for key in keys]
 
+    def missed(self, keys: int) -> None:
+        self._counters.misses += keys
+
     def delete(self, key: str) -> bool:
         self._begin("delete")
         return self.entries.pop(key, None) is not None

@@ -107,6 +107,18 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     assert d.side._state.lookup_threads.dismiss(10)
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_misses_are_counted_once_wherever_the_workers_are(desk: Callable[..., Desk], remote: bool) -> None:
+    """A worker in this process counts what the store of both did. In a process of its own it has another one."""
+    d, request = desk(setup={"remote_workers": remote}), make_request()
+    assert d.matched(request) == (0, False)
+    for _ in range(2):
+        d.side.take(Report())
+    missed = d.store.counters()["memory"].misses
+    assert missed == len(d.digests(request))
+    assert d.recorder.totals().get(("store_operations", "memory:miss"), 0) == (missed if remote else 0)
+
+
 def test_close_waits_for_no_lookup(desk: Callable[..., Desk]) -> None:
     d = desk()
     go = hold(d.store)
