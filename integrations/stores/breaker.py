@@ -31,6 +31,7 @@ class _Breaker:
     """The state of one direction, `what`. It is closed while `retry_at`, when the next probe may start, is None."""
 
     what: str
+    meanwhile: str  # what the log says of an outage
     retry_at: float | None = None
     backoff: float = 0.0  # seconds from the last failure to the next probe
     probing: bool = False
@@ -77,7 +78,8 @@ class GuardedStore(Store):
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.shared = store.name, store.shared
         self._store, self._clock = store, clock
-        self._reads, self._writes = _Breaker("reading from"), _Breaker("writing to")
+        self._reads = _Breaker("reading from", "it counts as empty")
+        self._writes = _Breaker("writing to", "nothing is written to it")
         self._errors = self._skipped = 0
         self._calls: set[_Call] = set()
         self._lock = threading.Lock()
@@ -203,9 +205,9 @@ class GuardedStore(Store):
         self._count(error)
         if report:
             _log.warning(
-                "cuvee: %s the %s store failed: %s. Check that it is running, reachable and has room. Until it "
-                "answers, it counts as empty and is tried again every %.3g to %.3g s.",
-                breaker.what, self.name, _describe(error), self.first_backoff, self.max_backoff,
+                "cuvee: %s the %s store failed: %s. Check that it is running, reachable and has room. Until that "
+                "works again, %s. It is tried every %.3g to %.3g s.",
+                breaker.what, self.name, _describe(error), breaker.meanwhile, self.first_backoff, self.max_backoff,
                 exc_info=None if isinstance(error, (StoreError, OSError)) else error,
             )  # fmt: skip
 

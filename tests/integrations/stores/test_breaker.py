@@ -142,6 +142,11 @@ def test_an_outage_is_logged_twice(
         assert "reading from the fake store failed: fake store at nowhere: connection refused. Check" in begin.message
         assert "Check that it is running" in begin.message and not begin.exc_info
         assert end.message == "cuvee: reading from the fake store works again"
+        assert "counts as empty" in begin.message
+    caplog.clear()
+    inner.write_fault = StoreError("full")
+    assert not store.put(KEY, b"x") and store.get_many([KEY]) == [None]
+    assert "nothing is written to it" in caplog.text and "counts as empty" not in caplog.text, "it is still read"
 
 
 def test_what_never_reached_the_server_proves_nothing(inner: FakeStore, store: GuardedStore, clock: Clock) -> None:
