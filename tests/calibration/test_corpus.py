@@ -130,7 +130,7 @@ def test_the_digest_tells_documents_apart(tmp_path: Path) -> None:
 
 
 def test_a_missing_text_or_model(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such text file"):
+    with pytest.raises(FileNotFoundError, match=r"no such text file, nor a bundled text \(harbour, .*garrison\)"):
         read_corpus("nowhere", BUNDLED_MODEL)
     with pytest.raises(FileNotFoundError, match=r"no such model folder: .*nowhere"):
         load_model(str(tmp_path / "nowhere"))

@@ -342,7 +342,7 @@ def _documents(name: str) -> Iterator[str | list[int]]:
     if path.is_dir():
         raise InputError(f"{path}: must be a text file, got a folder: name each of its files")
     if not path.is_file():
-        raise FileNotFoundError(errno.ENOENT, "no such text file", name)
+        raise FileNotFoundError(errno.ENOENT, f"no such text file, nor a bundled text ({', '.join(TEXTS)})", name)
     if path.suffix.lower() == ".json":
         raise InputError(f"{path}: must be .jsonl with a document per line, or a text file, got .json: convert it")
     try:
