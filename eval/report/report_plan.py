@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -60,7 +61,7 @@ class ReportPlan:
         if most is not None and config.length > most:
             raise InputError(f"length: must be at most {most}, the model's positions, got {config.length}")
         self.profiles = self._profiles()
-        self._candidates()
+        self._check_profiles_used(self._candidates())
         corpora = [read_corpus(text, config.model) for text in config.evaluation]
         self.sources = [Source(Path(corpus.name).name, corpus.sha256, corpus.tokens) for corpus in corpora]
         tokens, self.texts = sequences_by_text(corpora, config.length, config.sequences)
@@ -90,6 +91,18 @@ class ReportPlan:
             profiles[name] = Profile.load(path)
             profiles[name].check_layout(self.layout)
         return profiles
+
+    def _check_profiles_used(self, candidates: Sequence[Candidate]) -> None:
+        """Refuse a profile that no method needs: neither its codec nor PCA, which takes its group."""
+        used = {c.family for c in candidates}
+        if any(family.startswith("pca/") for family in used):
+            return
+        for path in self.config.profiles:
+            if (own := f"cuvee/{Path(path).stem}") not in used:
+                raise InputError(
+                    f"profiles: must be measured by a method, got {path} with none of it: leave it out, or add the "
+                    f"method {own}"
+                )
 
     def _tasks(self, **metadata: str) -> TaskList:
         config = self.config

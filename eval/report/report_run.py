@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
@@ -104,11 +103,6 @@ def run_report(
             "profiles: must name one, unless only baselines are measured: learn one with "
             f"`cuvee profile learn {config.model} -o {name}.safetensors`"
         )
-    if config.methods and (idle := [path for path in config.profiles if not _is_used(path, config.methods)]):
-        raise InputError(
-            f"profiles: must be measured by a method, got {idle[0]} with none of it: leave it out, or add the method "
-            "cuvee"
-        )
     need_packages("cuvee report", "transformers", "matplotlib", *(["lm_eval"] if config.tasks else []))
     check_folder(out, force, resumed=REPORT_FILE)
     old = None if against is None else Figures.load(against)
@@ -117,13 +111,6 @@ def run_report(
     # The bundled model gains nothing from more threads, and on a busy machine several wait for each other.
     with torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext():
         return _Run(config, out, console, old, force, command).run()
-
-
-def _is_used(profile: str, methods: Sequence[str]) -> bool:
-    """Return whether some of the methods need a profile: its codec's, or PCA, which takes its group."""
-    own = f"cuvee/{Path(profile).stem}"
-    families = {name.partition("@")[0] for name in methods}
-    return bool(families & {"cuvee", own}) or any(family.partition("/")[0] == "pca" for family in families)
 
 
 class _Run:

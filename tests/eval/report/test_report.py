@@ -279,6 +279,8 @@ def test_the_profile_has_to_fit_the_methods(config: ReportConfig, tmp_path: Path
     for change, message in changes:
         with pytest.raises(InputError, match=f"^profiles: {message}"):
             run_report(replace(config, **change), tmp_path / "run")
+    with pytest.raises(InputError, match=r"^methods: 'cuvee/min' is not known, did you mean 'cuvee/mine"):
+        run_report(replace(config, profiles=(mine,), methods=("cuvee/min",)), tmp_path / "run")
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any) -> None:
