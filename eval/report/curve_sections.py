@@ -66,8 +66,8 @@ def headline(report: Report) -> list[Block]:
     )
     if report.scores:
         note += (
-            " Tasks: the best scored setting that fits in the size, and the scores it moves by more than one standard "
-            "error of the paired difference."
+            " Tasks: the best scored setting that fits in the size (`--method KEY` adds one), and the scores it "
+            "moves by more than one standard error of the paired difference."
         )
     else:
         columns.pop()

@@ -262,6 +262,8 @@ class _Run:
     # Tasks -------------------------------------------------------------------------------------------------------
 
     def _is_scored(self, candidate: Candidate) -> bool:
+        if candidate.setting and candidate.key in self.plan.config.methods:
+            return True
         if self.plan.config.quick:
             return candidate.key in (UNCOMPRESSED, "kivi2", "destroyed") or candidate.setting == "balanced"
         return candidate.key in SCORED or candidate.kind == "preset"

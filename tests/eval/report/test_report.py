@@ -385,7 +385,9 @@ def test_what_fails_is_left_out_and_nothing_else(books: Books, tmp_path: Path, m
     books.profile.with_curve(few).save(tmp_path / "few.safetensors")
     config = replace(
         CONFIG, profiles=(str(tmp_path / "mine.safetensors"), str(tmp_path / "few.safetensors")),
-        methods=("fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed", "cuvee/mine", "cuvee/few@small"),
+        methods=(
+            "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed", "cuvee/mine", "cuvee/mine@2^-2.5", "cuvee/few@small",
+        ),
         tasks=("cuvee_reread_nll", TASK), limit=2, sequences=2,
     )  # fmt: skip
     data = run_report(config, tmp_path / "run")
@@ -396,7 +398,7 @@ def test_what_fails_is_left_out_and_nothing_else(books: Books, tmp_path: Path, m
     measured = {entry["key"] for entry in data["quality"]}
     assert not {"cachegen", "cuvee/few@small"} & measured and {"kivi2", "cuvee/mine@balanced"} <= measured
     assert {(entry["key"], entry["task"]) for entry in data["scores"]} == {
-        (key, TASK) for key in ("bf16", "destroyed", "cuvee/mine@balanced")
+        (key, TASK) for key in ("bf16", "destroyed", "cuvee/mine@balanced", "cuvee/mine@2^-2.5")
     }
     assert [entry["anchor"] for entry in data["comparison"]] == ["fp8-e4m3", "kivi4", "kivi2"]
     text = (tmp_path / "run" / "report.md").read_text()
