@@ -66,7 +66,7 @@ def headline(report: Report) -> list[Block]:
     )
     if report.scores:
         note += (
-            " Tasks: the best scored setting that fits in the size (`--method KEY` adds one), and the scores it "
+            " Tasks: the best scored setting that fits in the size (--method KEY adds one), and the scores it "
             "moves by more than one standard error of the paired difference."
         )
     else:
