@@ -260,8 +260,8 @@ class Profile:
             return
         if replace(layout, dtype=self.layout.dtype).fingerprint != self.layout.fingerprint:
             raise ProfileMismatchError(
-                f"layout: the profile is for {_describe(self.layout)}, the chunk comes from {_describe(layout)}: "
-                "heads, sizes, RoPE or position limit differ"
+                f"layout: the profile is for {_describe(self.layout)}, got {_describe(layout)}: heads, sizes, RoPE or "
+                "position limit differ; use a profile of this model"
             )
         self._accepted_layouts.add(layout.fingerprint)
 

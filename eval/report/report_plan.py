@@ -15,7 +15,7 @@ from cuvee.calibration.corpus import load_config, load_tokenizer, read_corpus, s
 from cuvee.calibration.kinds import mixture
 from cuvee.calibration.sequences import reread
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import check_tokens, coded_layout, prefill
 from cuvee.codec.profiles.profile import Profile
@@ -89,7 +89,10 @@ class ReportPlan:
                     f"profiles: must have different names without an @ (methods are named after them), got {path}"
                 )
             profiles[name] = Profile.load(path)
-            profiles[name].check_layout(self.layout)
+            try:
+                profiles[name].check_layout(self.layout)
+            except ProfileMismatchError as error:
+                raise ProfileMismatchError(f"{path}: {error}") from None
         return profiles
 
     def _check_profiles_used(self, candidates: Sequence[Candidate]) -> None:

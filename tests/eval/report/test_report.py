@@ -288,7 +288,7 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any) -> No
     fitted_profile("gqa", "layer").save(tmp_path / "other")
     with pytest.MonkeyPatch.context() as weights:
         weights.setattr("cuvee.eval.runs.load_model", lambda *given: pytest.fail("the model was loaded"))
-        with pytest.raises(ProfileMismatchError, match="the profile is for synthetic"):
+        with pytest.raises(ProfileMismatchError, match="other: layout: the profile is for synthetic"):
             run_report(config, tmp_path / "run")
     profile = books.profile
     assert profile.model == model_fingerprint(books.model)
