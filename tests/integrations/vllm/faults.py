@@ -676,7 +676,8 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
         assert output.num_cached_tokens == CHUNKS * CHUNK and count("failures") == failures
         record.note("rank_garbage", "")
     except Exception:
-        record.note("rank_garbage", traceback.format_exc())
+        counts = {name: value for name, value in snapshot(llm).items() if "cuvee" in name and value}
+        record.note("rank_garbage", f"{traceback.format_exc()}{counts}")
 
     # One rank raises when both have computed their layers: neither stores that step, and the step before is stored as
     # by an engine that nothing befalls. Here the engine ends.
