@@ -38,7 +38,15 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
 
 from tests.integrations.stores.dict_store import DictStore
-from tests.integrations.vllm.engines import Answer, distance, import_vllm, run_script, save_tiny_model
+from tests.integrations.vllm.engines import (
+    NO_FP8,
+    Answer,
+    distance,
+    fp8_runs,
+    import_vllm,
+    run_script,
+    save_tiny_model,
+)
 from tests.integrations.vllm.faults import BLOCK, CHUNK, Driven
 from tests.integrations.vllm.injection import POINTS, Injector, kept
 
@@ -425,6 +433,8 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, default="plain", help="of the engine (default: plain)")
     parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.kind == "fp8" and not fp8_runs():
+        parser.error(f"--kind: {NO_FP8}")
     if arguments.within:
         _within(arguments.seconds, arguments.seed, arguments.kind, arguments.within)
         return 0

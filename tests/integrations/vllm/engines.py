@@ -32,7 +32,7 @@ import traceback
 import types
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe
@@ -46,6 +46,8 @@ from tests.integrations.vllm_tier import cpu_copies
 
 ROOT = Path(__file__).parents[3]
 MAX_MODEL_LEN = 512
+FP8 = ("fp8_e4m3", "fp8_e5m2")
+NO_FP8 = "vLLM needs AVX-512 for fp8 caches on a CPU"
 _KV_BYTES = 64 << 20
 _START_SECONDS, _STOP_SECONDS = 300.0, 90.0  # of a server
 _freeze = gc.freeze
@@ -168,6 +170,21 @@ def need_vllm() -> None:
     if os.environ.get("CUVEE_REQUIRE_VLLM") == "1":
         pytest.fail("CUVEE_REQUIRE_VLLM=1, but vLLM is not installed")
     pytest.skip("needs vLLM")
+
+
+def fp8_runs() -> bool:
+    """Whether vLLM's attention takes fp8 caches on this CPU: with AVX-512 or AMX."""
+    import torch
+
+    return bool(torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def params(kinds: Iterable[str], nightly: Collection[str] = ()) -> list[Any]:
+    """Kinds of engines as parameters of a test, which skips those that this CPU cannot run."""
+    marks: dict[str, list[Any]] = {kind: [pytest.mark.nightly] for kind in nightly}
+    if not fp8_runs():
+        marks |= {kind: [pytest.mark.skip(reason=NO_FP8)] for kind in FP8}
+    return [pytest.param(kind, marks=marks.get(kind, [])) for kind in kinds]
 
 
 def save_tiny_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Path:

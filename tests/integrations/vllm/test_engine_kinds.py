@@ -34,6 +34,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm.engines import (
+    FP8,
+    NO_FP8,
     Answer,
     Engine,
     EngineFailure,
@@ -42,7 +44,9 @@ from tests.integrations.vllm.engines import (
     cached,
     distance,
     distinct_chunks,
+    fp8_runs,
     ids,
+    params,
     run_engines,
     save_tiny_model,
     spread,
@@ -74,7 +78,6 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "qwen3_next": {"dtype": "bfloat16"},
 }
-FP8 = ("fp8_e4m3", "fp8_e5m2")
 DRAFTERS: tuple[str, ...] = ("draft_model", "eagle", "mtp")  # with layers of their own
 DRAFTS: tuple[str, ...] = ("ngram", *DRAFTERS)
 KINDS: tuple[str, ...] = (*WINDOWS, *RECURRENT, *FP8, *DRAFTS)
@@ -195,8 +198,7 @@ def fitted(path: Path) -> Profile:
 
 def each(kinds: Sequence[str]) -> pytest.MarkDecorator:
     """A test of each of some kinds."""
-    rare = {kind: [pytest.mark.nightly] for kind in RARE}
-    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=rare.get(kind, [])) for kind in kinds])
+    return pytest.mark.parametrize("kind", params(kinds, nightly=RARE))
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +207,8 @@ def kinds(request: pytest.FixtureRequest) -> list[str]:
     own = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
     asked = {item.callspec.params.get("kind") if hasattr(item, "callspec") else None for item in own}
     more = {"gemma3", "fp8_e4m3"} if None in asked else set[str]()  # others look at these
-    return [kind for kind in KINDS if kind in {*asked, *more}]
+    able = [kind for kind in KINDS if kind not in FP8 or fp8_runs()]
+    return [kind for kind in able if kind in {*asked, *more}]
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +278,7 @@ def loaded(models: Path, first: Mapping[str, Ran], kinds: list[str]) -> Mapping[
             engines.append(Engine("without eagle", model_of(models, kind), [alone], plain))
     codes = transfer(models, "fp8_e4m3")
     stored_first = [Step([*APART, SHARED[0]], forget=True, settles=True), Step(SHARED[1:], forget=True)]
-    for name, dtype in (("other codes", options(models, "fp8_e5m2")), ("no codes", {})):
+    for name, dtype in (("other codes", options(models, "fp8_e5m2")), ("no codes", {})) if fp8_runs() else ():
         engines.append(Engine(name, models / "llama", stored_first, {**dtype, **codes}))
     whole = {"disable_hybrid_kv_cache_manager": True, **transfer(models, "gemma3")}
     engines.append(Engine("whole", models / "gemma3", [ask("gemma3", forget=True)], whole))
@@ -416,6 +419,7 @@ def test_a_lossy_cache_is_close_and_not_the_same(
 
 
 @pytest.mark.parametrize("name", ["other codes", "no codes"])
+@pytest.mark.skipif(not fp8_runs(), reason=NO_FP8)
 def test_caches_of_another_dtype_are_not_shared(name: str, loaded: Mapping[str, Ran]) -> None:
     first, second = (cached(step) for step in loaded[name].steps)
     assert (first, second) == ([0] * 4, [4 * CHUNK, 0]), "only what it has just stored"

@@ -15,6 +15,7 @@ from tests.integrations.vllm.engines import (
     Engine,
     Program,
     Step,
+    fp8_runs,
     ids,
     run_engines,
     save_tiny_model,
@@ -27,6 +28,7 @@ from cuvee.cli import app
 pytestmark = pytest.mark.slow
 
 ASKS = {"cuvee": {"explain": True}}
+CODED = {"kv_cache_dtype": "fp8_e5m2"} if fp8_runs() else {"dtype": "float16"}
 EXPLAIN = """
 import json, sys
 from typer.testing import CliRunner
@@ -66,7 +68,7 @@ def test_answers_of_engines_that_do_not_share_say_why(folder: Path) -> None:
             Engine("first", model, steps, first, watched=True),
             Engine("second", model, steps[:1], second),
             Engine("third", model, steps[:1], third),
-            Engine("coded", model, steps[:1], first | {"kv_cache_dtype": "fp8_e5m2"}),
+            Engine("coded", model, steps[:1], first | CODED),
         ],
         fresh=True,  # as a server, which imports the connector before it configures its log
     )
@@ -98,7 +100,7 @@ def planned_engines_are_found(folder: Path, model: Path, overrides: Any) -> None
     url = f"file://{folder / 'stores' / 'kv'}"
     base = [url, "--model", str(model), "--kv-transfer-config", json.dumps(connector), "--skip-tokenizer-init"]
     rope = ["--hf-overrides", json.dumps(overrides)]
-    codes = ["--kv-cache-dtype", "fp8_e5m2"]
+    codes = [f"--{name.replace('_', '-')}={value}" for name, value in CODED.items()]
     flags = [["--dtype", "float32", *more] for more in ([], rope, codes, ["--port", "1", "--block-size", "32"])]
     *equal, parallel, unknown, away = explained(
         folder,

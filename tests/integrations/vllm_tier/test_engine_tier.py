@@ -24,14 +24,17 @@ from typing import Any
 import pytest
 from tests.integrations.vllm import faults
 from tests.integrations.vllm.engines import (
+    FP8,
     Answer,
     Engine,
     Ran,
     Step,
     cached,
     distance,
+    fp8_runs,
     ids,
     need_vllm,
+    params,
     read_results,
     run_engines,
     save_tiny_model,
@@ -59,6 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"enable_prefix_caching": True, "dtype": "bfloat16"},
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
 }
+RUN = {kind: own for kind, own in KINDS.items() if kind not in FP8 or fp8_runs()}
 OPAQUE = {
     "mistral": ("SlidingWindowSpec",),
     "gemma4": ("FullAttentionSpec", "SlidingWindowSpec"),
@@ -99,7 +103,7 @@ def lossy(folder: Path) -> dict[str, Any]:
 def faulty(folder: Path, lossy: dict[str, Any]) -> faults.Outcome:
     """Engines without a connector, engines that fill a store, every fault, and an engine that is killed."""
     engines = []
-    for kind, own in KINDS.items():
+    for kind, own in RUN.items():
         model = model_of(folder, kind)
         if not model.exists():
             save_tiny_model(kind, model)
@@ -135,7 +139,7 @@ def loaded(
 ) -> Mapping[str, Ran]:
     """Engines of another process that find what those have stored."""
     steps = [ASK, replace(ASK, together=True)]
-    engines = [Engine(kind, model_of(folder, kind), steps, options(folder, kind)) for kind in KINDS]
+    engines = [Engine(kind, model_of(folder, kind), steps, options(folder, kind)) for kind in RUN]
     killed = Step([KILLED], settles=True)
     engines.append(Engine("killed", folder / "llama", [killed], options(folder, "killed")))
     engines.append(Engine("lossy", folder / "small", [Step(PASSAGES)], lossy))
@@ -151,7 +155,7 @@ def assert_same(answers: Sequence[Answer], expected: Sequence[Answer], within: f
     assert max(distances) <= within, distances
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", params(KINDS))
 def test_storing_changes_nothing(kind: str, first: Mapping[str, Ran]) -> None:
     reference, ran = first[f"reference {kind}"], first[f"stored {kind}"]
     assert_same(ran.steps[0], reference.steps[0])
@@ -160,7 +164,7 @@ def test_storing_changes_nothing(kind: str, first: Mapping[str, Ran]) -> None:
     assert 0 < ran.metric("vllm:cuvee_tier_blob_bytes") < ran.metric("vllm:cuvee_tier_raw_bytes")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", params(KINDS))
 @pytest.mark.serves(where="engine")
 @pytest.mark.serves(model="sliding windows", where="engine")
 @pytest.mark.serves(model="chunked attention", where="engine")
