@@ -101,6 +101,12 @@ class Store(ABC):
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key, its checksum verified; None for those that are not there."""
 
+    def why_missing(self, key: str) -> str:
+        """Return why `get_many` has just found nothing usable under a key, to be read after the entry's name; empty if
+        there was nothing.
+        """
+        return ""
+
     @abstractmethod
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` under `key`, replacing an earlier entry, all or nothing; False if the put was given up."""

@@ -35,6 +35,7 @@ class _Breaker:
     retry_at: float | None = None
     backoff: float = 0.0  # seconds from the last failure to the next probe
     probing: bool = False
+    error: str = ""  # by which it was opened last
     closed_at: float = -math.inf  # what began before and fails now belongs to an outage that is over
 
     def is_open(self, now: float) -> bool:
@@ -89,6 +90,13 @@ class GuardedStore(Store):
         # An empty list needs no store, and would prove nothing as a probe.
         none: list[bytes | None] = [None] * len(keys)
         return self._run("get_many", self._reads, lambda: self._store.get_many(keys), none) if keys else []
+
+    def why_missing(self, key: str) -> str:
+        """Return why the store gave no entry: it may be down."""
+        with self._lock:
+            if self._reads.retry_at is not None:
+                return f"was not read, because the {self.name} store failed: {self._reads.error}"
+        return self._store.why_missing(key)
 
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` under `key`; False if the put was given up or the store fails."""
@@ -201,7 +209,7 @@ class GuardedStore(Store):
             report = breaker.retry_at is None and call.began >= breaker.closed_at
             if report or call.probe:
                 breaker.backoff = min(2 * breaker.backoff or self.first_backoff, self.max_backoff)
-                breaker.retry_at = self._clock() + breaker.backoff
+                breaker.retry_at, breaker.error = self._clock() + breaker.backoff, _describe(error)
         self._count(error)
         if report:
             _log.warning(

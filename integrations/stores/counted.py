@@ -18,6 +18,7 @@ from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, verif
 from cuvee.integrations.stores.redaction import scrubbed
 
 _LONGEST_MESSAGE = 1000  # characters of an error's message that are shown
+_REASONS = 256  # entries of which it is kept why they were not usable
 
 _T = TypeVar("_T")
 
@@ -54,6 +55,7 @@ class CountedStore(Store):
         self._once = Once(logging.getLogger(type(self).__module__))
         self._counters = TierCounters()
         self._counting = threading.Lock()
+        self._reasons: dict[str, str] = {}  # by key, the oldest first
 
     @abstractmethod
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -89,9 +91,16 @@ class CountedStore(Store):
         self._count(hits=len(hits), hit_bytes=sum(hits), misses=len(counted) - len(hits))
         return blobs
 
+    def why_missing(self, key: str) -> str:
+        """Return what was wrong with an entry that was read a moment ago."""
+        with self._counting:
+            return self._reasons.get(key, "")
+
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` under `key`, replacing an earlier entry; False if it exceeds a limit, or finds no room."""
         check_key(key)
+        with self._counting:
+            self._reasons.pop(key, None)
         if len(blob) > self.max_entry:
             return self._too_large(len(blob), self.max_entry)
         if not self.attempt(self._write, key, blob):
@@ -146,8 +155,9 @@ class CountedStore(Store):
         try:
             verify(key, header, blob, self.ttl)
             return blob
-        except ExpiredError:
+        except ExpiredError as expired:
             self._count(expired=1)
+            self._explain(key, f"has expired, and is deleted: {expired}")
         except CorruptError as problem:
             self._bad(key, problem)
         try:
@@ -159,6 +169,7 @@ class CountedStore(Store):
     def _bad(self, key: str, problem: Exception) -> None:
         """Count and report an entry that is deleted because it is bad."""
         self._count(corrupt=1)
+        self._explain(key, f"was bad, and is deleted: {self._shown(problem)}")
         self._warn("bad", "deletes bad entries and counts them as misses; the first: %s: %s", key, problem)
 
     def _too_large(self, size: int, limit: int) -> bool:
@@ -171,8 +182,17 @@ class CountedStore(Store):
     def _beyond(self, key: str, limit: int) -> None:
         """Count and report an entry of more bytes than are read. It stays."""
         self._count(errors=1)
+        self._explain(key, f"has more than the {limit} bytes that are read")
         text = "does not read entries that are too large: %s has more than the %d bytes that one may have"
         self._warn("beyond", text, key, limit)
+
+    def _explain(self, key: str, reason: str) -> None:
+        """Keep why an entry was not usable, for `why_missing`."""
+        with self._counting:
+            self._reasons.pop(key, None)
+            self._reasons[key] = reason
+            if len(self._reasons) > _REASONS:
+                del self._reasons[next(iter(self._reasons))]
 
     def _warn(self, kind: str, message: str, *details: object) -> None:
         """Log the first event of a kind as a warning. Errors among `details` are shown without secrets."""

@@ -87,6 +87,11 @@ class TieredStore(Store):
             found |= here
         return [found.get(key) for key in keys]
 
+    def why_missing(self, key: str) -> str:
+        """Return why each tier that has a reason gave no entry."""
+        reasons = ((tier.name, tier.store.why_missing(key)) for tier in self._tiers)
+        return "; ".join(f"{reason} (tier {name})" for name, reason in reasons if reason)
+
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` in tier 0 and queue a copy for each other tier; False if none of them accepted it."""
         first, *others = self._tiers

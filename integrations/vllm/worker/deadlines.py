@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress, takewhile
 
-from cuvee.codec.errors import CuveeError
 from cuvee.integrations.core.chunk_io import BATCH
 from cuvee.integrations.core.costs import LinearCost, prefill_quantities
 from cuvee.integrations.core.deadlines import HICCUP, Choice, choose
@@ -103,7 +102,7 @@ class DeadlineLoad:
             request.answer.add_done_callback(partial(self._learn, request))
         for each in self._chunks:
             if each.gone:
-                raise CuveeError(f"{self._restorer.name(each.entry)} is no longer in the store")
+                raise self._restorer.missing(self._job.load.tenant, each.entry)
         self._job.goal = self._job.valid_until
 
     def _choose(self, now: float) -> Choice:

@@ -172,7 +172,7 @@ class Restorer:
             slots = [state.slots(entry, load.placed(entry)) for entry, _ in present]
             blobs, problem = state.pages.restore(entries, slots, [entry.start for entry, _ in present])
             if problem is None and len(blobs) < len(batch):
-                problem = CuveeError(f"{self.name(batch[len(blobs)][0])} is no longer in the store")
+                problem = self.missing(load.tenant, batch[len(blobs)][0])
             if state.drafts is not None:
                 self._restore_drafts(job, state.drafts, batch[: len(blobs)])
         for (entry, fetched), blob in zip(batch, blobs, strict=False):
@@ -202,7 +202,7 @@ class Restorer:
         """
         state = self._state
         if not fetched.parts:
-            raise CuveeError(f"{self.name(entry)} is no longer in the store")
+            raise self.missing(job.load.tenant, entry)
         with self._pools.decoding:
             begun = time.monotonic()
             bound = state.keys.bound_to(job.load.tenant, entry.digest)
@@ -260,6 +260,11 @@ class Restorer:
                 delete_parts(self._state.store, key, first)
         except Exception as error:
             logger.warning("cuvee: a bad entry could not be deleted: %s", error)
+
+    def missing(self, tenant: str, entry: Entry) -> CuveeError:
+        """Return the error that says why the store did not give an entry which the lookup has found."""
+        reasons = map(self._state.store.why_missing, self._state.keys.all(tenant, entry.digest))
+        return CuveeError(f"{self.name(entry)} {next(filter(None, reasons), 'is no longer in the store')}")
 
     def name(self, entry: Entry) -> str:
         """Name an entry in messages."""

@@ -124,6 +124,21 @@ def test_who_would_encode_in_vain_is_told(inner: FakeStore, store: GuardedStore,
     assert store.put(KEY, b"x") and store.takes_puts()
 
 
+def test_an_outage_is_told_from_an_entry_that_is_not_there(
+    inner: FakeStore, store: GuardedStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inner, "why_missing", lambda key: "was bad")
+    tiers = TieredStore([store, FakeStore("whole")])
+    assert store.why_missing(KEY) == "was bad" and tiers.why_missing(KEY) == "was bad (tier fake)"
+    inner.read_fault = down()
+    assert tiers.get(KEY) is None
+    failed = "was not read, because the fake store failed: fake store at nowhere: connection refused"
+    assert store.why_missing(KEY) == failed and tiers.why_missing(KEY) == f"{failed} (tier fake)"
+    mend(inner)
+    clock.now += 1.0
+    assert store.get(KEY) is None and store.why_missing(KEY) == "was bad", "it works again"
+
+
 def test_an_outage_is_logged_twice(
     inner: FakeStore, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

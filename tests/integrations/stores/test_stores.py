@@ -266,11 +266,23 @@ def test_a_bad_entry_is_a_counted_miss_and_deleted(place: Place, kind: str, capl
     plant(KEY, bad_entries(seal(KEY, b"payload" * 100, time.time()))[kind])
     assert store.get_many([KEY, OTHER]) == [None, b"good"] and store.contains([KEY]) == [False]
     plant(KEY, b"bad again")
+    problem = "entry: belongs to another key" if kind == "another key's" else "entry: "
+    assert store.why_missing(KEY).startswith(f"was bad, and is deleted: {problem}") and store.why_missing(OTHER) == ""
     assert store.get(KEY) is None
     now = store.counters()[store.name]
     assert (now.corrupt, now.misses, now.hits, now.expired, now.errors) == (2, 2, 1, 0, 0)
     assert caplog.text.count("deletes bad entries") == 1
-    assert store.put(KEY, b"new") and store.get(KEY) == b"new"
+    assert store.put(KEY, b"new") and store.get(KEY) == b"new" and store.why_missing(KEY) == ""
+
+
+def test_few_reasons_are_kept(on_disk: Place) -> None:
+    make, plant = on_disk
+    with closing(make()) as store:
+        keys = [f"ab/{number:04x}" for number in range(300)]
+        for key in keys:
+            plant(key, b"bad")
+        store.get_many(keys)
+        assert not store.why_missing(keys[0]) and store.why_missing(keys[-1]) and len(store._reasons) == 256
 
 
 def test_entries_expire_by_the_time_of_writing(place: Place) -> None:
@@ -280,6 +292,7 @@ def test_entries_expire_by_the_time_of_writing(place: Place) -> None:
         plant(key, seal(key, b"x", written))
     assert make().contains([KEY, OTHER]) == [True, True], "without a ttl nothing expires"
     assert store.get_many([KEY, OTHER]) == [None, b"x"] and store.contains([KEY, OTHER]) == [False, True]
+    assert store.why_missing(KEY).startswith("has expired, and is deleted: entry: older than")
     now = store.counters()[store.name]
     assert (now.expired, now.corrupt, now.misses) == (1, 0, 1)
 
@@ -290,6 +303,7 @@ def test_entries_have_a_largest_size(place: Place, caplog: pytest.LogCaptureFixt
     store.max_entry = 1000
     assert large.put(KEY, bytes(1001)) and large.put(OTHER, bytes(1000))
     assert store.get_many([KEY, OTHER, KEY]) == [None, bytes(1000), None]
+    assert store.why_missing(KEY) == "has more than the 1000 bytes that are read"
     assert store.contains([KEY, OTHER]) == [False, True], "so that a smaller one can replace it"
     assert large.get(KEY) == bytes(1001), "it stays"
     assert not store.put(KEY, bytes(1001))

@@ -211,6 +211,20 @@ def test_a_bad_base_ends_the_load_before_it_and_takes_its_refinements_along(
     assert b.digests[2] in report.unsaved and b.counts()["recomputed_tokens"] == 2 * CHUNK
 
 
+@pytest.mark.parametrize("planned", [None, aim()], ids=["load", "plan"])
+@pytest.mark.parametrize("reason", ["", "was bad, and is deleted: entry: belongs to another key"])
+def test_the_log_says_why_an_entry_is_missing(
+    bench: Callable[..., Bench], planned: Aim | None, reason: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    b = stored(bench(codec={"key": [bytes(range(16)), bytes(16)]}, key_env=None))
+    key = keys_of(b, 2)[0]
+    del b.store.entries[key]
+    monkeypatch.setattr(b.store, "why_missing", lambda asked: reason if asked == key else "")
+    assert run(b, planned=planned).failed == {"r"}
+    assert f"request r: chunk 2 {reason or 'is no longer in the store'}; its tokens from" in caplog.text
+
+
 def test_parts_are_bound_to_their_place_and_older_secrets_are_tried(bench: Callable[..., Bench]) -> None:
     old, new = bytes(16), bytes(range(16))
     b = stored(bench(codec={"key": old}))
