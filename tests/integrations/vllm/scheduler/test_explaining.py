@@ -104,7 +104,12 @@ def _timeout(d: Desk, request: SimpleNamespace) -> None:
 
 
 def _short(d: Desk, request: SimpleNamespace) -> None:
-    request.num_tokens = request.num_prompt_tokens = 10
+    request.num_tokens = request.num_prompt_tokens = 5
+    assert d.matched(request)[0] == 0
+
+
+def _below_chunk(d: Desk, request: SimpleNamespace) -> None:
+    request.num_tokens = request.num_prompt_tokens = CHUNK - 1
     assert d.matched(request)[0] == 0
 
 
@@ -136,6 +141,7 @@ def _uncached(d: Desk, request: SimpleNamespace) -> None:
         (_failed, "failed", (64, 0, 64)),
         (_timeout, "timeout", (0, 0, 0)),
         (_short, "short", (0, 0, -1)),
+        (_below_chunk, "below_chunk", (0, 0, 0)),
         (_engine, "engine", (0, 0, -1)),
         (_unread, "unread", (0, 0, -1)),
         (_uncached, "uncached", (0, 0, -1)),
@@ -146,7 +152,7 @@ def test_each_reason(
     reason: str, figures: tuple[int, int, int],
 ) -> None:  # fmt: skip
     caplog.set_level(logging.DEBUG)
-    d, request = desk(decide="measured"), make_request(kv_transfer_params=ASKS)
+    d, request = desk(decide="measured", min_tokens=8), make_request(kv_transfer_params=ASKS)
     act(d, request)
     told = d.side.explanation(request)
     assert told is not None
