@@ -7,14 +7,17 @@ Here the object is read, its fields are known by name, and `store`, `explain` an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 
-PARAMETERS = "kv_transfer_params.cuvee"
+_NAME = "cuvee"
+PARAMETERS = f"kv_transfer_params.{_NAME}"
 _FIELDS = ("deadline_ms", "store", "blend", "segments", "cost", "explain")
 _MOST_MS = 3_600_000  # a later deadline is none
+_ALIKE = 0.8  # and above: a short key is taken for a misspelt `cuvee`; those of vLLM's connectors are far below
 _MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
 
 
@@ -22,8 +25,12 @@ def request_fields(params: Any) -> Mapping[str, Any]:
     """Return what `kv_transfer_params` say to this connector.
 
     Raises:
-        InputError: not an object, an unknown field, or a wrong `store` or `explain`.
+        InputError: not an object, an unknown field, a wrong `store` or `explain`, or a key beside it that is nearly its
+            own. Other keys are other connectors'.
     """
+    for key in params if isinstance(params, Mapping) else ():
+        if _is_misspelt(key):
+            raise InputError(f"kv_transfer_params: has no field {shown(key)}: did you mean {_NAME!r}?")
     given = _given(params)
     if given is None:
         return {}
@@ -75,7 +82,15 @@ def read_deadline(source: str, given: Any) -> float | None:
 
 
 def _given(params: Any) -> Any:
-    return params.get("cuvee") if isinstance(params, Mapping) else None
+    return params.get(_NAME) if isinstance(params, Mapping) else None
+
+
+def _is_misspelt(key: object) -> bool:
+    if not isinstance(key, str) or key == _NAME:
+        return False
+    key = key.lower()
+    short = len(key) < 2 * len(_NAME)  # a client may send any number of long ones
+    return _NAME in key or (short and SequenceMatcher(None, key, _NAME, autojunk=False).ratio() >= _ALIKE)
 
 
 def shown(value: object) -> str:

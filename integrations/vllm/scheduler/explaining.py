@@ -13,8 +13,8 @@ REASONS = {
     "hit": "all that can be loaded was found",
     "absent": "nothing was found under this cache salt{adapter} for these tokens and this engine's identity; a tier "
     "that is down counts as empty",
-    "below_chunk": "the prompt is shorter than a chunk: it is found only up to where a prompt or an answer that is stored "
-    "ends, and none does within it{adapter}; a tier that is down counts as empty",
+    "below_chunk": "the prompt is shorter than a chunk: it is found only up to where a stored prompt or answer ends, "
+    "and none does within it{adapter}; a tier that is down counts as empty",
     "partial": "the entry that begins at token {missing} was not found{adapter}; a tier that is down counts as empty",
     "storing": "the entry that begins at token {missing} is being stored, or was dropped a moment ago",
     "declined": "loading what was found takes longer than computing it, by what both took before",

@@ -433,6 +433,28 @@ def test_a_misspelt_option_is_refused_in_the_answer_and_its_request_is_not_store
     assert ("deadlines", "refused") not in d.recorder.totals()
 
 
+@pytest.mark.parametrize("beside", [{"cuvee": {"explain": True}}, {}])
+@pytest.mark.parametrize("key", ["cuve", "cuvvee", "Cuvee", "CUVEE", "cuveé", "cuvee ", "cvuee", "cuvee_params"])
+def test_a_misspelt_key_is_refused_in_the_answer_and_its_request_is_not_stored(
+    desk: Callable[..., Desk], key: str, beside: dict[str, Any]
+) -> None:
+    d, request = desk(), make_request(kv_transfer_params={**beside, key: {"store": False}})
+    d.side.arrived(request)
+    assert d.matched(request) == (0, False) and d.plan((request, 0, 100)).saves == []
+    outcome = d.side.outcome(request)
+    assert outcome == {"error": f"kv_transfer_params: has no field {key!r}: did you mean 'cuvee'?"}
+
+
+def test_keys_of_other_connectors_are_theirs(desk: Callable[..., Desk]) -> None:
+    keys = "do_remote_decode do_remote_prefill remote_engine_id remote_block_ids remote_host remote_port tp_size "
+    keys += "lmcache.tag transfer_id max_offload_tokens max_load_tokens hidden_states_path priorities queue cache cue"
+    others: dict[Any, Any] = {**dict.fromkeys(keys.split()), "x" * 10**6: 1, 7: 1}
+    d, request = desk(), make_request(kv_transfer_params={"cuvee": {"store": True}, **others})
+    d.side.arrived(request)
+    assert d.matched(request) == (0, False) and len(d.plan((request, 0, 100)).saves) == 6
+    assert d.side.outcome(request) is None
+
+
 def test_only_what_is_loaded_has_to_pay(desk: Callable[..., Desk]) -> None:
     """The engine has all but the last of six chunks, and loading all of them would take longer than computing that."""
     d, request = desk(decide="measured"), make_request()
