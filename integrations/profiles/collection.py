@@ -18,13 +18,13 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
+from cuvee.codec.errors import CuveeError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.files import replacing
@@ -115,12 +115,13 @@ class ProfileCollection:
         found = [Found(name[2], name[1], size, time) for name, size, time in named if name is not None]
         return sorted((each for each in found if wanted in (None, each.layout)), key=lambda each: (-each.time, each.id))
 
-    def pull(self, layout: KVLayout, *, weights: Sequence[str] = ()) -> Profile:
+    def pull(self, layout: KVLayout, *, weights: Callable[[], Sequence[str]] = tuple) -> Profile:
         """Return the profile that the location names, after everything about it is verified. The log says which.
 
         Args:
             layout: of the model's cache; its dtype does not matter.
-            weights: fingerprints of the weights that it may have been calibrated on; none: any.
+            weights: returns fingerprints of the weights that it may have been calibrated on; none: any. Called once
+                all else is verified, because it may read all weights.
 
         Raises:
             FileNotFoundError: there is no such profile.
@@ -130,12 +131,7 @@ class ProfileCollection:
             ProfileMismatchError: the file holds another profile than its name says, or one of another model.
             StoreError: the place cannot be reached, or announces too large a file.
         """
-        shown = self._where.shown
-        if (identity := self._where.id) is None:
-            raise InputError(
-                f"profile: must name a file, or a place and an id (URL#id), got {shown}: cuvee profile list {shown} "
-                "shows the ids"
-            )
+        shown, identity = self._where.shown, self._where.need_id()
         of_layout = layout_name(layout)
         name = _file_name(of_layout, identity)
         profile = self._loaded(name)
@@ -144,12 +140,13 @@ class ProfileCollection:
                 f"no profile {identity} of this model's layout ({of_layout}) in {shown}: name another id "
                 "(cuvee profile list), or push it (cuvee profile push)"
             )
-        for field, wanted, got in (
-            ("id", (identity,), profile.id.hex()),
-            ("layout", (of_layout,), layout_name(profile.layout)),
-            ("weights", tuple(weights), profile.model or "weights that it does not name"),
-        ):
-            if wanted and got not in wanted:
+        checks: list[tuple[str, Callable[[], Sequence[str]], str]] = [
+            ("id", lambda: (identity,), profile.id.hex()),
+            ("layout", lambda: (of_layout,), layout_name(profile.layout)),
+            ("weights", weights, profile.model or "weights that it does not name"),
+        ]
+        for field, known, got in checks:
+            if (wanted := known()) and got not in wanted:
                 raise ProfileMismatchError(
                     f"{field}: must be {' or '.join(wanted)}, got a profile of {got} in {name} of {shown}; push a "
                     "profile of this model there, and name its id"

@@ -80,6 +80,19 @@ class ProfileLocation:
             )
         return cls("hub", repository[1], shown, named, repository[2])
 
+    def need_id(self) -> str:
+        """Return the id.
+
+        Raises:
+            InputError: the location names a collection.
+        """
+        if self.id is None:
+            raise InputError(
+                f"profile: must name a file, or a place and an id (URL#id), got {self.shown}: cuvee profile list "
+                f"{self.shown} shows the ids"
+            )
+        return self.id
+
 
 def names_collection(profile: str) -> bool:
     """Return whether option `profile` of an engine names a collection, by a URL, an id or a folder, and not a file."""

@@ -8,7 +8,7 @@ such a profile predicts nothing from ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -38,7 +38,7 @@ def fit_from_store(
     group: str | None = None,
     tokens: int = 40_000,
     secrets: Sequence[bytes] = (),
-    model: str | None = None,
+    model: Callable[[], str | None] = lambda: None,
 ) -> Profile:
     """Fit a profile to one tenant's lossless entries of one model. Entries of other kinds are passed over.
 
@@ -53,7 +53,8 @@ def fit_from_store(
         group: as for `cuvee.fit`; default: `"layer"`, or `"heads:1"` for several ranks.
         tokens: stop after this many; twice as many as the group needs are read in any case.
         secrets: those that may authenticate the entries.
-        model: fingerprint of the weights, which the profile then names.
+        model: returns the fingerprint of the weights, which the profile then names. Called once the store is known to
+            have such entries, because it may read all weights.
 
     Returns:
         A profile of source `"fitted"`. Keys are hashes, so its chunks are a random sample of what the tenant stored.
@@ -88,7 +89,7 @@ def fit_from_store(
             + (" and signed with the given secret" if secrets else " without a secret")
             + ", got none: serve the model without a profile first"
         )
-    return fit(layout, chain([first], chunks), group, model=model)
+    return fit(layout, chain([first], chunks), group, model=model())
 
 
 def _read(

@@ -201,16 +201,19 @@ def profile_fit(
     path = model_path(model)
     secrets = () if key_env is None else (read_secret("--key-env", env=key_env),)
     layout = read_layout(path, torch.bfloat16)
-    with _interruptible(out), shared_tiers(url) as (shown, tiers):
-        weights = weight_fingerprints(path)  # after all that takes no time: it reads every byte
-        if not weights.found:
-            unknown = f"the weights' fingerprint is unknown ({weights.unknown})"
-            typer.echo(f"note: {unknown}: engines cannot check that it is theirs", err=True)
-        with _waiting(f"reading {shown}"):
-            profile = fit_from_store(
-                tiers[-1], layout, tenant=salt, ranks=ranks, group=group, tokens=tokens, secrets=secrets,
-                model=weights.found[0] if weights.found else None,
-            )  # fmt: skip
+
+    def named() -> str | None:
+        weights = weight_fingerprints(path)
+        if weights.found:
+            return weights.found[0]
+        unknown = f"the weights' fingerprint is unknown ({weights.unknown})"
+        typer.echo(f"note: {unknown}: engines cannot check that it is theirs", err=True)
+        return None
+
+    with _interruptible(out), shared_tiers(url) as (shown, tiers), _waiting(f"reading {shown}"):
+        profile = fit_from_store(
+            tiers[-1], layout, tenant=salt, ranks=ranks, group=group, tokens=tokens, secrets=secrets, model=named
+        )
     _save(profile, out)
 
 
@@ -328,9 +331,11 @@ def profile_pull(
 
     check_output(out, force)
     location = ProfileLocation.parse(where)
-    layout = read_layout(model_path(model), torch.bfloat16)  # profiles serve caches of any dtype
-    weights = () if other_weights else weight_fingerprints(model_path(model)).found
+    location.need_id()
+    path = model_path(model)
+    layout = read_layout(path, torch.bfloat16)  # profiles serve caches of any dtype
     with _waiting(f"pulling from {location.shown}"):
+        weights = tuple if other_weights else lambda: weight_fingerprints(path).found
         profile = ProfileCollection(location).pull(layout, weights=weights)
     _save(profile, out)
 

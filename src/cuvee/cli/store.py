@@ -146,16 +146,17 @@ def store_explain(
     if model is not None and identity is not None:
         raise typer.BadParameter("give --identity or --model, not both")
 
-    planned = None if model is None else _planned(["--model", model, *ctx.args])
     with shared_tiers(url) as (shown, tiers):
         for tier in tiers:
             _must_exist(tier)
         records = RecordStore(*tiers)
         found, problems = records.read()
+        chosen = [each for each in found if identity is not None and each.id.startswith(identity)]
+        if identity is not None and len(chosen) != 1:
+            known = ", ".join(sorted(each.id for each in found)) or "no records"
+            raise InputError(f"identity: must begin one of {known}, got {identity!r}")
+        planned = None if model is None else _planned(["--model", model, *ctx.args])  # which reads the checkpoint
         rows = {each.id: _row(each, records.count(each)) for each in found}
-    chosen = [each for each in found if identity is not None and each.id.startswith(identity)]
-    if identity is not None and len(chosen) != 1:
-        raise InputError(f"identity: must begin one of {', '.join(sorted(rows)) or 'no records'}, got {identity!r}")
     mine = chosen[0] if chosen else max(found, key=lambda each: each.written, default=None)
     if planned is not None:
         mine = next((each for each in found if each.id == planned.id), planned)

@@ -77,7 +77,7 @@ def push(where: str, profile: Profile) -> str:
 def pull(
     where: str | Path, identity: str, *, layout: KVLayout = LAYOUT, weights: Sequence[str] = (WEIGHTS,)
 ) -> Profile:
-    return ProfileCollection(f"{where}#{identity}").pull(layout, weights=weights)
+    return ProfileCollection(f"{where}#{identity}").pull(layout, weights=lambda: weights)
 
 
 def refuses(

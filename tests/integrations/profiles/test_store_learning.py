@@ -71,7 +71,7 @@ def bits(profile: Profile) -> float:
 
 def test_it_learns_the_directions_of_what_is_stored(store: Store) -> None:
     fill(store, chunks())
-    profile = fit_from_store(store, replace(LAYOUT, dtype="float32"), model=PREFIX + "a1" * 16)
+    profile = fit_from_store(store, replace(LAYOUT, dtype="float32"), model=lambda: PREFIX + "a1" * 16)
     assert (profile.source, profile.group, profile.model) == ("fitted", "layer", PREFIX + "a1" * 16)
     assert profile.text_tokens == (ENTRIES - 2) * TOKENS, "every eighth entry is held out for the curve"
     assert profile.curve and bits(profile) < 4, "4 directions of 96 values take little more than their own bits"

@@ -169,12 +169,14 @@ def test_a_profile_is_fitted_to_a_store(tmp_path: Path, books: Any, monkeypatch:
     assert profile.id.hex() in fitted and (profile.source, profile.group) == ("fitted", "unit")
     assert profile.model == model_fingerprint(books.model) and profile.curve
     q = ("-o", tmp_path / "q")
-    fails(*fit, url, *q, match="without a secret, got none")
     hashed = "cuvee.integrations.identity.weight_fingerprints.weight_fingerprints"
     monkeypatch.setattr(hashed, lambda *_: pytest.fail("the weights were read"))
     fails(*fit, "memory://", *q, match="url: must name a shared store")
     fails(*fit, url, *q, "--key-env", "NONE", match="NONE is not set")
     fails(*fit, url, "-o", out, match="--force")
+    fails(*fit, url, *q, match="without a secret, got none")
+    fails(*fit, url, *q, *tenant, "--group", "no", match="group: must be one of")
+    fails(*fit, url, *q, *tenant, "--ranks", "7", match="7")
 
 
 def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:

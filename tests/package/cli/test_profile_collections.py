@@ -64,6 +64,21 @@ def test_what_fails_leaves_no_file(where: str, tmp_path: Path, layout: KVLayout)
     assert Profile.load(tmp_path / "p").id == other.id
 
 
+def test_weights_are_read_last(
+    where: str, tmp_path: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = "cuvee.integrations.identity.weight_fingerprints.weight_fingerprints"
+    monkeypatch.setattr(hashed, lambda *_: pytest.fail("the weights were read"))
+    small_profile(0, "c3" * 16, layout).save(tmp_path / "p")
+    run("profile", "push", tmp_path / "p", where)
+    out = ("-o", tmp_path / "q")
+    fails("profile", "pull", "no/such/model", where, *out, match="cuvee profile list")
+    fails("profile", "pull", MODEL, f"{where}#{'0' * 32}", *out, match="no profile 0000")
+    (damaged,) = (tmp_path / "collection").rglob("*.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    fails("profile", "pull", MODEL, f"{where}#{damaged.stem}", *out, match="is not a safetensors file")
+
+
 def test_what_is_there_is_replaced_by_force_alone(tmp_path: Path, layout: KVLayout, weights: str) -> None:
     small_profile(0, weights, layout).save(tmp_path / "p")
     run("profile", "push", tmp_path / "p", tmp_path / "collection")
@@ -89,7 +104,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     fails("profile", "push", tmp_path / "p", f"file://{tmp_path}#{identity}", match="WHERE: must be without an id")
     fails("profile", "push", tmp_path / "p", "memory://", match="must name a folder, object storage")
     fails("profile", "pull", MODEL, "hf://gpt2", *out, match="hf://owner/name@revision, got")
-    fails("profile", "pull", "/nowhere", tmp_path, *out, match="nowhere: no such model folder")
+    fails("profile", "pull", "/nowhere", f"{tmp_path}#{identity}", *out, match="nowhere: no such model folder")
     misused("profile", "pull", MODEL, tmp_path)
     # No message shows a password.
     url = "http://user:verysecret@127.0.0.1:1/kv"

@@ -198,11 +198,13 @@ def test_explain_says_which_fields_differ(tmp_path: Path) -> None:
     assert read("info", f"file://{tmp_path}/kv")["tiers"][0]["entries"] == 3
 
 
-def test_explain_without_records_and_with_hostile_ones(tmp_path: Path) -> None:
+def test_explain_without_records_and_with_hostile_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running.fails("store", "explain", f"file://{tmp_path}/kv", match="does not exist")
     (tmp_path / "kv").mkdir(mode=0o700)
     assert "no engine has written" in run("explain", f"file://{tmp_path}/kv").stdout
-    running.fails("store", "explain", f"file://{tmp_path}/kv", "--identity", "ab", match="got 'ab'")
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordStore, "count", lambda *_: pytest.fail("entries were counted"))
+        running.fails("store", "explain", f"file://{tmp_path}/kv", "--identity", "ab", match="got 'ab'")
     (record,) = records_in(tmp_path / "kv", "bfloat16")
     DiskStore(tmp_path / "kv").put(f"{RECORDS}/ab", b"\x1b[31mred")
     done = run("explain", f"file://{tmp_path}/kv")
@@ -214,6 +216,10 @@ def test_flags_of_an_engine_need_a_model_and_vllm(tmp_path: Path, monkeypatch: p
     url = f"file://{tmp_path}/kv"
     for wrong in ([url, "--dtype", "float32"], [url, "--model", "m", "--identity", "a"]):
         assert "--model" in run("explain", *wrong, code=2).stderr
+    with monkeypatch.context() as patch:
+        patch.setattr("cuvee.cli.store._planned", lambda *_: pytest.fail("the checkpoint was read"))
+        running.fails("store", "explain", url, "--model", "m", match="does not exist")
+    (tmp_path / "kv").mkdir(mode=0o700)
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setitem(sys.modules, "vllm.config", None)
     running.fails("store", "explain", url, "--model", "m", match="--model: needs vLLM 0.32 or newer")
