@@ -257,6 +257,18 @@ def test_what_was_begun_under_a_name_that_no_longer_holds_does_not_count(
 # Deleting ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_bad_page_that_the_store_could_not_delete_is_replaced(
+    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = desk()
+    assert d.save(range(3)) == [True] * 3
+    good, store.entries[d.key(1)] = store.entries[d.key(1)], b"bad"
+    monkeypatch.setattr(store, "why_missing", lambda key: "was bad" if key == d.key(1) else "")
+    store.calls.clear()
+    assert d.save(range(3)) == [True] * 3 and store.calls.count("put") == 1
+    assert store.entries[d.key(1)] == good
+
+
 @pytest.mark.parametrize("secrets", [(), SECRETS])
 def test_single_pages_are_deleted(desk: Callable[..., Desk], store: DictStore, secrets: Sequence[bytes]) -> None:
     d = desk(secrets=secrets)
