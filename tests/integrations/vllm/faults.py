@@ -45,6 +45,7 @@ from tests.waiting import wait_until
 
 from cuvee.integrations.stores import Store, open_store
 from cuvee.integrations.stores.base import RECORDS
+from cuvee.integrations.stores.envelope import HEADER_BYTES
 
 BLOCK, CHUNK = 32, 64
 CHUNKS = 5  # of a usual prompt
@@ -645,8 +646,8 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
         ask([1])
         return total(snapshot(llm), f"vllm:cuvee_{name}")
 
-    def wait_for(stored: int) -> None:
-        wait_until(lambda: count("stored{kind=chunk}") == stored, f"{stored} chunks are stored")
+    def trouble() -> float:
+        return count("store_operations{result=error}")
 
     def again() -> Any:
         assert llm.reset_prefix_cache()
@@ -656,20 +657,27 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
     others, stored = files(), int(count("stored{kind=chunk}")) + 2 * CHUNKS
     (first,) = ask(prompt)
     expected = tokens(first)
-    wait_for(stored)
+    wait_until(lambda: count("stored{kind=chunk}") == stored, f"{stored} chunks are stored")
     paths = sorted(files() - others)
     assert len(paths) == 2 * CHUNKS
     try:
         path = random.Random("garbage").choice(paths)
-        loads, failures = count("load_seconds_count"), count("failures")
+        loads, failures, troubles = count("load_seconds_count"), count("failures"), trouble()
         good = path.read_bytes()
+
+        def whole() -> bool:
+            return path.exists() and path.read_bytes()[HEADER_BYTES:] == good[HEADER_BYTES:]
+
         path.write_bytes(random.Random(0).randbytes(len(good)))
         output = again()
         assert tokens(output) == expected
         assert count("failures") == failures + 1 and count("load_seconds_count") == loads + 1
-        stored += 1
-        wait_for(stored)
-        assert path.stat().st_size == len(good)
+        # Not by the number of stored chunks: a store that fails once on a machine without memory has more of them
+        # stored, or leaves this one to the next request (`test_damaged_entries`).
+        wait_until(lambda: trouble() > troubles or whole(), "the chunk is stored again")
+        if trouble() > troubles:
+            again()
+            wait_until(lambda: count("stored") and whole(), "the chunk is stored again by the next request")
         failures = count("failures")
         output = again()
         assert tokens(output) == expected
