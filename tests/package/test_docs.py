@@ -27,6 +27,7 @@ import yaml
 from tests.fuzz.targets import TARGETS
 from tests.integrations.stores import test_stores as contract
 from tests.learned import learned_once, shared_folder
+from tests.package import stability
 from typer.testing import CliRunner
 
 import cuvee
@@ -35,6 +36,7 @@ from cuvee.integrations.stores.base import Store
 from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.metric_table import METRICS
+from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler.explaining import REASONS
 
 ROOT = Path(__file__).parents[2]
@@ -200,6 +202,19 @@ def test_the_store_of_the_recipe_refuses_damage(recipe: dict[str, Any], tmp_path
 def test_the_store_of_the_recipe_passes_lint(check: list[str]) -> None:
     command = [sys.executable, "-m", "ruff", *check, "--stdin-filename", "integrations/stores/sqlite.py", "-"]
     subprocess.run(command, input=blocks("recipes/store.md", "python")[0], text=True, cwd=ROOT, check=True)
+
+
+def test_the_metric_of_the_recipe_is_counted_and_listed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    row = run("recipes/index.md", folder)["row"]
+    monkeypatch.setitem(METRICS, row.name, row)
+    recorder = Recorder()
+    (call,) = re.findall(r"`(recorder\.count\(.+?\))`", (DOCS / "recipes" / "index.md").read_text(encoding="utf-8"))
+    eval(call, {"recorder": recorder})
+    assert recorder.drain() == {f"{row.name}|client": 1}
+    for name, label in ((row.name, "nobody"), (f"{row.name}s", "client")):
+        with pytest.raises(KeyError):
+            recorder.count(name, label=label)
+    assert row.name in stability.public()["metrics"] and f"`{row.name}`" not in stability.PAGE.read_text()
 
 
 # --- commands

@@ -64,9 +64,7 @@ def test_what_fails_leaves_no_file(where: str, tmp_path: Path, layout: KVLayout)
     assert Profile.load(tmp_path / "p").id == other.id
 
 
-def test_weights_are_read_last(
-    where: str, tmp_path: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_read_last(where: str, tmp_path: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = "cuvee.integrations.identity.weight_fingerprints.weight_fingerprints"
     monkeypatch.setattr(hashed, lambda *_: pytest.fail("the weights were read"))
     small_profile(0, "c3" * 16, layout).save(tmp_path / "p")
