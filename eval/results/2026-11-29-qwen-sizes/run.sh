@@ -1,0 +1,20 @@
+# The texts are those of ../2026-11-29-smollm2-five-layers/run.sh; report.json has the SHA-256 of their token ids. MODEL is
+# the hub's Qwen/Qwen2.5-Coder-1.5B-Instruct, or a folder.
+texts="--text pd_dracula.md --text python.txt --text musique.jsonl --text multidoc.jsonl"
+
+# report.json, with a profile of 64 sequences
+cuvee report --model MODEL --profile qwen.safetensors --dtype bfloat16 --sequences 24 --length 1024 --no-tasks $texts \
+    --method cuvee/qwen@2^-2 --method cuvee/qwen@2^-1 --method cuvee/qwen@2^0 --method cuvee/qwen@2^1 \
+    --method cuvee/lossless --method fp8-e4m3 --method fp8-e4m3-unit --method kivi4 --method kivi2 --method cachegen -o run
+
+# gsm8k_report.json, with a profile by default; fp8-e4m3-unit was measured, too, and not scored
+cuvee report --model MODEL --profile qwen_default.safetensors --dtype bfloat16 --sequences 2 --length 128 \
+    --method cuvee/qwen_default@balanced --method cuvee/qwen_default@small --method kivi4 \
+    --task gsm8k.yaml --limit 32 -o run_gsm8k
+
+# presets-768.json and presets-4096.json, with a profile of --quick
+presets="--method cuvee/qwen_quick@high --method cuvee/qwen_quick@balanced --method cuvee/qwen_quick@small --method kivi4"
+cuvee report --model MODEL --profile qwen_quick.safetensors --dtype bfloat16 --no-tasks --sequences 24 --length 1024 \
+    $texts $presets -o run_768
+cuvee report --model MODEL --profile qwen_quick.safetensors --dtype bfloat16 --no-tasks --sequences 8 --length 4352 \
+    $texts $presets -o run_4096
