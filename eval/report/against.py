@@ -17,13 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from cuvee.codec.errors import FormatError, InputError
-from cuvee.eval.report.schema import ChangeEntry, Changes, Report, Score
+from cuvee.eval.report.schema import ChangeEntry, Changes, Report, Score, TextInfo
 from cuvee.eval.stats import paired_difference
 
-__all__ = ["Figure", "Figures", "changes_since", "check_comparable", "check_profile_names", "clear_change"]
+__all__ = [
+    "Figure", "Figures", "changes_since", "check_comparable", "check_profile_names", "clear_change", "measured",
+]  # fmt: skip
 
 METRICS = {"bits_per_value": False, "kl": False, "delta_nll": False, "top1": True}
 """The figures of each method that are compared, and whether more is better."""
+_WORDS = {
+    "dtype": "a model in {}, not {} (--dtype)",
+    "cache_dtype": "caches in {}, not {}",
+    "chunk_tokens": "chunks of {} tokens, not {}",
+}
 CLEAR = 2.0  # standard errors
 _ROUNDING = 1e-12  # relative: what summing in another order may leave
 
@@ -43,7 +50,7 @@ class Figures:
 
     Attributes:
         name: of its file, commit and date.
-        measured: what the figures depend on, such as the digest of the tokens.
+        measured: what the figures depend on, see `measured`.
         found: figures by method and metric; the metric of a score is its task.
     """
 
@@ -73,14 +80,7 @@ class Figures:
     @classmethod
     def of(cls, report: Report, name: str = "this report") -> Figures:
         """Take the figures of a report."""
-        measured = {
-            "model.fingerprint": report.model.fingerprint,
-            "model.dtype": report.model.dtype,
-            **{f"configuration.{name}": report.configuration[name] for name in ("cache_dtype", "chunk_tokens")},
-            "text.tokens_sha256": report.text.tokens_sha256,
-            "text.prefix": report.text.prefix,
-        }
-        measured |= {f"tasks.{task.name}": task.docs_sha256 for task in report.tasks}
+        docs = {task.name: (task.docs, task.docs_sha256) for task in report.tasks}
         found = {
             (entry.key, metric): _figure(getattr(entry, metric), getattr(entry.per_sequence, metric), better)
             for entry in report.quality
@@ -92,7 +92,7 @@ class Figures:
             for score in report.scores
             if _is_mean(score)
         }
-        return cls(name, measured, found)
+        return cls(name, measured(report.configuration, report.text, docs), found)
 
 
 def clear_change(key: str, metric: str, was: Figure, now: Figure) -> ChangeEntry | None:
@@ -119,11 +119,32 @@ def check_profile_names(old: Figures, profiles: Sequence[str]) -> None:
         )
 
 
-def check_comparable(old: Figures, new: Figures) -> None:
-    """Raise InputError if two reports differ in something that their figures depend on; the message lists it."""
-    if different := list(_differences(old.measured, new.measured)):
+def measured(
+    configuration: Mapping[str, Any], text: TextInfo, docs: Mapping[str, tuple[int, str | None]] | None = None
+) -> dict[str, Any]:
+    """Return what the figures of a report depend on.
+
+    Args:
+        configuration: of the report, or a part that is known.
+        text: what it is measured on.
+        docs: of each task, how many documents, and their digest, or None.
+    """
+    names = ("model", "model_fingerprint", "dtype", "cache_dtype", "chunk_tokens", "seed")
+    known = {name: configuration[name] for name in names if name in configuration}
+    return {**known, "text": text, "tasks": dict(docs or {})}
+
+
+def check_comparable(old: Figures, new: Mapping[str, Any]) -> None:
+    """Raise InputError if two reports differ in something that their figures depend on; the message lists it.
+
+    Args:
+        old: of the earlier report.
+        new: what this one depends on, as far as it is known, see `measured`.
+    """
+    if different := list(_differences(old.measured, new)):
         raise InputError(
-            f"against: must have measured what this report measures, but they differ in {'; '.join(different)}"
+            f"against: must have measured what this report measures, but {old.name} measured {'; '.join(different)}: "
+            "give this report the same options, or compare it with another one"
         )
 
 
@@ -138,7 +159,7 @@ def changes_since(old: Figures, report: Report) -> Changes:
         InputError: see `check_comparable`.
     """
     new = Figures.of(report)
-    check_comparable(old, new)
+    check_comparable(old, new.measured)
     compared = [clear_change(*name, was, new.found[name]) for name, was in old.found.items() if name in new.found]
     missing = [f"{key} {metric}" for key, metric in old.found if (key, metric) not in new.found]
     clear = [change for change in compared if change is not None]
@@ -159,11 +180,39 @@ def _is_mean(score: Score) -> bool:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in old.items():
-        if name in new and new[name] != value:
-            yield f"{name} ({_short(value)} and {_short(new[name])})"
+    """Say what another report measured, and what this one measures."""
+    was, now = (one.get("model_fingerprint") for one in (old, new))
+    if now is not None and was != now:
+        yield f"other weights, {_short(was)} of {old.get('model')}, not {_short(now)} of {new.get('model')} (--model)"
+    for name, words in _WORDS.items():
+        if name in new and new[name] != old.get(name):
+            yield words.format(old.get(name), new[name])
+    if old["text"].tokens_sha256 != new["text"].tokens_sha256:
+        yield _texts(old, new)
+    if old["text"].prefix != new["text"].prefix:
+        yield f"{old['text'].prefix} cached tokens per sequence, not {new['text'].prefix}"
+    for task, (count, digest) in old["tasks"].items():
+        docs, other = new["tasks"].get(task, (count, None))
+        if count != docs:
+            yield f"{count} documents of {task}, not {docs} (--limit)"
+        elif other not in (None, digest):
+            yield f"other documents of {task}: its data or lm-eval changed"
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return f"{text[:12]}…" if len(text) >= 32 else text
+def _short(digest: Any) -> str:
+    return f"{str(digest)[:12]}…"
+
+
+def _texts(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Say how the texts of two reports differ, the first of what may make their tokens others."""
+    was, now = old["text"], new["text"]
+    names, others = ([source.name for source in text.evaluation] for text in (was, now))
+    if names != others:
+        return f"the texts {', '.join(names)}, not {', '.join(others)} (--text)"
+    changed = [a.name for a, b in zip(was.evaluation, now.evaluation, strict=True) if a.sha256 != b.sha256]
+    if changed:
+        return f"other tokens of the text {', '.join(changed)}: the file or the model's tokenizer changed"
+    for name, option in (("length", "tokens per sequence (--length)"), ("sequences", "sequences (--sequences)")):
+        if getattr(was, name) != getattr(now, name):
+            return f"{getattr(was, name)} {option}, not {getattr(now, name)}"
+    return f"other repeats of the cached text: seed {old.get('seed')}, not {new.get('seed')}"

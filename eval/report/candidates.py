@@ -19,13 +19,14 @@ from cuvee.eval.baselines.turboquant import TURBOQUANT_BITS, TurboQuant
 from cuvee.eval.methods import BASELINES, UNCOMPRESSED, family_label
 from cuvee.eval.quality import CodecMethod, Method
 
-__all__ = ["Candidate", "codec_candidates", "fixed_baselines", "pca_candidates", "peers", "select"]
+__all__ = ["PEERS", "Candidate", "codec_candidates", "fixed_baselines", "pca_candidates", "peers", "select"]
 
 CURVE_OCTAVES = (  # steps measured beside the presets, the finest first
     -6.0, -5.0, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0,
 )  # fmt: skip
 # Baselines that a quick report leaves out.
 NOT_QUICK = ("fp8-e4m3-unit", "fp8-e4m3-head", "int8", "cachegen-tables-free")
+PEERS = ("kakeyalattice", "turboquant")  # which need a package
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class ReportConfig:
         for name in ("sequences", "chunk_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if self.length < 8:
+            raise InputError(f"length: must be at least 8, got {self.length}")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit: must be at least 1, got {self.limit}")
         metadata_pairs(self.metadata)

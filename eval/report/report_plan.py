@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,15 @@ from cuvee.codec.models.forward import check_tokens, coded_layout, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.devices import usable_device
 from cuvee.eval.machine import hardware
-from cuvee.eval.report.candidates import Candidate, codec_candidates, fixed_baselines, pca_candidates, peers, select
+from cuvee.eval.report.candidates import (
+    PEERS,
+    Candidate,
+    codec_candidates,
+    fixed_baselines,
+    pca_candidates,
+    peers,
+    select,
+)
 from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
 from cuvee.eval.report.schema import (
     REPORT_FORMAT,
@@ -42,10 +51,14 @@ _PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
 
 
 class ReportPlan:
-    """A configuration with everything that it names.
+    """A configuration with everything that it names: first what takes no time, then, by `load`, the rest.
 
     Args:
         config: what to measure.
+
+    Attributes:
+        text: what is measured on.
+        decided: what figures follow from, as far as it is known without the weights.
 
     Raises:
         see `run_report`.
@@ -61,20 +74,35 @@ class ReportPlan:
         if most is not None and config.length > most:
             raise InputError(f"length: must be at most {most}, the model's positions, got {config.length}")
         self.profiles = self._profiles()
-        self._check_profiles_used(self._candidates())
+        self.candidates = self._candidates()
+        self._check_profiles_used()
+        for candidate in self.candidates if config.methods else ():
+            if candidate.names[-1] in PEERS:
+                candidate.make()  # refuses a package that is not installed
+        if config.tasks or any(c.family.startswith("pca/") for c in self.candidates):
+            load_tokenizer(config.model)  # which tasks and the texts of PCA need
         corpora = [read_corpus(text, config.model) for text in config.evaluation]
         self.sources = [Source(Path(corpus.name).name, corpus.sha256, corpus.tokens) for corpus in corpora]
-        tokens, self.texts = sequences_by_text(corpora, config.length, config.sequences)
+        tokens, texts = sequences_by_text(corpora, config.length, config.sequences)
+        self.prefix = 3 * config.length // 4
+        self.tokens = reread(tokens, self.prefix, config.seed)
+        self.rows = max(1, min(config.batch_size, _PASS_TOKENS // config.length))  # sequences in a forward pass
+        self.text = self._text(texts)
+        self.machine = hardware()
+        self.decided = self._decided(dtype)
+        self._dtype = dtype
+
+    def load(self) -> None:
+        """Read the tasks' documents and the weights. Errors: see `run_report`."""
+        config = self.config
         tasks = self._tasks() if config.tasks else None
         without_context = self._tasks(context="absent") if config.controls else None
-        self.measured = MeasuredModel.load(config.model, dtype, config.device)
+        self.measured = MeasuredModel.load(config.model, self._dtype, config.device)
         self.model, self.layout = self.measured.lm, self.measured.layout
         for path, profile in zip(config.profiles, self.profiles.values(), strict=True):
             self.measured.check_profile(path, profile)
-        self.candidates = self._candidates()
-        self.rows = max(1, min(config.batch_size, _PASS_TOKENS // config.length))  # sequences in a forward pass
-        self.prefix = check_tokens(self.model, tokens, None)
-        self.tokens = reread(tokens, self.prefix, config.seed)
+        self.candidates = self._candidates()  # of the layout in its dtype
+        check_tokens(self.model, self.tokens, self.prefix)
         self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = None if tasks is None else self._scorer(tasks)
         self.without_context = None if without_context is None else self._scorer(without_context)
@@ -95,9 +123,9 @@ class ReportPlan:
                 raise ProfileMismatchError(f"{path}: {error}") from None
         return profiles
 
-    def _check_profiles_used(self, candidates: Sequence[Candidate]) -> None:
+    def _check_profiles_used(self) -> None:
         """Refuse a profile that no method needs: neither its codec nor PCA, which takes its group."""
-        used = {c.family for c in candidates}
+        used = {c.family for c in self.candidates}
         if any(family.startswith("pca/") for family in used):
             return
         for path in self.config.profiles:
@@ -154,50 +182,47 @@ class ReportPlan:
                 chunks += prefill(self.model, batch.to(self.model.device), self.cache_layout, config.device)
         return chunks
 
-    def _kinds(self) -> list[Kind]:
-        """Group the sequences by text, and by whether they repeat a part of their cache."""
+    def _text(self, texts: Sequence[int]) -> TextInfo:
+        """Describe the text, given that of each sequence; group these also by whether they repeat a part of theirs."""
         found: dict[tuple[int, bool], list[int]] = {}
-        for row, text in enumerate(self.texts):
+        for row, text in enumerate(texts):
             # `reread` changes rows 0, 2, 4 …
             found.setdefault((text, row % 2 == 0), []).append(row)
-        return [Kind(self.sources[text].name, again, rows) for (text, again), rows in sorted(found.items())]
+        kinds = [Kind(self.sources[text].name, again, rows) for (text, again), rows in sorted(found.items())]
+        digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
+        return TextInfo(self.sources, len(self.tokens), self.config.length, self.prefix, digest, kinds)
 
-    def describe(self, command: str) -> Report:
-        """Return the report that this plan begins with."""
+    def _decided(self, dtype: str) -> dict[str, Any]:
+        """Return what figures follow from and needs no weights, in the form in which it will be read back."""
         config = self.config
-        machine = hardware()
-        on_gpu = torch.device(config.device).type == "cuda"
-        environment = {**machine, "gpu": torch.cuda.get_device_name(config.device) if on_gpu else None}
-        model = ModelInfo(**self.measured.describe(), positions=self.layout.max_positions)
         decided = {
-            **{k: v for k, v in asdict(config).items() if k != "profiles"},
+            **{k: v for k, v in asdict(config).items() if k not in ("profiles", "dtype", "limit")},
             "evaluation": [asdict(source) for source in self.sources],
-            "model": model.name,
-            "model_fingerprint": self.measured.fingerprint,
-            "dtype": model.dtype,
+            "model": Path(config.model).name,
             "prefix": self.prefix,
             "profiles": {name: profile.id.hex() for name, profile in self.profiles.items()},
             # A profile's id does not cover its curve, which decides the step of a quality.
             "curves": {name: _digest([p.to_dict() for p in profile.points]) for name, profile in self.profiles.items()},
-            "methods": list(config.methods),
-            "tasks": list(config.tasks),
-            "limit": self.limit if config.tasks else None,
-            "gpu": environment["gpu"],
-            "software": software(machine),
+            "gpu": torch.cuda.get_device_name(config.device) if torch.device(config.device).type == "cuda" else None,
+            "software": software(self.machine),
+            **({} if dtype == "auto" else {"dtype": dtype}),
+            **({} if config.tasks and config.limit is None else {"limit": config.limit if config.tasks else None}),
         }
-        decided = json.loads(json.dumps(decided, allow_nan=False))  # in the form in which it will be read back
-        text = TextInfo(
-            self.sources,
-            len(self.tokens),
-            config.length,
-            self.prefix,
-            hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest(),
-            self._kinds(),
-        )
-        profiles = {Path(path).stem: self._profile_entry(path) for path in config.profiles}
+        return dict(json.loads(json.dumps(decided, allow_nan=False)))
+
+    def describe(self, command: str) -> Report:
+        """Return the report that a loaded plan begins with."""
+        limit = self.limit if self.config.tasks else None
+        model = ModelInfo(**self.measured.describe(), positions=self.layout.max_positions)
+        decided = {
+            **self.decided, "model_fingerprint": model.fingerprint, "dtype": model.dtype, "limit": limit,
+        }  # fmt: skip
+        environment = {**self.machine, "gpu": self.decided["gpu"]}
+        profiles = {Path(path).stem: self._profile_entry(path) for path in self.config.profiles}
         return Report(
-            REPORT_FORMAT, REPORT_VERSION, False, _digest(decided), command, decided, environment, model, text, profiles
-        )
+            REPORT_FORMAT, REPORT_VERSION, False, _digest(decided), command, decided, environment, model, self.text,
+            profiles,
+        )  # fmt: skip
 
     def _profile_entry(self, path: str) -> ProfileEntry:
         profile, size = self.profiles[Path(path).stem], Path(path).stat().st_size

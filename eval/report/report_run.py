@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,7 +29,7 @@ from cuvee.eval.machine import torch_threads
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import Method, QualityBench
-from cuvee.eval.report.against import Figures, changes_since, check_comparable, check_profile_names
+from cuvee.eval.report.against import Figures, changes_since, check_comparable, check_profile_names, measured
 from cuvee.eval.report.candidates import Candidate
 from cuvee.eval.report.comparing import compare
 from cuvee.eval.report.rendering import write_report
@@ -53,6 +55,7 @@ __all__ = ["run_report"]
 WORST_KL = 0.3  # nats per token: once a step costs more, coarser ones are not measured
 SCORED = (UNCOMPRESSED, "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed")  # baselines whose tasks are run
 REPORT_FILE = "report.json"
+_CALLED = {"evaluation": "texts", "model_fingerprint": "weights", "curves": "the profiles' curves"}  # in messages
 
 
 def run_report(
@@ -120,15 +123,28 @@ class _Run:
         self, config: ReportConfig, out: Path, console: Console, old: Figures | None, force: bool, command: str
     ) -> None:
         self.out, self.console, self.old = out, console, old
-        self.plan = ReportPlan(config)
-        fresh = self.plan.describe(command)
+        self.plan = plan = ReportPlan(config)
+        found = self._found(force)
         if self.old is not None:
-            check_comparable(self.old, Figures.of(fresh))  # before hours of measuring
-        self.report = self._continued(fresh, force) or fresh
+            check_comparable(self.old, measured(plan.decided, plan.text))
+        plan.load()  # which may take minutes
+        fresh = plan.describe(command)
+        if self.old is not None:
+            docs = {name: (count, None) for name, count in plan.scorer.docs.items()} if plan.scorer else {}
+            check_comparable(self.old, measured(fresh.configuration, plan.text, docs))
+        if found is not None and found.digest != fresh.digest:
+            self._check_other(found, fresh.configuration, force)
+            found = None
+        if found is not None:
+            made = len(found.quality) + len(found.scores)
+            state = "complete" if found.complete else f"{made} measurements done"
+            line = f"{out} holds this run, {state}: continuing"
+            console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+        self.report = found or fresh
         self._log = StepLog(console)
 
-    def _continued(self, fresh: Report, force: bool) -> Report | None:
-        """Return the report of this run that the folder holds, if there is one."""
+    def _found(self, force: bool) -> Report | None:
+        """Return the report in the folder, if it is this run's by all that is known without the weights."""
         path = self.out / REPORT_FILE
         if not path.exists():
             return None
@@ -138,16 +154,19 @@ class _Run:
             if force:
                 return None
             raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
-        if found.digest == fresh.digest:
-            made = len(found.quality) + len(found.scores)
-            state = "complete" if found.complete else f"{made} measurements done"
-            line = f"{self.out} holds this run, {state}: continuing"
-            self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+        decided = self.plan.decided
+        if all(value == found.configuration.get(name) for name, value in decided.items()):
             return found
+        self._check_other(found, decided, force)
+        return None
+
+    def _check_other(self, found: Report, configuration: Mapping[str, Any], force: bool) -> None:
+        """Refuse the report of another run in the folder, unless it may be replaced."""
         if force:
-            return None
+            return
         before = found.configuration
-        what = ", ".join(name for name, value in fresh.configuration.items() if value != before.get(name)) or "format"
+        other = [_CALLED.get(name, name) for name, value in configuration.items() if value != before.get(name)]
+        what = ", ".join(other) or "format"
         raise InputError(f"out: {self.out} holds another run (it differs in {what}): choose another, or --force")
 
     def run(self) -> Report:
@@ -179,6 +198,7 @@ class _Run:
         scored = [c for c in self.plan.candidates if self._is_scored(c)] if self.plan.scorer else []
         names = self.plan.scorer.names if self.plan.scorer else []
         log.expect(len(self.plan.candidates) + len(scored) * len(names))
+        self._say_scored(scored)
         for candidate in self.plan.candidates:
             if self._has_quality(candidate.key) or self._is_too_coarse(candidate):
                 log.skip()
@@ -262,11 +282,23 @@ class _Run:
     # Tasks -------------------------------------------------------------------------------------------------------
 
     def _is_scored(self, candidate: Candidate) -> bool:
-        if candidate.setting and candidate.key in self.plan.config.methods:
+        if candidate.key in self.plan.config.methods:
             return True
         if self.plan.config.quick:
             return candidate.key in (UNCOMPRESSED, "kivi2", "destroyed") or candidate.setting == "balanced"
         return candidate.key in SCORED or candidate.kind == "preset"
+
+    def _say_scored(self, scored: Sequence[Candidate]) -> None:
+        """Say which methods tasks are scored with, and how to have the others."""
+        if not scored:
+            return
+        families = {candidate.family for candidate in scored}
+        others = [candidate for candidate in self.plan.candidates if candidate.family not in families]
+        line = f"tasks are scored with {', '.join(candidate.key for candidate in scored)}"
+        if others:
+            without = ", ".join(dict.fromkeys(candidate.family for candidate in others))
+            line += f"; not with {without}, to save time: name one with its setting (--method {others[0].key})"
+        self.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     def _score(self, scorer: TaskScorer, candidate: Candidate, name: str) -> None:
         method = self._make(candidate)

@@ -119,6 +119,7 @@ class TaskScorer:
 
     Attributes:
         names: of the tasks, with groups replaced by their members.
+        docs: how many documents of each are scored.
     """
 
     def __init__(
@@ -137,6 +138,11 @@ class TaskScorer:
         self._tasks, self.names = tasks, tasks.names
         self._limit = limit
         self._chunk_tokens, self._cache_dtype, self._batch_size = chunk_tokens, cache_dtype, batch_size
+
+    @cached_property
+    def docs(self) -> dict[str, int]:  # noqa: D102, an attribute
+        loaded = self._tasks.load(self.names)["tasks"]
+        return {name: min(len(task.eval_docs), self._limit or len(task.eval_docs)) for name, task in loaded.items()}
 
     @cached_property
     def _lm(self) -> CuveeLM:

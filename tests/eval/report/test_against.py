@@ -32,11 +32,16 @@ def report() -> Report:
     made = {
         "complete": True,
         "environment": {"date": "2026-01-01", "commit": "abc"},
-        "model": {"fingerprint": "f" * 64, "dtype": "float32"},
-        "configuration": {"cache_dtype": "bfloat16", "chunk_tokens": 256},
-        "text": {"tokens_sha256": "c" * 64, "prefix": 384},
+        "configuration": {
+            "model": "m", "model_fingerprint": "f" * 64, "dtype": "float32", "cache_dtype": "bfloat16",
+            "chunk_tokens": 256, "seed": 7,
+        },
+        "text": {
+            "evaluation": [{"name": "a.txt", "sha256": "1"}, {"name": "b.txt", "sha256": "2"}], "sequences": 32,
+            "length": 512, "tokens_sha256": "c" * 64, "prefix": 384,
+        },
         "quality": [entry("bf16", [0.0] * 4, 16.0), entry("kivi2", [0.1, 0.2, 0.3, 0.4])],
-        "tasks": [{"name": "t", "docs_sha256": "d" * 64, "higher_is_better": True}],
+        "tasks": [{"name": "t", "docs": 4, "docs_sha256": "d" * 64, "higher_is_better": True}],
         "scores": scores,
     }  # fmt: skip
     return filled(made).to_dict()
@@ -109,23 +114,35 @@ def test_rounding_and_less_than_two_errors_are_no_change() -> None:
     assert change(0.3, 0.4, None).worse and not change(0.3, 0.4, None, more_is_better=True).worse
 
 
+OTHER = {"tokens_sha256": "b" * 64}
+
+
 @pytest.mark.parametrize(
-    ("block", "field", "value"),
+    ("block", "change", "words"),
     [
-        ("model", "fingerprint", "e" * 64), ("model", "dtype", "bfloat16"), ("configuration", "cache_dtype", "float16"),
-        ("configuration", "chunk_tokens", 64), ("text", "tokens_sha256", "b" * 64), ("text", "prefix", 128),
-        ("tasks", "t", "a" * 64),
+        ("configuration", {"model_fingerprint": "e" * 64, "model": "n"}, "other weights, f+… of m, not e+… of n .--m"),
+        ("configuration", {"dtype": "bfloat16"}, "a model in float32, not bfloat16 .--dtype"),
+        ("configuration", {"cache_dtype": "float16"}, "caches in bfloat16, not float16"),
+        ("configuration", {"chunk_tokens": 64}, "chunks of 256 tokens, not 64"),
+        ("text", OTHER | {"evaluation": [{"name": "c.txt"}]}, "the texts a.txt, b.txt, not c.txt .--text"),
+        (
+            "text", OTHER | {"evaluation": [{"name": "a.txt", "sha256": "1"}, {"name": "b.txt", "sha256": "3"}]},
+            "other tokens of the text b.txt: the file or the model's tokenizer changed",
+        ),
+        ("text", OTHER | {"sequences": 12}, "32 sequences .--sequences.*, not 12"),
+        ("text", OTHER | {"length": 128}, "512 tokens per sequence .--length., not 128"),
+        ("text", OTHER, "other repeats of the cached text: seed 7, not 7"),
+        ("text", {"prefix": 128}, "384 cached tokens per sequence, not 128"),
+        ("tasks", {"docs_sha256": "a" * 64}, "other documents of t: its data or lm-eval changed"),
+        ("tasks", {"docs": 2, "docs_sha256": "a" * 64}, "4 documents of t, not 2 .--limit"),
     ],
 )  # fmt: skip
-def test_reports_of_other_things_are_refused(
-    report: Report, tmp_path: Path, block: str, field: str, value: Any
+def test_reports_of_other_things_are_refused_in_words(
+    report: Report, tmp_path: Path, block: str, change: Report, words: str
 ) -> None:
     now = copy.deepcopy(report)
-    if block == "tasks":
-        now["tasks"][0]["docs_sha256"] = value
-    else:
-        now[block][field] = value
-    with pytest.raises(InputError, match=rf"^against: .*differ in {block}\.{field} \("):
+    (now["tasks"][0] if block == "tasks" else now[block]).update(change)
+    with pytest.raises(InputError, match=rf"^against: .* but old.json of 2026-01-01, commit abc measured {words}"):
         since(figures(report, tmp_path), now)
 
 

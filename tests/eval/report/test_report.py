@@ -69,7 +69,8 @@ def config(books: Books, tmp_path_factory: pytest.TempPathFactory) -> ReportConf
 @pytest.fixture(scope="module")
 def done(config: ReportConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("report") / "run"
-    return out, run_report(config, out, command="cuvee report --quick")
+    with open(out.with_name("log"), "w", encoding="utf-8") as file:
+        return out, run_report(config, out, Console(file=file), command="cuvee report --quick")
 
 
 @pytest.fixture(autouse=True)
@@ -224,9 +225,11 @@ def test_results_of_another_configuration_or_software_are_never_mixed(
 ) -> None:
     out, _ = done
     before, machine = (out / "report.json").read_bytes(), hardware()
+    monkeypatch.setattr("cuvee.eval.runs.load_model", lambda *given: pytest.fail("the model was loaded"))
     changes: dict[str, Any] = {"chunk_tokens": 32, "evaluation": ("orchard",), "limit": 5}
     for field, value in changes.items():
-        with pytest.raises(InputError, match=rf"^out: .* holds another run \(it differs in {field}\)"):
+        called = "texts" if field == "evaluation" else field
+        with pytest.raises(InputError, match=rf"^out: .* holds another run \(it differs in {called}\)"):
             run_report(replace(config, **{field: value}), out)
     monkeypatch.setattr("cuvee.eval.report.report_plan.hardware", lambda: {**machine, "torch": "1.0"})
     with pytest.raises(InputError, match="differs in software"):
@@ -312,6 +315,9 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path, books: Any) -> No
         ({"device": "cuda:99"}, "^device: must be a device that torch can use here, got 'cuda:99'"),
         ({"evaluation": ("nowhere.txt",)}, "no such text file"),
         ({"methods": ("kivi5",)}, r"^methods: 'kivi5' is not known, did you mean 'kivi"),
+        ({"methods": ("turboquant",)}, "^turboquant: is not installed; pip install"),
+        ({"length": 7}, "^length: must be at least 8, got 7"),
+        ({"tasks": ("cuvee_kv_8",), "evaluation": ("ids.jsonl",), "model": "untokenized"}, "untokenized"),
     ],
 )
 def test_what_does_not_fit_is_said_before_the_weights_are_read(
@@ -324,18 +330,30 @@ def test_what_does_not_fit_is_said_before_the_weights_are_read(
     manager = tasks.TaskManager
     monkeypatch.setattr(tasks, "TaskManager", lambda **more: manager(**{**more, "include_defaults": False}))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "fused_turboquant", None)
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    (tmp_path / "untokenized").mkdir()
+    shutil.copy(bundled_model_path() / "config.json", tmp_path / "untokenized")
+    (tmp_path / "ids.jsonl").write_text(json.dumps([5] * 800))
     with pytest.raises((InputError, FileNotFoundError, UnsupportedModelError), match=message):
         run_report(replace(CONFIG, **{"methods": ("kivi4",), **change}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_report_of_other_texts_is_refused_before_anything_is_measured(
-    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match=r"^against: .* differ in text\.tokens_sha256"):
-        run_report(replace(config, sequences=3), tmp_path / "run", against=done[0] / "report.json")
+    old = done[0] / "report.json"
+    with pytest.raises(InputError, match=rf"^against: .* measured 6 documents of {TASK}, not 5 .--limit"):
+        run_report(replace(config, limit=5), tmp_path / "run", against=old)
+    monkeypatch.setattr("cuvee.eval.runs.load_model", lambda *given: pytest.fail("the model was loaded"))
+    for change, words in (
+        ({"sequences": 3}, "6 sequences .--sequences., not 3"), ({"dtype": "bfloat16"}, "a model in float32, not bf"),
+        ({"chunk_tokens": 32}, "chunks of 64 tokens, not 32"), ({"evaluation": ("orchard",)}, "the texts orchard, lan"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"^against: .* measured {words}"):
+            run_report(replace(config, **change), tmp_path / "run", against=old)
     assert not (tmp_path / "run").exists()
 
 
@@ -392,13 +410,13 @@ def test_what_fails_is_left_out_and_nothing_else(books: Books, tmp_path: Path, m
     )  # fmt: skip
     data = run_report(config, tmp_path / "run")
     reasons = {entry["key"]: entry["reason"] for entry in data["skipped"]}
-    assert set(reasons) == {"cachegen", "kivi2", "cuvee/few@small", "cuvee_reread_nll"}
+    assert set(reasons) == {"cachegen", "kivi4", "kivi2", "cuvee/few@small", "cuvee_reread_nll"}
     assert "no curve for error" in reasons["cuvee/few@small"]
     assert re.search("cuvee_reread_nll has a request of .* tokens, the model reads 200", reasons["cuvee_reread_nll"])
     measured = {entry["key"] for entry in data["quality"]}
     assert not {"cachegen", "cuvee/few@small"} & measured and {"kivi2", "cuvee/mine@balanced"} <= measured
     assert {(entry["key"], entry["task"]) for entry in data["scores"]} == {
-        (key, TASK) for key in ("bf16", "destroyed", "cuvee/mine@balanced", "cuvee/mine@2^-2.5")
+        (key, TASK) for key in ("bf16", "fp8-e4m3", "destroyed", "cuvee/mine@balanced", "cuvee/mine@2^-2.5")
     }
     assert [entry["anchor"] for entry in data["comparison"]] == ["fp8-e4m3", "kivi4", "kivi2"]
     text = (tmp_path / "run" / "report.md").read_text()
@@ -434,13 +452,21 @@ def test_a_full_disk_keeps_what_was_measured(
     assert data["complete"] and keys_of(data) == ["bf16", "kivi4", "kivi2", "cachegen"]
 
 
-def test_a_log_says_what_is_measured_and_how_much_is_done(config: ReportConfig, tmp_path: Path) -> None:
+def test_a_log_says_what_is_measured_and_how_much_is_done(
+    done: tuple[Path, dict[str, Any]], config: ReportConfig, tmp_path: Path
+) -> None:
+    line = next(line for line in done[0].with_name("log").read_text().splitlines() if line.startswith("tasks are"))
+    scored, others = line.split("; not with ")
+    assert scored == "tasks are scored with bf16, kivi2, destroyed, cuvee/layer@balanced"
+    assert (
+        others.startswith("fp8-e4m3, kivi4, cachegen, cuvee/lossless, to save time") and "--method fp8-e4m3" in others
+    )
     with open(tmp_path / "log", "w+", encoding="utf-8") as file:
         few = replace(config, methods=("kivi4", "cuvee/layer@small"), tasks=(), sequences=2)
         run_report(few, tmp_path / "run", Console(file=file))
         file.seek(0)
         said = file.read()
-    assert "quality: kivi4" in said and "quality: cuvee/layer@" in said
+    assert "quality: kivi4" in said and "quality: cuvee/layer@" in said and "tasks are scored" not in said
     counted = [(int(done), int(total)) for done, total in re.findall(r"(\d+) of (\d+): ", said)]
     assert counted[0][0] == 1 and all(done <= total for done, total in counted)
 
@@ -487,7 +513,7 @@ def test_only_the_methods_asked_for_are_measured(
     config = replace(CONFIG, methods=("kivi4", "int8", "cuvee/lossless"), limit=None)
     data = run_report(config, tmp_path / "run")
     assert keys_of(data) == ["bf16", "int8", "kivi4", "cuvee/lossless"] and data["complete"]
-    assert {(s["key"], s["docs"]) for s in data["scores"]} == {("bf16", 2)}
+    assert {(s["key"], s["docs"]) for s in data["scores"]} == {(key, 2) for key in keys_of(data)}
     known = {entry["key"]: entry["kl"] for entry in done[1]["quality"]}
     assert data["quality"][2]["kl"] == pytest.approx(known["kivi4"])
     assert data["configuration"]["methods"] == ["kivi4", "int8", "cuvee/lossless"]
