@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,7 @@ from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench, spans
+from cuvee.learning.divergence import stderr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -111,9 +113,13 @@ class Continued:
     exact: torch.Tensor
     others: dict[str, torch.Tensor]
 
-    def equal(self, name: str) -> float:
-        """The share of a method's tokens, over all prompts, that are those after the uncompressed caches."""
-        return float((self.others[name] == self.exact).double().mean())
+    def equal(self, name: str) -> tuple[float, float]:
+        """The share of a method's tokens that are those after the uncompressed caches, and its standard error.
+
+        The error is over prompts: within one, a token that differs changes all that follow.
+        """
+        shares = (self.others[name] == self.exact).double().mean(1).tolist()
+        return fmean(shares), stderr(shares) or 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,13 +283,12 @@ def _continuations(demo: Demo, tokenizer: PreTrainedTokenizerBase) -> Panel:
             grid.add_row(name, marked(exact, said.others[name][row]))
         grid.add_row("", "")
     ratios = {entry.name: entry.ratio or 0 for entry in demo.quality}
-    shares = [
-        (f"{name}, {ratios[name]:.1f}x smaller: {said.equal(name):.1%}", "bold green" if name == shown else "")
-        for name in said.others
-    ]
     verdict = Text(f"Tokens equal to the exact cache's, over all {len(said.prompts)} prompts: ")
-    for index, (words, style) in enumerate(shares):
-        verdict.append("; " if index else "").append(words, style)
+    for index, name in enumerate(said.others):
+        share, error = said.equal(name)
+        words = f"{name}, {ratios[name]:.1f}x smaller: {share:.1%} ± {100 * error:.1f}"
+        verdict.append("; " if index else "").append(words, "bold green" if name == shown else "")
+    verdict.append(". One token that differs changes all after it: chance decides which of two close ones has more.")
     return Panel(
         Group(grid, verdict),
         title=f"The same texts, continued for {CONTINUED_TOKENS} tokens (yellow: after the first that differs)",

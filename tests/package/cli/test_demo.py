@@ -31,8 +31,13 @@ def test_the_demo_measures_and_continues(monkeypatch: pytest.MonkeyPatch) -> Non
     assert one.raw_bytes > 8 * one.blob_bytes and f"{one.raw_bytes:,} bytes" in done.stdout
     prompts = 2 * len(demo.PROMPT_TOKENS)
     assert said.exact.shape == (prompts, demo.CONTINUED_TOKENS) and len(said.prompts) == prompts
-    assert said.equal("cuvee lossless") == 1 > said.equal(demo.FP8) > 0.1, "a narrower cache says something else"
-    assert f"over all {prompts} prompts" in done.stdout and f"{said.equal('cuvee balanced'):.1%}" in done.stdout
+    assert said.equal("cuvee lossless") == (1, 0) and 1 > said.equal(demo.FP8)[0] > 0.1, "a narrower cache differs"
+    share, error = said.equal("cuvee balanced")
+    by_prompt = (said.others["cuvee balanced"] == said.exact).double().mean(1)
+    assert (share, error) == pytest.approx(
+        (float(by_prompt.mean()), float(by_prompt.std()) / prompts**0.5)
+    ) and error > 0
+    assert f"over all {prompts} prompts" in done.stdout and f"{share:.1%} ± {100 * error:.1f}" in done.stdout
     assert done.stdout.count("exact cache  ") == demo.SHOWN_PROMPTS
     assert "learning a profile from three novels" in done.stderr  # progress is on standard error
     commands_end_it(done.stdout)
