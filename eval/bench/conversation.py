@@ -23,8 +23,10 @@ import numpy as np
 import torch
 
 import cuvee
-from cuvee.calibration.corpus import BUNDLED_MODEL, read_corpus, sequences_by_text
-from cuvee.codec.models.forward import cache_argument, empty_cache
+from cuvee.calibration.corpus import BUNDLED_MODEL, load_config, read_corpus, sequences_by_text
+from cuvee.codec.dtypes import TORCH_DTYPES
+from cuvee.codec.errors import InputError
+from cuvee.codec.models.forward import cache_argument, coded_layout, empty_cache
 from cuvee.eval.bench.frame import Shown, machine_line, run_bench, say
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.formatting import format_number, with_error
@@ -115,7 +117,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", "-m", default=BUNDLED_MODEL, help="a folder, a hub name, books-3m or smollm2")
     parser.add_argument("--profile", type=Path, required=True, help="of the model")
     parser.add_argument("--quality", default="balanced", help="a preset (default: balanced)")
-    parser.add_argument("--dtype", default="float32", help="of the model (default: float32)")
+    parser.add_argument("--dtype", default="float32", choices=tuple(TORCH_DTYPES), help="of the model")
     parser.add_argument("--text", default="orchard", help="a file or a bundled text (default: orchard)")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=256, help="tokens before the first turn")
@@ -124,9 +126,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
+    for name in ("conversations", "prompt", "turn", "turns"):
+        if getattr(given, name) < 1:
+            raise InputError(f"{name}: must be at least 1, got {getattr(given, name)}")
     codec = cuvee.Codec(cuvee.Profile.load(given.profile), given.quality)
     length = given.prompt + given.turns * given.turn
     rows, _ = sequences_by_text([read_corpus(given.text, given.model)], length, given.conversations)
+    codec.profile.check_layout(coded_layout(load_config(given.model)))
     measured = MeasuredModel.load(given.model, given.dtype)
     measured.check_profile(given.profile, codec.profile)
     conversations = []

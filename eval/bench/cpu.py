@@ -29,7 +29,7 @@ import torch
 
 import cuvee
 from cuvee.calibration.bundled import CALIBRATION_TEXTS
-from cuvee.calibration.corpus import BUNDLED_MODEL, load_model, read_corpus, spread_sequences
+from cuvee.calibration.corpus import BUNDLED_MODEL, load_config, load_model, read_corpus, spread_sequences
 from cuvee.calibration.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -46,6 +46,7 @@ from cuvee.eval.bench.timing import rates, spread
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.formatting import format_bits, format_number
 from cuvee.eval.machine import hardware, torch_threads
+from cuvee.eval.runs import need_packages
 
 __all__ = ["BenchCache", "FlatCache", "compare", "methods_of", "show_cpu"]
 
@@ -90,13 +91,14 @@ def real_cache(model: str, file: Path | None = None) -> BenchCache:
         ProfileMismatchError: the profile is another model's.
         see `load_model` and `Profile.load`.
     """
-    lm = load_model(model, "float32")
-    layout = KVLayout.from_config(lm.config.get_text_config(decoder=True), torch.bfloat16)
-    with torch.no_grad():
-        chunk = prefill(lm, spread_sequences([read_corpus(READ, model)], LENGTH, 1), layout)[0].slice(SKIPPED, LENGTH)
+    layout = KVLayout.from_config(load_config(model).get_text_config(decoder=True), torch.bfloat16)
     if file is not None:
         profile = Profile.load(file)
         profile.check_layout(layout)
+    lm = load_model(model, "float32")
+    with torch.no_grad():
+        chunk = prefill(lm, spread_sequences([read_corpus(READ, model)], LENGTH, 1), layout)[0].slice(SKIPPED, LENGTH)
+    if file is not None:
         return BenchCache(model, chunk, profile)
     learning = spread_sequences([read_corpus(name, model) for name in CALIBRATION_TEXTS], LENGTH, LEARNED)
     return BenchCache(model, chunk, cuvee.calibrate(lm, reread(learning), "layer", prefix=PREFIX, progress=False))
@@ -338,6 +340,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
     """Measure on the model's cache and on the synthetic one."""
     rounds = QUICK_ROUNDS if given.quick else ROUNDS
+    need_packages("this benchmark", "zstandard")
     found = []
     with torch_threads(1):
         for name in (given.model, SYNTHETIC):

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cuvee.codec.errors import CuveeError
+from cuvee.codec.errors import CuveeError, InputError
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.files import write_json
 from cuvee.eval.runs import check_folder
@@ -123,7 +123,14 @@ def need_vllm() -> None:
 
 
 def checkpoint(model: str) -> Path:
-    """Return the folder of a checkpoint, or of the real model if it is named."""
-    from cuvee.calibration.real_model import REAL_MODEL, smollm2_path
+    """Return the folder of a checkpoint, or of a model that comes with cuvee.
 
-    return smollm2_path() if model == REAL_MODEL else Path(model).resolve()
+    Raises:
+        InputError: there is no such folder.
+    """
+    from cuvee.calibration.corpus import model_path
+
+    path = Path(model_path(model)).resolve()
+    if not path.is_dir():
+        raise InputError(f"model: must be the folder of a checkpoint, smollm2 or books-3m, got {model}")
+    return path

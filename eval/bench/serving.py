@@ -22,20 +22,26 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.profiles.quality import LOSSLESS
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import LOSSLESS, Quality
 from cuvee.eval.bench.engine_process import CHUNK, QUESTION, Arrival, Engine, Traffic, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.bench.timing import paired, rates, spread
 from cuvee.eval.documents import ReportTable
+from cuvee.integrations.identity.checkpoint import read_layout
+from cuvee.integrations.stores import open_store
+from cuvee.naming.identity import store_key
 
 __all__ = ["NO_CACHE", "OWN_CACHE", "ServingScope", "Words", "arrivals", "run_serving_bench", "show_serving", "summary"]
 
@@ -155,13 +161,20 @@ def run_serving_bench(
 
     Raises:
         ImportError: vLLM is not installed.
-        InputError: the texts are too short, or a length is not a multiple of the chunk.
+        InputError: the texts are too short, a length is not a multiple of the chunk, or an arm is not known or needs a
+            profile.
+        ProfileMismatchError: the profile is another model's.
+        StoreError: Redis cannot be reached.
         CuveeError: an engine failed, did not restore the expected tokens, or said something else after a lossless
             restore.
     """
     need_vllm()
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
+    _check_arms(what, arms, model, profile)
+    if redis is not None:
+        with closing(open_store(redis, guarded=False)) as store:
+            store.contains([store_key("", bytes(32))])
     given = _Given(model, Words.of(texts or EVALUATION_TEXTS, model), profile, redis)
     plan = list(arrivals(scope, given.words)) if what == "traffic" else []
     prompts = {
@@ -177,6 +190,19 @@ def run_serving_bench(
             measured = _first_tokens(scope, given, arm, prompts) if prompts else _storing(scope, given, arm)
         found[arm] = {**measured, "load_before_and_after": [before, os.getloadavg()[0]]}
     return {**conditions(model, ", ".join(arms), profile), "scope": asdict(scope), "what": what, "arms": found}
+
+
+def _check_arms(what: str, arms: Sequence[str], model: Path, profile: Path | None) -> None:
+    """Refuse what an engine would only refuse after those of the arms before it have run."""
+    plain = (LOSSLESS, NO_CACHE, OWN_CACHE) if what == "traffic" else (LOSSLESS,)
+    loaded = None if profile is None else Profile.load(profile)
+    if loaded is not None:
+        loaded.check_layout(read_layout(str(model), torch.bfloat16))
+    for arm in arms:
+        if arm not in plain:
+            if loaded is None:
+                raise InputError(f"arm: must be one of {', '.join(plain)} without --profile, got {arm!r}")
+            Quality(arm)
 
 
 # First tokens ---------------------------------------------------------------------------------------------------------
@@ -404,6 +430,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
+    if given.seconds <= 0:
+        raise InputError(f"seconds: must be more than 0, got {given.seconds:g}")
     scope = replace(ServingScope(), seconds=given.seconds)
     if given.length:
         scope = replace(scope, lengths=tuple(sorted(set(given.length))))

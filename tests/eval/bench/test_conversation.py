@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import Books
+from tests.conftest import Books, fitted_profile
 
 import cuvee
 from cuvee.codec.models.forward import prefill
@@ -48,7 +48,9 @@ def test_what_each_way_stores(books: Books) -> None:
     assert anew["bytes"][2] < once["bytes"][2]  # whose slices all have an end, which is coded finer
 
 
-def test_the_command(books: Books, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    books: Books, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     books.profile.save(tmp_path / "books.safetensors")
     sizes = ["--conversations", "2", "--prompt", "64", "--turn", "16", "--turns", "2", "-o", str(tmp_path / "out")]
     words = ["--profile", str(tmp_path / "books.safetensors"), *sizes]
@@ -58,4 +60,12 @@ def test_the_command(books: Books, tmp_path: Path, capsys: pytest.CaptureFixture
     data = json.loads((tmp_path / "out" / "data.json").read_text())
     assert [len(one["once"]["kl"]) for one in data["conversations"]] == [2, 2]
     printed = capsys.readouterr().out
+    monkeypatch.setattr("cuvee.eval.runs.load_model", lambda *_: pytest.fail("the model was loaded"))
+    fitted_profile("gqa", "layer").save(tmp_path / "other")
+    for wrong, message in (
+        (["--turns", "0"], "turns: must be at least 1"),
+        (["--profile", str(tmp_path / "other")], "layout"),
+    ):
+        assert run_bench("conversation", "", *parts, [*words[:-2], *wrong]) == 1
+        assert message in capsys.readouterr().err
     assert "books-3m, quality=balanced: step=" in printed

@@ -115,5 +115,6 @@ def test_caches_of_models_and_their_profiles(monkeypatch: pytest.MonkeyPatch, tm
     fitted_profile("gqa", "layer").save(tmp_path / "other.safetensors")
     found = cpu.real_cache("books-3m", tmp_path / "mine.safetensors")
     assert found.profile.id == books.profile.id and (found.chunk.tokens, found.chunk.start) == (256, cpu.SKIPPED)
+    monkeypatch.setattr(cpu, "load_model", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ProfileMismatchError):
         cpu.real_cache("books-3m", tmp_path / "other.safetensors")

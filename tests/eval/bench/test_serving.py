@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.conftest import fitted_profile
 from tests.integrations.vllm.engines import need_vllm
 
 from cuvee.calibration.bundled import bundled_model_path
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.eval.bench import frame, serving
 from cuvee.eval.bench.engine_process import CHUNK, Traffic, Turn
 from cuvee.eval.bench.serving import (
@@ -24,6 +27,7 @@ from cuvee.eval.bench.serving import (
     show_serving,
     summary,
 )
+from cuvee.integrations.stores import StoreError
 
 SMALL = ServingScope(
     lengths=(256,), rounds=2, restores=2, shared=64, own=(64, 160), turns=3, question=24, answer=4, live=4, rate=20.0,
@@ -73,6 +77,29 @@ def test_without_vllm_it_says_so_and_prefixes_are_whole_chunks(monkeypatch: pyte
     monkeypatch.setattr(frame, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="needs vLLM"):
         run_serving_bench("storing", SMALL, bundled_model_path(), ["lossless"])
+
+
+def test_what_an_engine_would_refuse_is_refused_before_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, books: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(frame, "find_spec", lambda _: True)
+    monkeypatch.setattr(serving, "Engine", lambda *_: pytest.fail("an engine was started"))
+    books.profile.save(mine := tmp_path / "mine")
+    fitted_profile("gqa", "layer").save(other := tmp_path / "other")
+    for arms, profile, redis, error, message in (
+        (["balanced"], None, None, InputError, "^arm: must be one of lossless without --profile, got 'balanced'"),
+        ([OWN_CACHE], None, None, InputError, "^arm: "),
+        (["lossless", "balancd"], mine, None, InputError, "balancd"),
+        (["balanced"], other, None, ProfileMismatchError, "layout"),
+        (["lossless"], tmp_path / "none", None, FileNotFoundError, "none"),
+        (["lossless"], None, "redis://127.0.0.1:1/0", StoreError, "127.0.0.1:1"),
+    ):
+        with pytest.raises(error, match=message):
+            run_serving_bench("first-token", SMALL, bundled_model_path(), arms, (), profile, redis)
+    words = ["traffic", "--model", "books-3m", "--seconds", "0"]
+    for changed, message in ((words, "seconds: must be"), ([*words[:2], str(tmp_path / "no")], "no such model folder")):
+        assert frame.run_bench("serving", "", serving._options, serving._measure, show_serving, changed) == 1
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.nightly
