@@ -5,7 +5,7 @@ Files are written completely or not at all, so a run that anything ends can be c
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,8 +80,13 @@ def check_folder(out: Path, force: bool, resumed: str | None = None) -> None:
     if out.is_dir() and any(out.iterdir()) and not force and not (resumed and (out / resumed).exists()):
         holds = " and holds no report" if resumed else ""
         raise InputError(f"out: {out} is not empty{holds}: choose another folder, or --force")
-    if not os.access(next(p for p in (out, *out.parents) if p.exists()), os.W_OK):
-        raise InputError(f"out: {out} cannot be written to: choose another folder")
+    try:  # a permission says nothing to root, nor of a disk that is read-only
+        with tempfile.TemporaryFile(
+            dir=next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+        ):
+            pass
+    except OSError as error:
+        raise InputError(f"out: {out} cannot be written to ({error.strerror}): choose another folder") from error
 
 
 @dataclass(frozen=True, slots=True)

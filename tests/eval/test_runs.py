@@ -42,3 +42,5 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         (tmp_path / "no" / "folder").write_text("")
     with pytest.raises(InputError, match=r"^out: must be a folder"):
         check_folder(tmp_path / "file", force=False)
+    with pytest.raises(InputError, match=r"^out: /proc/x/y cannot be written to"):
+        check_folder(Path("/proc/x/y"), force=False)
