@@ -62,6 +62,7 @@ def encode(
     if len(chosen) > 1:
         raise typer.BadParameter(f"must be one option for the quality, got {' and '.join(chosen)}")
     need_one_of_profile_and_config(profile, config)
+    check_output(target, force, blobs=True)
 
     from cuvee.codec.codec import Codec
     from cuvee.integrations.transformers.cache_checks import check_chunk
@@ -72,7 +73,6 @@ def encode(
     sized = None if ratio is None else dtype
     codec = Codec(loaded, quality, kl=kl, bits=bits, ratio=ratio, step=step, worst=worst, dtype=sized)
     chunk = read_cache_file(source, loaded.layout)
-    check_output(target, force, blobs=True)
     with errors_of(source):
         if not codec.lossless and (known := loaded.known_layers) is not None:
             check_chunk(known, chunk, chunk_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -135,6 +136,7 @@ def profile_learn(
     if group != "auto":
         count = sequences + sum(map(len, added.values()))
         need_tokens(layout, group, count * length, count)  # of which about two thirds are learned from
+    tokenizer = load_tokenizer(model_path)
     chosen = dtype.value
     if dtype is Dtype.auto:
         chosen, why = learning_dtype(model_path, device)
@@ -142,7 +144,6 @@ def profile_learn(
     model = load_model(model_path, chosen, device)
     for rows in added.values():
         check_tokens(model, rows, None)  # before the samples, which take minutes
-    tokenizer = load_tokenizer(model_path)
     more = None if quick else more_text(tokenizer, length)
     run = Run(keep=out.with_name(f"{out.name}.partial"))
     # The steps of the bundled model gain nothing from more threads, and on a busy machine these wait for each other.
@@ -159,6 +160,13 @@ def profile_learn(
         )  # fmt: skip
         _save(profile, out)
         run.finish()
+    report = shlex.join(
+        ["cuvee", "report", "--model", model_path, "--profile", str(out), "--quick", "-o", f"out/{out.stem}"]
+    )
+    typer.echo(f"Measure it on other texts, beside baselines:  {report}")
+    typer.echo(
+        f"Use it:  cuvee.Codec(cuvee.Profile.load({str(out)!r}), 'balanced'), or as option \"profile\" of an engine"
+    )
 
 
 @app.command("fit")
@@ -196,24 +204,27 @@ def profile_fit(
     from cuvee.integrations.identity.secret_sources import read_secret
     from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
     from cuvee.integrations.profiles.store_learning import fit_from_store
+    from cuvee.learning.moments import tokens_needed
 
     check_output(out, force)
     path = model_path(model)
     secrets = () if key_env is None else (read_secret("--key-env", env=key_env),)
     layout = read_layout(path, torch.bfloat16)
+    if group is not None:
+        tokens_needed(layout, group)  # refuses what is no group of the model
 
-    def named() -> str | None:
-        weights = weight_fingerprints(path)
-        if weights.found:
-            return weights.found[0]
-        unknown = f"the weights' fingerprint is unknown ({weights.unknown})"
-        typer.echo(f"note: {unknown}: engines cannot check that it is theirs", err=True)
-        return None
+    def fingerprint() -> str | None:
+        weights = weight_fingerprints(path)  # after all that takes no time: it reads every byte
+        if not weights.found:
+            unknown = f"the weights' fingerprint is unknown ({weights.unknown})"
+            typer.echo(f"note: {unknown}: engines cannot check that it is theirs", err=True)
+        return weights.found[0] if weights.found else None
 
     with _interruptible(out), shared_tiers(url) as (shown, tiers), _waiting(f"reading {shown}"):
         profile = fit_from_store(
-            tiers[-1], layout, tenant=salt, ranks=ranks, group=group, tokens=tokens, secrets=secrets, model=named
-        )
+            tiers[-1], layout, tenant=salt, ranks=ranks, group=group, tokens=tokens, secrets=secrets,
+            model=fingerprint,
+        )  # fmt: skip
     _save(profile, out)
 
 

@@ -139,7 +139,7 @@ def test_what_force_does_not_replace_is_said_before_the_work(files: Files, monke
     def works(*_: object, **__: object) -> None:
         raise AssertionError("it worked first")
 
-    monkeypatch.setattr("cuvee.cli.encode._encode_all", works)
+    monkeypatch.setattr("cuvee.cli.encode.read_profile", works)
     profile, mine = ("--profile", files.profile), files.folder / "mine"
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")

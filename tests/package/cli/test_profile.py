@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from tests.package.cli.running import Files, fails, misused, run
+from tests.package.test_docs import parse
 
 import cuvee
 from cuvee.calibration import corpus, kinds
@@ -96,6 +98,8 @@ def test_what_needs_no_weights_is_checked_before_they_are_loaded(
         (("--group", "all", "--sequences", "24", "--length", "64"), "group: 'all' spans 1536 values"),
     ):
         fails("profile", "learn", "books-3m", "-o", tmp_path / "p", *options, match=match)
+    shutil.copy(bundled_model_path() / "config.json", tmp_path)
+    fails("profile", "learn", tmp_path, "-o", tmp_path / "p", match="error: ")  # there is no tokenizer
 
 
 def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +114,8 @@ def test_a_profile_is_learned(tmp_path: Path, books: Any, monkeypatch: pytest.Mo
     learn = ("profile", "learn", bundled_model_path(), "-o", out)
     options = ("--length", "64", "--sequences", "24", "--group", "unit", "--dtype", "float32", *texts)
     learned = run(*learn, *options).stdout
+    report = next(line for line in learned.splitlines() if line.startswith("Measure it"))
+    parse(report.partition(":  ")[2])
     profile = Profile.load(out)
     assert profile.group == "unit" and profile.source == "calibrated" and profile.id.hex() in learned
     assert sorted(profile.curves) == sorted((*ALL_KINDS, "own.txt", "a.jsonl"))
@@ -171,8 +177,11 @@ def test_a_profile_is_fitted_to_a_store(tmp_path: Path, books: Any, monkeypatch:
     q = ("-o", tmp_path / "q")
     hashed = "cuvee.integrations.identity.weight_fingerprints.weight_fingerprints"
     monkeypatch.setattr(hashed, lambda *_: pytest.fail("the weights were read"))
+    fails(*fit, url, *q, match="without a secret, got none")
+    fails(*fit, "redis://127.0.0.1:1/0", *q, match="127.0.0.1:1")
     fails(*fit, "memory://", *q, match="url: must name a shared store")
     fails(*fit, url, *q, "--key-env", "NONE", match="NONE is not set")
+    fails(*fit, url, *q, "--group", "layer:2", match="group: must be one of head")
     fails(*fit, url, "-o", out, match="--force")
     fails(*fit, url, *q, match="without a secret, got none")
     fails(*fit, url, *q, *tenant, "--group", "no", match="group: must be one of")

@@ -103,6 +103,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     fails("profile", "push", tmp_path / "p", "memory://", match="must name a folder, object storage")
     fails("profile", "pull", MODEL, "hf://gpt2", *out, match="hf://owner/name@revision, got")
     fails("profile", "pull", "/nowhere", f"{tmp_path}#{identity}", *out, match="nowhere: no such model folder")
+    fails("profile", "pull", "/nowhere", tmp_path, *out, match="profile: must name a file, or a place and an id")
     misused("profile", "pull", MODEL, tmp_path)
     # No message shows a password.
     url = "http://user:verysecret@127.0.0.1:1/kv"
