@@ -93,11 +93,12 @@ class LosslessScheme:
         layers = [layout.layers[layer] for layer in of_layers]
         key_rows, value_rows = ([units[layer] for layer in of_layers] for units in (keys, values))
         indexed = self._stages.index_layers([data for _, (data,) in parts], layers, dtype, tokens)
-        for at in tiles_around(span, self._tile, tokens):
-            if unrotation is None:
-                first_row = at.start - span.start
-                self._stages.decode_layers(indexed, slice(None), at, key_rows, value_rows, first_row)
-                continue
+        tiles = list(tiles_around(span, self._tile, tokens))
+        if unrotation is None:
+            at = slice(tiles[0].start, tiles[-1].stop)
+            self._stages.decode_layers(indexed, slice(None), at, key_rows, value_rows, at.start - span.start)
+            return
+        for at in tiles:
             columns, rows = overlap(at, span)
             for i, (layer, key, value) in enumerate(zip(layers, key_rows, value_rows, strict=True)):
                 stored = torch.empty(rows.stop - rows.start, layer.kv_heads, layer.head_dim, dtype=dtype)

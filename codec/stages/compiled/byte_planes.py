@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.entropy.tables import PROB_BITS, SYMBOLS, TOTAL
+from cuvee.codec.format.streams import WINDOW
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.byte_planes import BytePlane
 from cuvee.codec.stages.compiled import byte_plane_parts as parts
@@ -34,6 +35,7 @@ _CHANNELS = 16  # adjacent values of each token that are written in a row
 # Values whose halves of a line follow each other: rows of tokens are 2 KB apart, so that few lines stay in the first
 # cache, and a half written later fetches its line again.
 _LINE = 2 * _CHANNELS
+_TILE = WINDOW  # tokens whose planes are decoded, then joined from the second cache
 
 
 @inner
@@ -178,16 +180,12 @@ def _list_runs(parsed, start, stop, run_of):  # type: ignore[no-untyped-def]
             streams += part.stream_count(stop, parsed[i, part.LOG2]) - (start >> parsed[i, part.LOG2])
 
 
-@compiled
-def _decode_and_write(  # type: ignore[no-untyped-def]
+@inner
+def _decode_tile(  # type: ignore[no-untyped-def]
     data, words_at, start, stop, channels, tokens, parsed, slots, planes, run_of, scratch, scratch_at, problem,
     first_row, rows, alike
 ):  # fmt: skip
-    """Decode a tile of layers, run by run, and write it; return False for a damaged stream: see `decode_streams`.
-
-    `rows` int64 `[layers, 2, …]` has the fields named above, of keys and of values, and no heads where nothing is
-    written. `alike` has the dtype of their memory.
-    """
+    """Decode a tile of layers, run by run, and write it; return False for a damaged stream: see `_decode_and_write`."""
     width, bytes_per_value = stop - start, planes.shape[1] // 2
     fields = np.zeros((len(parsed), lanes.SECTION_FIELDS), np.int64)
     depth = np.empty(len(parsed), np.int32)
@@ -234,6 +232,25 @@ def _decode_and_write(  # type: ignore[no-untyped-def]
                     unit_rows[_HEAD_STRIDE], unit_rows[_DIM_STRIDE], out,
                 )  # fmt: skip
         first = end
+    return True
+
+
+@compiled
+def _decode_and_write(  # type: ignore[no-untyped-def]
+    data, words_at, start, stop, channels, tokens, parsed, slots, planes, run_of, scratch, scratch_at, problem,
+    first_row, rows, alike
+):  # fmt: skip
+    """Decode layers, tile by tile, and write them; return False for a damaged stream: see `decode_streams`.
+
+    `rows` int64 `[layers, 2, …]` has the fields named above, of keys and of values, and no heads where nothing is
+    written. `alike` has the dtype of their memory.
+    """
+    for begin in range(start, stop, _TILE):
+        if not _decode_tile(
+            data, words_at, begin, min(begin + _TILE, stop), channels, tokens, parsed, slots, planes, run_of, scratch,
+            scratch_at, problem, first_row + begin - start, rows, alike,
+        ):  # fmt: skip
+            return False
     return True
 
 
@@ -289,18 +306,18 @@ def decode_layers(
     values: Sequence[Rows | None],
     first_row: int,
 ) -> None:
-    """Write the exact bits of a tile of layers.
+    """Write the exact bits of some tokens of layers.
 
     Args:
         which: the layers to decode, by their places in the index; at least one.
-        at: the tokens of the tile, which begins where a window begins.
+        at: the tokens, which begin where a window begins.
         keys: for each of these layers, rows of the tokens' keys; None to leave them out.
-        first_row: row of the tile's first token. Tokens without a row are left out.
+        first_row: row of the first token. Tokens without a row are left out.
     """
-    parsed = index.parsed[which]
+    parsed, tile = index.parsed[which], min(_TILE, at.stop - at.start)
     run_of = np.empty(len(parsed), np.int64)
-    _list_runs(parsed, at.start, at.stop, run_of)
-    before = np.concatenate([[0], np.cumsum(parsed[:, parts.STEPS] * (at.stop - at.start))])
+    _list_runs(parsed, at.start, at.start + tile, run_of)
+    before = np.concatenate([[0], np.cumsum(parsed[:, parts.STEPS] * tile)])
     scratch_at = before[:-1] - before[np.searchsorted(run_of, run_of)]
     scratch = _arena.array("planes", int((scratch_at + np.diff(before)).max()) + WIDTH, np.uint8)
     # Tables are made when they are needed, so that they are in the first cache.
