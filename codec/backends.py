@@ -19,6 +19,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError, InputError, allocations
+from cuvee.codec.format.container import SectionBytes
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunk
 from cuvee.codec.support.arrays import I64
@@ -172,7 +173,7 @@ class Backend(Protocol):
         """
         ...
 
-    def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[bytes]]:
+    def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> Sequence[Sequence[SectionBytes]]:
         """Return the sections of each chunk: those of the base first, then those of its refinement.
 
         All requests have one cache.

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from cuvee.codec.errors import FormatError, InputError, ProfileMismatchError, al
 from cuvee.codec.format.container import (
     Contents,
     Kind,
+    Piece,
     Scheme,
     contiguous_bytes,
     read_header,
@@ -111,8 +113,8 @@ def _plane_shape(values: int) -> tuple[int, int] | None:
     return None if values % 2 or channels < 8 else (half // channels, channels)
 
 
-def _write_state(name: str, tensor: torch.Tensor, codec_of: CodecOf) -> bytes:
-    """Return the section of a tensor on any device: its values coded, or as they are."""
+def _write_state(name: str, tensor: torch.Tensor, codec_of: CodecOf) -> list[Piece]:
+    """Return the pieces of the section of a tensor on any device: its values coded, or as they are."""
     coded = name.encode(errors="surrogatepass")  # a lone surrogate is refused below, like all that is not ASCII
     if not 0 < len(coded) <= MAX_NAME or not _plain(coded):
         raise InputError(f"states: must have names of 1 … {MAX_NAME} printable ASCII characters, got {name!r}")
@@ -124,11 +126,11 @@ def _write_state(name: str, tensor: torch.Tensor, codec_of: CodecOf) -> bytes:
             f"states: must have at most {MAX_DIMENSIONS} dimensions and less than 2 GiB each, got {name} {list(shape)}"
         )
     host = tensor.detach().cpu().contiguous()
-    values = _coded(codec_of, host)
+    values: Piece | None = _coded(codec_of, host)
     kind = STATE_DTYPES.index(tensor.dtype) | (0 if values is None else _CODED)
     if values is None:
-        values = host.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return b"".join((_HEAD.pack(len(coded), kind, len(shape)), coded, struct.pack(f"<{len(shape)}I", *shape), values))
+        values = host.reshape(-1).view(torch.uint8).numpy().data
+    return [_HEAD.pack(len(coded), kind, len(shape)), coded, struct.pack(f"<{len(shape)}I", *shape), values]
 
 
 def _read_state(section: memoryview, codec_of: CodecOf) -> tuple[str, torch.Tensor]:
@@ -201,6 +203,7 @@ def _decoded(codec_of: CodecOf, blob: memoryview, count: int, dtype: torch.dtype
     return halves
 
 
+@cache
 def _plane_layout(channels: int, dtype: torch.dtype) -> KVLayout:
     name = str(dtype).removeprefix("torch.")
     return KVLayout("state", (LayerLayout(1, channels, channels, None),), name, max_positions=None)

@@ -20,7 +20,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.coding.id_coding import IdCoding
 from cuvee.codec.coding.repetition import may_be_smaller, sampled
 from cuvee.codec.entropy.residuals import FINER
-from cuvee.codec.format.container import NO_DIGEST, Contents, Kind, Scheme, header_digest, write_blob
+from cuvee.codec.format.container import NO_DIGEST, Contents, Kind, Scheme, SectionBytes, header_digest, write_blob
 from cuvee.codec.format.keys import Key
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
@@ -106,7 +106,7 @@ class Encoder:
         request: EncodeRequest,
         setting: Setting,
         layout: KVLayout,
-        sections: Sequence[bytes],
+        sections: Sequence[SectionBytes],
         associated_data: bytes,
     ) -> tuple[bytes, ...]:
         """Return the blobs of a chunk, given the sections of the first one, then those of its refinement."""

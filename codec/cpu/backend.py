@@ -15,7 +15,7 @@ import torch
 
 from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest
 from cuvee.codec.cpu.pool import Pool
-from cuvee.codec.format.container import read_section
+from cuvee.codec.format.container import SectionBytes, read_section
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.sections import tile_tokens
@@ -56,16 +56,18 @@ class CpuBackend:
         """See `Backend.prepare`."""
         self._scheme(coding)
 
-    def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[bytes]]:
+    def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[SectionBytes]]:
         """See `Backend.encode`."""
         scheme = self._scheme(coding)
-        out: list[list[bytes]] = []
+        out: list[list[SectionBytes]] = []
         for request in requests:
             chunk = request.chunk
             unrotation = Rotation(chunk.start, chunk.tokens, chunk.device, inverse=True)
             workers = self._workers(chunk.tokens, chunk.layout)
             shares = _shares(range(len(scheme.sections)), workers)
-            jobs = [partial(scheme.encode, chunk, share, unrotation) for share in shares]
+            jobs: list[Callable[[], Sequence[tuple[SectionBytes, ...]]]] = [
+                partial(scheme.encode, chunk, share, unrotation) for share in shares
+            ]
             sections = [parts for coded in self._pool.run(jobs, workers) for parts in coded]
             # A section's base and its refinements come together; a blob holds the sections of one part.
             out.append([part for of_part in zip(*sections, strict=True) for part in of_part])

@@ -34,7 +34,12 @@ class CodedPart:
 
 
 def write_coded(part: CodedPart, planes: int) -> bytes:
-    """Write a coded part: header, states, lengths, words of the classes and of the streams, padding, escapes.
+    """Return the bytes of a coded part: see `coded_pieces`."""
+    return b"".join(coded_pieces(part, planes))
+
+
+def coded_pieces(part: CodedPart, planes: int) -> list[bytes | memoryview]:
+    """Write a coded part in pieces: header, states, lengths, words of the classes and of the streams, padding, escapes.
 
     `planes` is the largest number of planes that a token may have.
     """
@@ -51,4 +56,4 @@ def write_coded(part: CodedPart, planes: int) -> bytes:
     ]  # fmt: skip
     parts.append(bytes(-sum(map(len, parts)) % 4))
     parts += [_wire(escapes.index, "u4"), _wire(escapes.value, "i4")]
-    return b"".join(parts)
+    return parts

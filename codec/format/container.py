@@ -57,6 +57,9 @@ class Scheme(IntEnum):
 
 _TOKEN_IDS = 0
 
+Piece = bytes | bytearray | memoryview  # of bytes, with one dimension
+SectionBytes = bytes | Sequence[Piece]  # pieces are joined once, in the blob
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
@@ -178,7 +181,7 @@ class BlobInfo:
 
 def write_blob(
     contents: Contents,
-    sections: Sequence[bytes],
+    sections: Sequence[SectionBytes],
     *,
     token_ids: bytes = b"",
     key: Key | None = None,
@@ -192,11 +195,12 @@ def write_blob(
     """
     if contents.tokens > MAX_TOKENS:
         raise InputError(f"tokens: must be at most {MAX_TOKENS} per chunk, got {contents.tokens}: encode in pieces")
-    if len(sections) > MAX_SECTIONS or any(len(section) > MAX_SECTION_BYTES for section in sections):
+    parts = [[part] if isinstance(part, bytes) else part for part in ([token_ids] if token_ids else []) + [*sections]]
+    sizes = [sum(map(len, part)) for part in parts]
+    if len(sections) > MAX_SECTIONS or max(sizes, default=0) > MAX_SECTION_BYTES:
         raise InputError("chunk: must have sections below 2 GiB: encode fewer tokens at a time")
-    parts = [token_ids, *sections] if token_ids else list(sections)
     schemes = [_TOKEN_IDS, *contents.schemes] if token_ids else contents.schemes
-    total = _header_bytes(len(sections), bool(token_ids)) + sum(map(len, parts)) + (TRAILER_BYTES if key else 0)
+    total = _header_bytes(len(sections), bool(token_ids)) + sum(sizes) + (TRAILER_BYTES if key else 0)
     flags = (FLAG_TAG if key else 0) | (FLAG_TOKEN_IDS if token_ids else 0)
     head = _FIXED.pack(
         MAGIC, VERSION, contents.kind, DTYPES.index(contents.dtype), flags, contents.tokens, contents.start,
@@ -204,15 +208,21 @@ def write_blob(
         contents.refines, total,
     )  # fmt: skip
     head += b"".join(
-        _ENTRY.pack(len(part), scheme, xxhash.xxh3_64_intdigest(part))
-        for scheme, part in zip(schemes, parts, strict=True)
+        _ENTRY.pack(size, scheme, _hash(part)) for size, scheme, part in zip(sizes, schemes, parts, strict=True)
     )
     head += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
-    body = [head, *parts]
+    body = [head, *(piece for part in parts for piece in part)]
     if key:
         body.append(key.id)
         body.append(tag_of(key, associated_data, *body))
     return b"".join(body)
+
+
+def _hash(pieces: Sequence[Piece]) -> int:
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.intdigest()
 
 
 def contiguous_bytes(blob: bytes | memoryview) -> bytes | memoryview:

@@ -71,7 +71,7 @@ def make_keys(key: Secrets | None) -> tuple[Key, ...]:
     return tuple(dict.fromkeys(Key.of(secret) for secret in secrets))
 
 
-def tag_of(key: Key, associated_data: bytes, *parts: bytes | memoryview) -> bytes:
+def tag_of(key: Key, associated_data: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
     """Return the tag of a blob, given its parts without the tag."""
     digest = hashlib.blake2b(key=key.secret, digest_size=TAG_BYTES, person=b"cuvee-tag")
     # The length goes first, so that no bytes can move between the associated data and the blob.

@@ -11,7 +11,8 @@ from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import SectionPlanes, one_class
-from cuvee.codec.format.coded_part import CodedPart, write_coded
+from cuvee.codec.format.coded_part import CodedPart, coded_pieces
+from cuvee.codec.format.container import Piece
 from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, Streams
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles_around
@@ -23,7 +24,6 @@ from cuvee.codec.stages.rows import Rows, dense_rows
 from cuvee.codec.stages.stages import Stages
 from cuvee.codec.support.arrays import U16
 
-_Bytes = list[bytes | bytearray | memoryview]
 BATCH_BYTES = 8 << 20  # of planes and symbols: enough layers to choose tables together, few enough for little memory
 
 
@@ -35,7 +35,7 @@ class LosslessScheme:
         self._tile = max((tile_tokens(section, layout) for section in self.sections), default=1)
         self._stages = stages
 
-    def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[bytes, ...]]:
+    def encode(self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation) -> list[tuple[list[Piece]]]:
         """See `TransformScheme.encode`. Keys are coded as stored: un-rotation is not exactly invertible."""
         layers = [self.sections[index].first_layer for index in numbers]
         size = 2 * (chunk.keys[layers[0]].nbytes + chunk.values[layers[0]].nbytes) if layers else 1
@@ -46,7 +46,7 @@ class LosslessScheme:
             for section in self._encode(chunk, layers[first : first + batch])
         ]
 
-    def _encode(self, chunk: KVChunk, layers: Sequence[int]) -> list[bytes]:
+    def _encode(self, chunk: KVChunk, layers: Sequence[int]) -> list[list[Piece]]:
         """Encode layers, whose tables are chosen together."""
         split = [
             [plane for unit in (chunk.keys[layer], chunk.values[layer]) for plane in self._stages.split_unit(unit)]
@@ -58,7 +58,7 @@ class LosslessScheme:
         )
         chosen = [freq for freq in tables if freq is not None]
         family = EntropyTables(np.stack(chosen)) if chosen else None
-        heads: list[_Bytes] = []
+        heads: list[list[Piece]] = []
         coded: list[SectionPlanes | None] = []
         first = table = 0
         for of_layer in split:
@@ -69,7 +69,7 @@ class LosslessScheme:
             table += sum(freq is not None for freq in layer_tables)
         streams = iter([] if family is None else self._stages.rans_encode([each for each in coded if each], family))
         return [
-            b"".join(head if each is None else [*head, _write(each, next(streams))])
+            head if each is None else [*head, *_write(each, next(streams))]
             for head, each in zip(heads, coded, strict=True)
         ]
 
@@ -108,16 +108,16 @@ class LosslessScheme:
                     self._stages.move_keys(stored, layer, unrotation, rotation, rows, key)
 
 
-def _head(planes: Sequence[BytePlane], tables: Sequence[U16 | None]) -> _Bytes:
-    """Return all of a layer's section before its coded part, in pieces."""
+def _head(planes: Sequence[BytePlane], tables: Sequence[U16 | None]) -> list[Piece]:
+    """Return all of a layer's section before its coded part."""
     head = bytearray()
     for plane, freq in zip(planes, tables, strict=True):
         head.append(freq is not None)
         if freq is not None:
             head += write_model(plane.reference, freq)
     head += bytes(-len(head) % 4)
-    stored = [plane.data.data for plane, freq in zip(planes, tables, strict=True) if freq is None]
-    return [head, *stored, bytes(-sum(plane.nbytes for plane in stored) % 4)]
+    stored = [plane.data.reshape(-1).data for plane, freq in zip(planes, tables, strict=True) if freq is None]
+    return [head, *stored, bytes(-sum(map(len, stored)) % 4)]
 
 
 def _coded_planes(
@@ -139,7 +139,7 @@ def _coded_planes(
     return SectionPlanes(symbols, np.zeros(tokens, np.uint8), one_class(which), per_stream)
 
 
-def _write(planes: SectionPlanes, streams: Streams) -> bytes:
+def _write(planes: SectionPlanes, streams: Streams) -> list[bytes | memoryview]:
     """Write a layer's coded part."""
     part = CodedPart(streams, NO_ESCAPES, planes.tokens_per_stream, ONE_CLASS)
-    return write_coded(part, len(planes.planes))
+    return coded_pieces(part, len(planes.planes))

@@ -72,8 +72,14 @@ def encode_opaque(codec: Codec, page: OpaquePage, tokens: int, bound: bytes) -> 
     Raises:
         InputError: a page of 2 GiB or more.
     """
-    tensors = {name: torch.cat(regions).view(coded_as) for name, coded_as, regions in page.parts()}
+    tensors = {name: _joined(regions, coded_as) for name, coded_as, regions in page.parts()}
     return codec.encode_states(States(tokens, tensors, LAYOUT.dtype), associated_data=bound)
+
+
+def _joined(regions: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of regions of bytes: of a single one without a copy, if it begins where a value may."""
+    alone = len(regions) == 1 and regions[0].storage_offset() % dtype.itemsize == 0
+    return (regions[0] if alone else torch.cat(list(regions))).view(dtype)
 
 
 def decode_opaque(codec: Codec, blob: bytes, page: OpaquePage, tokens: int, bound: bytes) -> None:
