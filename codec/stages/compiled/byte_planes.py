@@ -32,9 +32,9 @@ from cuvee.codec.support.arena import Arena
 # With more, it takes longer: every layer has tables of its own, and two of them fill a first cache of 32 KB.
 _STREAMS = 4 * WIDTH
 _CHANNELS = 16  # adjacent values of each token that are written in a row
-# Values whose halves of a line follow each other: rows of tokens are 2 KB apart, so that few lines stay in the first
-# cache, and a half written later fetches its line again.
-_LINE = 2 * _CHANNELS
+# Bytes whose parts follow each other: rows of tokens are 2 KB apart, so that few lines stay in the first cache, and a
+# part written later fetches its line again.
+_LINE = 64
 _TILE = WINDOW  # tokens whose planes are decoded, then joined from the second cache
 
 
@@ -67,50 +67,35 @@ def _read_row(data, tokens, start, plane, scratch, channel, row):  # type: ignor
 def _write_joined(  # type: ignore[no-untyped-def]
     data, tokens, start, width, planes, scratch, begins, first_row, heads, size, head_stride, dim_stride, out
 ):
-    """Join a unit's two planes, whose high bytes are coded, and write its 16-bit values.
-
-    `size` is a multiple of `_CHANNELS`.
-    """
-    high, at = scratch[planes[1, parts.ROW] * width :], planes[1, parts.AT]
-    coded, low = planes[0, parts.CODED], data[0 if planes[0, parts.CODED] else planes[0, parts.AT] + start :]
-    lows = np.empty(_LINE * width, np.uint8)
+    """Join the planes of a unit, sixteen channels of sixteen tokens at a time; `size` is a multiple of `_CHANNELS`."""
+    wide = _LINE // len(planes)
+    apart = wide * width
+    bytes_of = np.empty(len(planes) * apart, np.uint8)
     tile, in_tile = np.empty(_CHANNELS * WIDTH, out.dtype), np.arange(0, _CHANNELS * WIDTH, _CHANNELS)
     of_channels = np.arange(_CHANNELS) * dim_stride
     places = np.full(width, -1, np.int64)
     for t in range(max(-first_row, 0), min(width, len(begins) - first_row)):
         places[t] = begins[first_row + t]
     for h in range(heads):
-        for line in range(0, size, _LINE):
-            # Low bytes mostly come from the blob. They are read in order, which the CPU foresees, and joined from the
-            # first cache.
-            for i in range(min(_LINE, size - line)):
-                channel, to = h * size + line + i, lows[i * width : (i + 1) * width]
-                if coded:
-                    _read_row(data, tokens, start, planes[0], scratch, channel, to)
-                    continue
-                stored = low[channel * tokens : channel * tokens + width]
-                for t in range(width):
-                    to[t] = stored[t]
+        for line in range(0, size, wide):
+            # Rows are read in order, which the CPU foresees, and joined from the first cache.
+            for plane in range(len(planes)):
+                for i in range(min(wide, size - line)):
+                    to = plane * apart + i * width
+                    channel = h * size + line + i
+                    _read_row(data, tokens, start, planes[plane], scratch, channel, bytes_of[to : to + width])
             for block in range(0, width, WIDTH):
                 begin = min(block, width - WIDTH)  # the last tokens may be written twice
-                for d in range(line, min(line + _LINE, size), _CHANNELS):
-                    channel, at_low = h * size + d, (d - line) * width + begin
-                    later = h * head_stride + d * dim_stride
+                for d in range(line, min(line + wide, size), _CHANNELS):
+                    at, later = (d - line) * width + begin, h * head_stride + d * dim_stride
                     if dim_stride == 1:
-                        join_step(
-                            lows, at_low, width, high, channel * width + begin, width, data, at + channel,
-                            places, begin, later, out,
-                        )  # fmt: skip
+                        join_step(bytes_of, at, apart, width, places, begin, later, out)
                     elif _are_adjacent(places, begin):
                         join_by_channel_step(
-                            lows, at_low, width, high, channel * width + begin, width, data, at + channel,
-                            of_channels, 0, places[begin] + later, out,
+                            bytes_of, at, apart, width, of_channels, 0, places[begin] + later, out
                         )  # fmt: skip
                     else:
-                        join_step(
-                            lows, at_low, width, high, channel * width + begin, width, data, at + channel,
-                            in_tile, 0, 0, tile,
-                        )  # fmt: skip
+                        join_step(bytes_of, at, apart, width, in_tile, 0, 0, tile)
                         for t in range(WIDTH):
                             to = places[begin + t]
                             if to >= 0:
@@ -124,8 +109,7 @@ def _write(  # type: ignore[no-untyped-def]
 ):
     """Join the planes of a unit, and write its values."""
     count = len(planes)
-    joined = count == 2 and size % _CHANNELS == 0 and width >= WIDTH
-    if joined and planes[1, parts.CODED]:  # as nearly always
+    if size % _CHANNELS == 0 and width >= WIDTH:  # as nearly always
         _write_joined(
             data, tokens, start, width, planes, scratch, begins, first_row, heads, size, head_stride, dim_stride, out
         )
@@ -366,16 +350,16 @@ def _bits(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedin
 @inner
 def _split_words(memory, begins, stride, heads, size, planes):  # type: ignore[no-untyped-def]
     """Split a unit's words into byte planes."""
-    count, _, tokens = planes.shape
-    if count == 2 and size % _CHANNELS == 0 and tokens >= WIDTH:
-        low, high = planes[0].reshape(planes[0].size), planes[1].reshape(planes[1].size)
+    count, channels, tokens = planes.shape
+    if size % _CHANNELS == 0 and tokens >= WIDTH:
+        flat, wide = planes.reshape(planes.size), _LINE // count
         for h in range(heads):
-            for line in range(0, size, _LINE):
+            for line in range(0, size, wide):
                 for block in range(0, tokens, WIDTH):
                     token = min(block, tokens - WIDTH)  # the last tokens may be split twice
-                    for d in range(line, min(line + _LINE, size), _CHANNELS):
+                    for d in range(line, min(line + wide, size), _CHANNELS):
                         at = (h * size + d) * tokens + token
-                        split_step(memory, begins, token, h * stride + d, low, at, high, at, tokens)
+                        split_step(memory, begins, token, h * stride + d, flat, at, channels * tokens, tokens)
         return
     tile = np.empty((_CHANNELS, tokens), np.uint32)
     top = np.uint32(8 * count - 1)

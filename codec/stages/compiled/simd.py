@@ -182,19 +182,19 @@ class Code:
             distance //= 2
         return lines
 
-    def store_halves(self, lines: list[Any], places: int, entry: int, later: int, out: int) -> None:
-        """Store 16 vectors of 16 bits where the entries of an array say, and nowhere if they are below zero.
+    def store_lines(self, lines: list[Any], places: int, entry: int, later: int, out: int) -> None:
+        """Store 16 vectors of integers where the entries of an array say, and nowhere if they are below zero.
 
         `places`, `entry`, `later` and `out` are the numbers of the arguments with the array, its first entry, what is
         added to its entries, and the array that receives the vectors.
         """
         begins = self.builder.bitcast(self.pointer(places, entry, 8), INT64.as_pointer())
-        moved = self.integer(later, types.int64)
+        moved, size = self.integer(later, types.int64), lines[0].type.element.width // 8
         for number, line in enumerate(lines):
             begin = self.builder.load(self.builder.gep(begins, [INT64(number)]))
             with self.builder.if_then(self.builder.icmp_signed(">=", begin, INT64(0))):
-                target = self.builder.mul(self.builder.add(begin, moved), INT64(2))
-                self.store(line, self.builder.gep(self.data(out), [target]), 2)
+                target = self.builder.mul(self.builder.add(begin, moved), INT64(size))
+                self.store(line, self.builder.gep(self.data(out), [target]), size)
 
     def taking(self, active: int) -> Any:
         """Return the active lanes; argument `active` is their number."""
