@@ -10,7 +10,7 @@ What a quality means for a profile is decided once, in `profiles/setting.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Unpack, overload
 
 import torch
@@ -346,17 +346,25 @@ class Codec:
         return encode_states(states, self._opener.layout(states.dtype), self._of_planes, self._key, associated_data)
 
     @without_modes
-    def decode_states(self, blob: Bytes, *, associated_data: bytes = b"") -> States:
+    def decode_states(
+        self, blob: Bytes, *, associated_data: bytes = b"", into: Mapping[str, torch.Tensor] | None = None
+    ) -> States:
         """Return the states of a blob of `encode_states`, on the CPU.
 
-        The memory is that of the blob. What the names and shapes must be is for the caller to check.
+        What the names and shapes must be is for the caller to check.
+
+        Args:
+            blob: their blob.
+            associated_data: as for `decode`.
+            into: by name, contiguous memory on the CPU. A tensor that is coded is decoded there if its dtype and number
+                of values are the same; what the memory holds after an error is undefined. Default: new memory.
 
         Raises:
             FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `decode`.
             InputError: `associated_data` without a key; `blob` is not bytes.
         """
         self._opener.check_associated(associated_data)
-        return decode_states(blob, self._opener.layout, self._of_planes, self._keys, associated_data)
+        return decode_states(blob, self._opener.layout, self._of_planes, self._keys, associated_data, into or {})
 
     def _of_planes(self, layout: KVLayout) -> Codec:
         if layout not in self._of_layouts:

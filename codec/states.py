@@ -85,8 +85,9 @@ def decode_states(
     codec_of: CodecOf,
     keys: Sequence[Key],
     associated_data: bytes,
+    into: Mapping[str, torch.Tensor],
 ) -> States:
-    """Return the states of a blob; `layout_of` gives the model's layout in a dtype."""
+    """Return the states of a blob; `layout_of` gives the model's layout in a dtype, `into` memory by name."""
     blob = contiguous_bytes(blob)
     header = read_header(blob)
     if header.kind is not Kind.STATES:
@@ -95,7 +96,7 @@ def decode_states(
         raise ProfileMismatchError("blob: must hold states of the profile's model, got those of another model")
     verify_tag(blob, header, keys, associated_data)
     sections = read_sections(blob, header, range(len(header.section_bytes)))
-    pairs = [_read_state(section, codec_of) for section in sections]
+    pairs = [_read_state(section, codec_of, into) for section in sections]
     for (before, _), (after, _) in pairwise(pairs):
         if after <= before:
             raise FormatError(f"states: must be in order of their names, got {after} after {before}")
@@ -133,7 +134,7 @@ def _write_state(name: str, tensor: torch.Tensor, codec_of: CodecOf) -> list[Pie
     return [_HEAD.pack(len(coded), kind, len(shape)), coded, struct.pack(f"<{len(shape)}I", *shape), values]
 
 
-def _read_state(section: memoryview, codec_of: CodecOf) -> tuple[str, torch.Tensor]:
+def _read_state(section: memoryview, codec_of: CodecOf, into: Mapping[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
     """Return the name and the tensor, on the CPU, of a section."""
     if len(section) < _HEAD.size:
         raise FormatError("state: ends within its head")
@@ -154,7 +155,7 @@ def _read_state(section: memoryview, codec_of: CodecOf) -> tuple[str, torch.Tens
         count = math.prod(shape)
         if dtype not in CODED_DTYPES or _plane_shape(count) is None or count * dtype.itemsize > MAX_RATIO * len(values):
             raise FormatError(f"state {name}: must not be coded as {dtype} {list(shape)} in {len(values)} bytes")
-        return name, _decoded(codec_of, values, count, dtype).reshape(shape)
+        return name, _decoded(codec_of, values, count, dtype, into.get(name)).reshape(shape)
     if _claimed(shape, dtype) > _MAX_BYTES or math.prod(shape) * dtype.itemsize != len(values):
         raise FormatError(f"state {name}: must have the bytes of its shape {list(shape)}, got {len(values)}")
     if dtype == torch.bool and values.nbytes and max(values) > 1:
@@ -184,8 +185,10 @@ def _coded(codec_of: CodecOf, tensor: torch.Tensor) -> bytes | None:
     return blob if len(blob) < tensor.nbytes <= MAX_RATIO * len(blob) else None
 
 
-def _decoded(codec_of: CodecOf, blob: memoryview, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Invert `_coded`."""
+def _decoded(
+    codec_of: CodecOf, blob: memoryview, count: int, dtype: torch.dtype, into: torch.Tensor | None
+) -> torch.Tensor:
+    """Invert `_coded`, into that memory if it fits."""
     rows, channels = _plane_shape(count) or (0, 0)
     layout = _plane_layout(channels, dtype)
     codec = codec_of(layout)
@@ -196,8 +199,10 @@ def _decoded(codec_of: CodecOf, blob: memoryview, count: int, dtype: torch.dtype
             f"state: must be coded in {rows} rows of {layout.dtype}, got {header.tokens} from {header.start} on in "
             f"{header.dtype}"
         )
-    with allocations(f"decoding {count} values"):
-        halves = torch.empty(2, rows, 1, channels, dtype=dtype)
+    if into is None or (into.dtype, into.numel()) != (dtype, count):
+        with allocations(f"decoding {count} values"):
+            into = torch.empty(count, dtype=dtype)
+    halves = into.view(2, rows, 1, channels)
     cache = PagedCache.dense(layout, [halves[0]], [halves[1]])
     codec.decode_paged([opened], cache, [torch.arange(rows)]).check()
     return halves

@@ -16,6 +16,7 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError
+from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.states import States
 
@@ -72,14 +73,16 @@ def encode_opaque(codec: Codec, page: OpaquePage, tokens: int, bound: bytes) -> 
     Raises:
         InputError: a page of 2 GiB or more.
     """
-    tensors = {name: _joined(regions, coded_as) for name, coded_as, regions in page.parts()}
+    tensors = {
+        name: (regions[0] if _alone(regions, coded_as) else torch.cat(regions)).view(coded_as)
+        for name, coded_as, regions in page.parts()
+    }
     return codec.encode_states(States(tokens, tensors, LAYOUT.dtype), associated_data=bound)
 
 
-def _joined(regions: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of regions of bytes: of a single one without a copy, if it begins where a value may."""
-    alone = len(regions) == 1 and regions[0].storage_offset() % dtype.itemsize == 0
-    return (regions[0] if alone else torch.cat(list(regions))).view(dtype)
+def _alone(regions: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Return whether there is one region of bytes, which begins where a value may."""
+    return len(regions) == 1 and regions[0].storage_offset() % dtype.itemsize == 0
 
 
 def decode_opaque(codec: Codec, blob: bytes, page: OpaquePage, tokens: int, bound: bytes) -> None:
@@ -87,10 +90,12 @@ def decode_opaque(codec: Codec, blob: bytes, page: OpaquePage, tokens: int, boun
 
     Raises:
         FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `Codec.decode_states`;
-            CorruptError also for another page's blob. Nothing is written then.
+            CorruptError also for another page's blob. Nothing is written then, unless the blob is forged.
     """
-    states = codec.decode_states(blob, associated_data=bound)
     parts = page.parts()
+    into = {name: own[0].view(coded_as) for name, coded_as, own in parts if _alone(own, coded_as)}
+    same = read_header(blob).tokens == tokens
+    states = codec.decode_states(blob, associated_data=bound, into=into if same else None)
     wanted = {name: (coded_as, [sum(map(len, own)) // coded_as.itemsize]) for name, coded_as, own in parts}
     got = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in states.tensors.items()}
     if (states.tokens, got) != (tokens, wanted):
@@ -98,4 +103,5 @@ def decode_opaque(codec: Codec, blob: bytes, page: OpaquePage, tokens: int, boun
     for name, _, regions in parts:
         pieces = states.tensors[name].view(torch.uint8).split([len(each) for each in regions])
         for region, piece in zip(regions, pieces, strict=True):
-            region.copy_(piece)
+            if piece.data_ptr() != region.data_ptr():
+                region.copy_(piece)
