@@ -89,6 +89,7 @@ NOT_RUN_HERE = {  # document -> how a block begins -> where else, or why not
         "cache = PagedCache": "needs a GPU: tests/kernels does the same in the emulator",
         "python3 -m pip": "for a machine with a GPU and without a network",
     },
+    "notebooks/README.md": {"pip install": "test_notebooks.py runs the notebooks"},
 }
 
 
