@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.integrations.vllm.small_engine import SmallEngine
 from cuvee.integrations.stores import folder
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.disk import DiskStore
-from cuvee.integrations.stores.envelope import HEADER_BYTES
+from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.naming.identity import PrefixChain, Scope, store_key
 
 PROMPT = random.Random(1).choices(range(60), k=6 * CHUNK + 5)
@@ -48,20 +49,27 @@ class FailingDisk(DiskStore):
         return super()._write(key, blob)
 
 
+def damage(path: Path, key: str, found_by: str) -> None:
+    """Have the store find that an entry is bad, or the codec, which asks the store to delete it."""
+    path.write_bytes(bytes(path.stat().st_size) if found_by == "store" else seal(key, b"no blob", time.time()))
+
+
+CASES = [
+    ("nothing", 0, 1),
+    *(("contains", number, 1) for number in range(1, 7)),  # of lookups, then of saves
+    ("get", 1, 1),
+    ("delete", 1, 1),
+    ("put", 1, 2),  # that is left to the next request
+]
+
+
 @pytest.mark.parametrize(
-    ("operation", "number", "requests"),
-    [
-        ("nothing", 0, 1),
-        *(
-            ("contains", number, 1) for number in range(1, 7)
-        ),  # of lookups, then of saves, which store more than is missing
-        ("get", 1, 1),
-        ("delete", 1, 1),
-        ("put", 1, 2),  # that is left to the next request
-    ],
+    ("found_by", "operation", "number", "requests"),
+    # A deletion that is asked for and fails has the store not written to for a while.
+    [*(("store", *case) for case in CASES), ("codec", "nothing", 0, 1), ("codec", "delete", 1, 2)],
 )
 def test_a_damaged_entry_is_stored_again(
-    operation: str, number: int, requests: int, engine: Callable[..., SmallEngine], tmp_path: Path,
+    found_by: str, operation: str, number: int, requests: int, engine: Callable[..., SmallEngine], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     now = [0.0]
@@ -74,7 +82,8 @@ def test_a_damaged_entry_is_stored_again(
     tenant, _, name = key.partition("/")
     path = tmp_path / tenant / name[:2] / name
     good = path.read_bytes()
-    path.write_bytes(bytes(len(good)))
+    damage(path, key, found_by)
+    bad = path.read_bytes()
     remove = folder.remove_entry
 
     def removed(*given: Any) -> bool:
@@ -84,7 +93,7 @@ def test_a_damaged_entry_is_stored_again(
     monkeypatch.setattr(folder, "remove_entry", removed)
     disk.left[operation] = number
     for at in range(requests):
-        assert not path.exists() or not any(path.read_bytes()), f"before request {at}"
+        assert not path.exists() or path.read_bytes() == bad, f"before request {at}"
         e.submit(f"later {at}", [*PROMPT, at])
         e.run()
         now[0] += 60.0
