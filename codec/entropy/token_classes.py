@@ -34,6 +34,7 @@ from cuvee.codec.support.steps import step_value
 
 CLASSES = 16
 NEUTRAL = 11  # the class that uses the blob's own step: 5.5 octaves for attention sinks, 2 for what no token reads
+MORE_BYTES = 16  # behind a section's planes, which spare an encoder a copy: it reads as many symbols at a time
 CLASS_UNITS = 32  # step units (1/64 octave) between neighboring classes
 
 

@@ -10,7 +10,7 @@ import torch
 from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.entropy.token_classes import SectionPlanes, one_class
+from cuvee.codec.entropy.token_classes import MORE_BYTES, SectionPlanes, one_class
 from cuvee.codec.format.coded_part import CodedPart, coded_pieces
 from cuvee.codec.format.container import Piece
 from cuvee.codec.format.streams import NO_ESCAPES, ONE_CLASS, Streams
@@ -130,7 +130,8 @@ def _coded_planes(
     which = np.repeat(
         np.arange(first_table, first_table + len(coded), dtype=np.uint16), [len(plane.data) for plane in coded]
     )
-    symbols = np.empty((len(which), tokens), np.uint8)
+    size = len(which) * tokens
+    symbols = np.empty(size + MORE_BYTES, np.uint8)[:size].reshape(len(which), tokens)
     row = 0
     for plane in coded:
         np.subtract(plane.data, plane.reference[:, None], out=symbols[row : row + len(plane.data)])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.entropy.tables import PROB_BITS, TOTAL, EntropyTables
-from cuvee.codec.entropy.token_classes import SectionPlanes
+from cuvee.codec.entropy.token_classes import MORE_BYTES, SectionPlanes
 from cuvee.codec.format import rules
 from cuvee.codec.format.streams import LOWER_BOUND, WINDOW, WORD_BITS, Streams, stream_count
 from cuvee.codec.stages.compiled import coded_part as part
@@ -91,9 +91,10 @@ def rans_encode(sections: Sequence[SectionPlanes], tables: EntropyTables) -> lis
     per_stream = np.array([each.tokens_per_stream for each in sections])
     streams_at = _ends([stream_count(tokens, each.tokens_per_stream) for each in sections])
     data_at = _ends([each.planes.size for each in sections])
-    symbols = int(data_at[-1])
-    data = _arena.array("data", symbols + WIDTH, np.uint8)
-    np.concatenate([each.planes.reshape(-1) for each in sections], out=data[:symbols])
+    symbols, data = int(data_at[-1]), _whole(sections[0].planes) if count == 1 else None
+    if data is None:
+        data = _arena.array("data", symbols + WIDTH, np.uint8)
+        np.concatenate([each.planes.reshape(-1) for each in sections], out=data[:symbols])
     fields = np.zeros((count, lanes.SECTION_FIELDS), np.int64)
     fields[:, lanes.CLASSES], fields[:, lanes.OUT], fields[:, lanes.COLUMNS] = (
         np.arange(count) * tokens, data_at[:-1], tokens
@@ -119,6 +120,14 @@ def rans_encode(sections: Sequence[SectionPlanes], tables: EntropyTables) -> lis
         out.append(Streams(states[of_section], lengths[of_section], words[word:end]))
         word = end
     return out
+
+
+def _whole(planes: U8) -> U8 | None:
+    """Return the array that begins with these planes, if there is one, and enough can be read behind them."""
+    whole = planes.base
+    if not isinstance(whole, np.ndarray) or whole.ndim != 1 or whole.nbytes < planes.size + MORE_BYTES:
+        return None
+    return whole if planes.flags.c_contiguous and whole.ctypes.data == planes.ctypes.data else None
 
 
 def _ends(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
