@@ -96,31 +96,31 @@ def test_every_bit_of_a_layer_comes_back(dtype: str, kind: str, tokens: int) -> 
                 assert torch.equal(bits(mine), bits(theirs))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("heads", [16, 3])
-def test_words_joined_sixteen_at_a_time_are_the_reference(heads: int) -> None:
+def test_words_joined_sixteen_at_a_time_are_the_reference(heads: int, dtype: torch.dtype) -> None:
     """Stored low bytes and coded high bytes, as models give them."""
-    layout = KVLayout("synthetic", (LayerLayout(heads, 64, 32, None),), "bfloat16", None)
+    layout = KVLayout("synthetic", (LayerLayout(heads, 64, 32, None),), str(dtype).removeprefix("torch."), None)
     codec = {name: Codec(Profile.unlearned(layout), "lossless", threads=1, backend=name) for name in stage_names()}
     for tokens in (16, 17, 47, 257):
         draw = torch.Generator().manual_seed(tokens)
-        units = [torch.randn(2 * tokens, heads + 1, size, generator=draw).bfloat16() for size in (64, 32)]
+        units = [torch.randn(2 * tokens, heads + 1, size, generator=draw).to(dtype) for size in (64, 32)]
         keys, values = ([unit[::2, 1:]] for unit in units)  # neither tokens nor heads are adjacent
         chunk = KVChunk(keys, values, layout)
         blob = codec["numba"].encode(chunk)
         assert codec["reference"].encode(chunk) == blob
-        part = read_layer(memoryview(read_section(blob, read_header(blob), 0)), layout.layers[0], 2, tokens)
-        assert [model is not None for model in part.models] == [False, True] * 2
+        part = read_layer(
+            memoryview(read_section(blob, read_header(blob), 0)), layout.layers[0], dtype.itemsize, tokens
+        )
+        assert [model is not None for model in part.models] == ([False] * (dtype.itemsize - 1) + [True]) * 2
         for span in (range(tokens), range(3, tokens - 2), range(tokens - 9, tokens)):
             back = codec["numba"].decode(blob, tokens=span)
             for mine, own in zip(back.keys + back.values, chunk.keys + chunk.values, strict=True):
                 assert torch.equal(bits(mine), bits(own[span.start : span.stop]))
-        for first in (
-            0,
-            5,
-        ):  # adjacent tokens of a transposed cache, whose blocks end within sixteen of them, or do not
+        for first in (0, 5):  # adjacent tokens of a transposed cache, whose blocks end within sixteen of them, or not
             slots = torch.arange(first, first + tokens)
             slots[20:21] = NOWHERE
-            memory = [torch.full((18, heads, size, 16), POISON).bfloat16() for size in (64, 32)]
+            memory = [torch.full((18, heads, size, 16), POISON).to(dtype) for size in (64, 32)]
             expected = [unit.clone() for unit in memory]
             pages, same = (
                 PagedCache(layout, [units[0].permute(0, 3, 1, 2)], [units[1].permute(0, 3, 1, 2)])

@@ -101,6 +101,16 @@ def test_the_bytes_of_coded_values_are_those_of_the_specification() -> None:
     assert blob == blob_of(section(b"a", 2 + 128, [1, 512], coded(values, 16)))
 
 
+def test_coded_values_go_into_memory_that_fits() -> None:
+    tensor = torch.randn(4096, generator=torch.Generator().manual_seed(1)).bfloat16().view(2, 2048)
+    blob = CODEC.encode_states(States(9, {"a": tensor, "b": torch.tensor(-3)}, "bfloat16"))
+    memory = torch.zeros(4096, dtype=torch.bfloat16)
+    back = CODEC.decode_states(blob, into={"a": memory, "b": torch.tensor(0)}).tensors
+    assert back["a"].data_ptr() == memory.data_ptr() and torch.equal(back["a"], tensor) and back["b"] == -3
+    for other in (torch.zeros(4096, dtype=torch.float16), torch.zeros(4094, dtype=torch.bfloat16)):
+        assert torch.equal(CODEC.decode_states(blob, into={"a": other}).tensors["a"], tensor) and not other.any()
+
+
 def test_hostile_coded_values() -> None:
     values = torch.randn(512)
     inner = coded(values, 16)

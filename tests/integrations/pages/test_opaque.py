@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.integrations.stores.dict_store import DictStore
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
+from cuvee.codec.states import States
 from cuvee.integrations.pages import Counts, OpaquePage, PageStore
 from cuvee.integrations.pages.opaque import LAYOUT, decode_opaque, encode_opaque
 from cuvee.naming.identity import Identity, PageNames, Scope
@@ -51,6 +53,35 @@ def test_hundreds_of_pages_of_any_description_come_back_bit_for_bit() -> None:
         assert len(blob) <= page.nbytes + 500
         decode_opaque(CODEC, blob, into, tokens, b"")
         assert raw(into) == raw(page), (number, count, dtypes)
+
+
+def test_one_region_is_coded_where_it_lies() -> None:
+    page = OpaquePage("any", [region(torch.bfloat16, 4096, 1)])
+    into, given, codec = blank(page), [], Codec.without_profile(LAYOUT, threads=1)
+    encode, decode = codec.encode_states, codec.decode_states
+
+    def encoded(states: States, **options: bytes) -> bytes:
+        given.extend(states.tensors.values())
+        return encode(states, **options)
+
+    def decoded(blob: bytes, **options: Any) -> States:
+        states = decode(blob, **options)
+        given.extend(states.tensors.values())
+        return states
+
+    codec.encode_states, codec.decode_states = encoded, decoded  # type: ignore[assignment, method-assign]
+    decode_opaque(codec, encode_opaque(codec, page, 16, b""), into, 16, b"")
+    memory = [each.regions[0].data_ptr() for each in (page, into)]
+    assert [each.data_ptr() for each in given if len(each)] == memory and raw(into) == raw(page)
+
+
+def test_a_region_may_begin_anywhere() -> None:
+    whole = region(torch.uint8, 8195, 1)
+    for first in (1, 2):
+        target = torch.zeros_like(whole)
+        page, into = OpaquePage("any", [whole[first:]]), OpaquePage("any", [target[first:]])
+        decode_opaque(CODEC, encode_opaque(CODEC, page, 16, b""), into, 16, b"")
+        assert raw(into) == raw(page) and not target[:first].any()
 
 
 @pytest.mark.parametrize(
