@@ -103,6 +103,19 @@ def test_any_columns_come_back(depths: list[int], tokens: int, n: int, seed: int
         same_streams(case.encode(get_stages(name)), want)
 
 
+def test_planes_are_read_wherever_they_lie(stages: Stages) -> None:
+    case = make_case([6, 3], 77, 4)
+    want, planes = case.encode(stages), case.section.planes
+    whole = np.full(planes.size + 40, 0xFF, np.uint8)
+    for place in (whole[: planes.size], whole[3 : planes.size + 3]):
+        own = place.reshape(planes.shape)
+        own[:] = planes
+        same_streams(replace(case, section=replace(case.section, planes=own)).encode(stages), want)
+    for wide in (np.zeros((planes.shape[0], 99), np.uint8)[:, :77], np.zeros((planes.shape[0] + 9, 77), np.uint8)[9:]):
+        wide[:] = planes
+        same_streams(replace(case, section=replace(case.section, planes=wide)).encode(stages), want)
+
+
 def test_fixed_input_gives_these_words(stages: Stages) -> None:
     """They may not change without a new format version."""
     freq = np.zeros((2, SYMBOLS), np.uint16)

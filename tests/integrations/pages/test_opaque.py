@@ -57,7 +57,8 @@ def test_hundreds_of_pages_of_any_description_come_back_bit_for_bit() -> None:
 
 def test_one_region_is_coded_where_it_lies() -> None:
     page = OpaquePage("any", [region(torch.bfloat16, 4096, 1)])
-    into, given, codec = blank(page), [], Codec.without_profile(LAYOUT, threads=1)
+    given: list[torch.Tensor] = []
+    into, codec = blank(page), Codec.without_profile(LAYOUT, threads=1)
     encode, decode = codec.encode_states, codec.decode_states
 
     def encoded(states: States, **options: bytes) -> bytes:
