@@ -162,8 +162,9 @@ test-next: $(NEXT_VENV)/.next redis  ## the tests of vLLM's connector and tier o
 		-m "$(TEST_MARKS)" tests/integrations/vllm tests/integrations/vllm_tier tests/integrations/identity/test_engine_config.py $(PYTEST_ARGS)
 
 format: setup  ## rewrite the sources in the house format
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
+	$(BIN)/ruff check .
 
 docs: setup  ## the documentation site, in out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
