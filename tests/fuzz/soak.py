@@ -271,6 +271,8 @@ def main() -> int:
         work(arguments.worker, arguments.seed, arguments.seconds, arguments.log)
         return 0
     kinds = arguments.kinds.split(",")
+    if unknown := {*kinds} - {*KINDS}:
+        parser.error(f"--kinds: must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
     if "redis" in kinds and shutil.which("redis-server") is None:
         kinds.remove("redis")
         print("redis: left out, there is no redis-server")

@@ -12,6 +12,7 @@ import pkgutil
 import re
 import shlex
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from typer.testing import CliRunner
 
 import cuvee
 from cuvee.cli import app
-from cuvee.integrations.stores.base import Store
+from cuvee.integrations.stores.base import Store, StoreError
 from cuvee.integrations.stores.counted import CountedStore
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.metric_table import METRICS
@@ -197,6 +198,16 @@ def test_the_store_of_the_recipe_refuses_damage(recipe: dict[str, Any], tmp_path
     assert store.get("ab/1") is None and store.contains(["ab/1"]) == [False]
     assert store.counters()["sqlite"].corrupt == 1
     store.close()
+
+
+def test_the_store_of_the_recipe_works_once_its_database_can_be_written(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "blobs.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with closing(recipe["SqliteStore"](str(tmp_path / "blobs.sqlite"))) as store:
+            with pytest.raises(StoreError, match="locked"):
+                store.put("ab/01", b"blob")
+            other.execute("ROLLBACK")
+            assert store.put("ab/01", b"blob") and store.get("ab/01") == b"blob"
 
 
 @pytest.mark.parametrize("check", [["check"], ["format", "--check"]], ids=" ".join)
