@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.vllm.metric_table import METRICS, Metric
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ class Recorder:
 
 
 def _declared(name: str, label: str) -> Metric:
+    if name not in METRICS:
+        raise KeyError(f"{name!r} is not in metric_table: {suggestion(name, METRICS)}")
     metric = METRICS[name]
     label.encode()  # an error for what cannot be sent: lone surrogates
     first, _, last = label.rpartition(":") if metric.second else (label, "", label)

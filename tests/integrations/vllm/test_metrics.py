@@ -61,7 +61,7 @@ def test_the_value_of_a_gauge_travels() -> None:
 )
 def test_what_is_not_in_the_table_is_an_error(name: str, label: str) -> None:
     recorder = Recorder()
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=f"{name}' .*is not in metric_table"):
         recorder.count(name, 1, label)
     assert recorder.drain() is None
 
