@@ -17,6 +17,7 @@ from cuvee.calibration.corpus import (
     BUNDLED_MODEL,
     Corpus,
     learning_dtype,
+    load_config,
     load_model,
     load_tokenizer,
     model_path,
@@ -134,6 +135,8 @@ def test_a_missing_text_or_model(tmp_path: Path) -> None:
         read_corpus("nowhere", BUNDLED_MODEL)
     with pytest.raises(FileNotFoundError, match=r"no such model folder: .*nowhere"):
         load_model(str(tmp_path / "nowhere"))
+    with pytest.raises(OSError, match=r"^smolm2 \(did you mean 'smollm2'\?\): "):
+        load_config("smolm2")
     with pytest.raises(InputError, match=r"^device: must be a device that torch can use here, got 'abacus'"):
         load_model(BUNDLED_MODEL, device="abacus")
 
@@ -176,16 +179,19 @@ def test_every_text_gives_as_many_sequences_as_the_others() -> None:
         ("bfloat16", ("amx_bf16",), 1 << 22, "bfloat16", "for which this CPU has instructions"),
         ("bfloat16", (), 1 << 22, "float32", "this CPU has no instructions for bfloat16"),
         ("float16", ("avx512_bf16",), 1 << 22, "float32", "this CPU has no instructions for float16"),
-        ("bfloat16", (), 2, "bfloat16", "since float32 takes 0 GB of 0 GB of memory"),
+        ("bfloat16", (), 2, "bfloat16", "since float32 takes 1 GB of 0 GB of memory"),
         ("float32", ("avx512_bf16",), 1 << 22, "auto", "that of its files"),
+        ("small", ("avx512_bf16",), 1 << 22, "float32", "the model is small"),
     ],
 )
 def test_the_dtype_to_learn_in_goes_by_the_cpu(
     own: str, instructions: tuple[str, ...], pages: int, chosen: str, why: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    config = json.loads((bundled_model_path() / "config.json").read_text()) | {"dtype": own, "torch_dtype": own}
+    dtype, size = ("bfloat16", 500_000_000) if own == "small" else (own, 500_000_001)
+    config = json.loads((bundled_model_path() / "config.json").read_text()) | {"dtype": dtype, "torch_dtype": dtype}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(bytes(6000))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(size)  # of which nothing is written
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(instructions, True), raising=False)
     told = os.sysconf
     monkeypatch.setattr(os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else told(name))

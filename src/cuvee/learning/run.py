@@ -91,6 +91,8 @@ class Run:
             saved = None
             self._resumable &= self._begun  # what comes later depends on this part
             self._parts = {name: state for name, state in self._parts.items() if name in self._begun}
+        elif saved is not None and not self._begun and self._shown:
+            self._console.print(f"going on from {self._keep}", highlight=False, markup=False, soft_wrap=True)
         self._begun.add(part)
         self._part = self._parts[part] = saved or _new(key)
         self._live, self._used = {}, {}

@@ -77,7 +77,7 @@ def test_ctrl_c_keeps_what_the_same_command_goes_on_from(
     assert [path.name for path in tmp_path.iterdir()] == ["p.safetensors.partial"]
     monkeypatch.setattr(kinds, "sample_text", lambda *_: 1 / 0)
     monkeypatch.setattr(cuvee, "calibrate", noted)
-    run(*learn)
+    assert f"going on from {out}.partial" in run(*learn).stderr
     assert Profile.load(out).id == books.profile.id and [*tmp_path.iterdir()] == [out]
     assert all(torch.equal(rows, seen[1][kind]) for kind, rows in seen[0].items()) and kinds.SAMPLES in seen[0]
 
