@@ -125,6 +125,7 @@ def encode_cache(
             others.
         UnsupportedModelError: the cache is static, or a layer holds no plain keys and values.
     """
+    _check_codec(codec)
     layout = codec.profile.layout
     tensors = plain_tensors(cache, layout, past_windows=True)
     if tensors:
@@ -219,6 +220,7 @@ def decode_cache(
         FormatError, VersionError, CorruptError: a blob is damaged, or bound to other data.
         KeyMismatchError: a blob has the tag of another key, or only one of blob and codec has a key.
     """
+    _check_codec(codec)
     if isinstance(blobs, bytes | bytearray | memoryview) or not blobs:
         raise InputError("blobs: must be a non-empty list of bytes, as encode_cache returns it")
     config = _config_of(model)
@@ -407,6 +409,12 @@ def _check_dtype(what: str, dtype: str, model: PreTrainedModel | PreTrainedConfi
             f"{what}: must hold a cache in {own}, the dtype of the model, got {dtype}: load the model with "
             f"dtype={dtype!r}, or pass model.config and convert the cache"
         )
+
+
+def _check_codec(codec: object) -> None:
+    """Refuse arguments in another order."""
+    if not isinstance(codec, Codec):
+        raise InputError(f"codec: must be a cuvee.Codec, which is the first argument, got {type(codec).__name__}")
 
 
 def _check_model(model: PreTrainedModel | PreTrainedConfig, layout: KVLayout) -> None:

@@ -327,6 +327,8 @@ SAME = r"^cache: must hold the same batch and tokens in every layer, got "
 REFUSED: dict[type[Exception], list[tuple[Callable[[Given], object], str]]] = {
     InputError: [
         (lambda g: g.encode(((1, 2),)), "^cache: must be a transformers Cache, got tuple; build"),
+        (lambda g: encode_cache(g.cache, g.codec), "^codec: must be .* first argument, got DynamicCache"),  # type: ignore[arg-type]
+        (lambda g: decode_cache([], g.codec, g.model), "^codec: must be a cuvee.Codec, .* got list"),  # type: ignore[arg-type]
         (lambda g: encode_cache(g.codec, DynamicCache()), "^cache: must hold tokens, got an empty one"),
         (lambda g: encode_cache(g.codec, DynamicCache(config=g.model.config)), "^cache: .* layer 0 is empty"),
         (lambda g: g.changed(lambda c: setattr(c, "offloading", True)), "must not offload .* this DynamicCache"),
