@@ -7,6 +7,7 @@ executes notebooks and writes them back with their outputs, as they are to be co
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -75,7 +76,7 @@ def execute(path: Path, folder: str) -> None:
         for output in cell.outputs:
             if output.get("name") == "stderr":
                 raise ValueError(f"cell {cell.id} wrote to standard error:\n{output.text}")
-    notebook.metadata = nbformat.from_dict(METADATA)
+    notebook.metadata = nbformat.from_dict(metadata(notebook))
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({})
     partial = path.with_suffix(".partial")
@@ -89,6 +90,12 @@ def read(path: Path) -> Notebook:
 
 def code_cells(notebook: Notebook) -> list[Notebook]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def metadata(notebook: Notebook) -> dict[str, Any]:
+    """Return what a notebook says of itself, with a digest of the code that its outputs are of."""
+    code = "\0".join(cell.source for cell in code_cells(notebook))
+    return METADATA | {"executed_sha256": hashlib.sha256(code.encode()).hexdigest()}
 
 
 def printed(cell: Notebook) -> str:
@@ -124,7 +131,7 @@ def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [original.name]  # a notebook leaves nothing behind
     before, after = read(original), read(copy)
     assert [cell.source for cell in after.cells] == [cell.source for cell in before.cells]
-    # The committed outputs came from this source. Figures may differ in their last digits between machines.
+    # Figures may differ in their last digits between machines.
     assert [shape(cell) for cell in code_cells(after)] == [shape(cell) for cell in code_cells(before)]
 
 
@@ -133,7 +140,7 @@ def test_notebooks_are_committed_as_execution_leaves_them(committed: Path) -> No
     notebook = read(committed)
     nbformat.validate(notebook)
     assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
-    assert json.loads(text)["metadata"] == METADATA
+    assert json.loads(text)["metadata"] == metadata(notebook), "run this file on it: its outputs are of other code"
     assert text == nbformat.writes(notebook, version=4) + "\n"
     assert len(text.encode()) < MOST_BYTES
     identifiers = [cell.id for cell in notebook.cells]
