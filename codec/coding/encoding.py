@@ -25,6 +25,7 @@ from cuvee.codec.format.keys import Key
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.setting import Setting, Settings, warn_of_length
+from cuvee.codec.support.advice import ADVISES
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Encoder:
     def requests(self, source: KVChunk | PagedChunks) -> list[EncodeRequest]:
         """Return what to encode, with the ids that something is predicted from; errors as `IdCoding.usable`."""
         chunks = [source] if isinstance(source, KVChunk) else source
-        promised = self._promised
+        promised = self._promised if ADVISES.get() else None
         if promised is not None and any(chunk.start + chunk.tokens > promised for chunk in chunks):
             warn_of_length(self._settings.profile.id, promised)
         return [EncodeRequest(chunk, self._ids.usable(chunk.token_ids)) for chunk in chunks]
@@ -70,7 +71,7 @@ class Encoder:
                 best, coded = parts[at], self._write(request, coding.setting, layout, sections, bound[at])
                 if not best or _size(coded) < _size(best) * (1 if coding.setting.lossless else MISLED_SHARE):
                     parts[at] = coded
-                    if best:
+                    if best and ADVISES.get():
                         _warn_of_size(coding.setting.lossless)
         return parts
 

@@ -11,6 +11,7 @@ import xxhash
 from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.container import ID_BYTES, Header
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.advice import ADVISES
 from cuvee.codec.support.arrays import I64
 from cuvee.codec.token_ids import NO_TOKEN
 
@@ -33,7 +34,8 @@ class IdCoding:
         if table is None or not self._used:
             return None
         if ids is None or ids.min() == NO_TOKEN:
-            _warn_of_no_ids(bool(self._profile.plain_curve))
+            if ADVISES.get():
+                _warn_of_no_ids(bool(self._profile.plain_curve))
             return None
         if ids.max() >= table.vocabulary:
             raise InputError(

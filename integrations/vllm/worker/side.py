@@ -22,6 +22,7 @@ import torch
 from cuvee.codec.codec import Codec
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
+from cuvee.codec.support.advice import without_advice
 from cuvee.integrations.core.guard import Guard, Once
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.messages import Report, Seen
@@ -125,6 +126,7 @@ class WorkerSide:
         """Whether there are pages."""
         return self._state.coded is not None
 
+    @without_advice()
     def _warm_up(self, cache: PagedCache) -> None:
         layout, tokens, codec = self._state.pages.layout, self._state.chunk, self._state.codec
         zeros = partial(torch.zeros, dtype=layout.torch_dtype, device=cache.device)

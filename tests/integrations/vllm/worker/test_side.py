@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,13 +16,18 @@ import torch
 from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.vllm.sides import BLOCK, CHUNK, LAYOUT, TENANT, Bench, Served, make_pages, poison
+from tests.predicting import predicting
 from tests.waiting import wait_until
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding.encoding import _warn_of_size
+from cuvee.codec.coding.id_coding import _warn_of_no_ids
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
+from cuvee.codec.profiles.setting import warn_of_length
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.core import chunk_io
 from cuvee.integrations.stores import StoreError
@@ -32,6 +38,23 @@ from cuvee.integrations.vllm.messages import Delivery, Report, Save
 from cuvee.integrations.vllm.worker import loads as worker_load
 from cuvee.integrations.vllm.worker.step_times import StepTimes
 from cuvee.naming.identity import store_key
+
+
+def test_the_warm_up_warns_of_nothing_and_real_chunks_still_do(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is logged once per process: the warm-up must not use it up."""
+    for warn in (_warn_of_no_ids, _warn_of_size, warn_of_length):
+        warn.cache_clear()
+    curve = [CurvePoint(64 * k, 4.0 - k, 1e-2, 1e-3 * 4.0**k) for k in range(-3, 3)]
+    profile = predicting(fitted_to(LAYOUT)).with_curve(curve, [CHUNK // 2])
+    with caplog.at_level(logging.WARNING, logger="cuvee"):
+        b = bench(profile=profile, codec={"quality": "balanced"})
+        assert not caplog.records
+        b.store_all()
+        b.codec.encode(replace(b.sequence.slice(0, CHUNK), keys=tuple(1000 * each[:CHUNK] for each in b.sequence.keys)))
+    said = ["a chunk without token ids", "a chunk is coded without loss", "contexts of up to 8 tokens"]
+    assert all(caplog.text.count(each) == 1 for each in said), caplog.text
 
 
 @pytest.mark.parametrize("placed", [False, True])
