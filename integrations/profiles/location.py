@@ -59,6 +59,8 @@ class ProfileLocation:
         shown, scheme = redacted(where), _URL.match(where)
         if not scheme and where and not where.startswith(_TIERED):
             ended = _ENDED.fullmatch(where)
+            if ended is None and (identity := _meant_id(where)) is not None:
+                check_id(identity)
             return cls("folder", ended[1], where, ended[2]) if ended else cls("folder", where, where)
         kind = scheme[1].lower() if scheme else ""
         root, _, fragment = where.partition("#")
@@ -97,7 +99,13 @@ class ProfileLocation:
 def names_collection(profile: str) -> bool:
     """Return whether option `profile` of an engine names a collection, by a URL, an id or a folder, and not a file."""
     named = _URL.match(profile) or _ENDED.fullmatch(profile)
-    return profile.startswith(_TIERED) or named is not None or Path(profile).is_dir()
+    return profile.startswith(_TIERED) or named is not None or Path(profile).is_dir() or _meant_id(profile) is not None
+
+
+def _meant_id(where: str) -> str | None:
+    """Return what follows the last # if a folder is named before it, and no file or folder by all of it."""
+    folder, _, identity = where.rpartition("#")
+    return identity if folder and Path(folder).is_dir() and not Path(where).exists() else None
 
 
 def shown_profile(profile: str) -> str:

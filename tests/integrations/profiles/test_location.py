@@ -75,7 +75,19 @@ def test_no_message_shows_a_secret(tmp_path: Path) -> None:
 
 
 def test_options_check_a_location_and_leave_a_path_alone() -> None:
-    assert CodingOptions(profile="hf://me/p@v1").profile == "hf://me/p@v1"
+    named = f"hf://me/p@v1#{ID}"
+    assert CodingOptions(profile=named).profile == named
     assert CodingOptions(profile="missing.safetensors").profile == "missing.safetensors"
     with pytest.raises(InputError, match=r"^profile: must name a folder, .*hf://owner/name"):
         CodingOptions(profile="hf://gpt2")
+
+
+def test_what_follows_a_folder_is_an_id(tmp_path: Path) -> None:
+    """Unless a file or a folder has that name, or nothing has the name before it."""
+    with pytest.raises(InputError, match=r"^id: must be 32 lower-case hex digits, .* got 'abc'"):
+        ProfileLocation.parse(f"{tmp_path}#abc")
+    assert names_collection(f"{tmp_path}#abc")
+    assert ProfileLocation.parse(f"{tmp_path}/new#abc").root == f"{tmp_path}/new#abc"
+    Path(f"{tmp_path}/a").mkdir()
+    Path(f"{tmp_path}/a#1").touch()
+    assert ProfileLocation.parse(f"{tmp_path}/a#1").id is None and not names_collection(f"{tmp_path}/a#1")
