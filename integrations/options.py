@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.keys import Key, make_keys
+from cuvee.codec.profiles.profile_file import check_profile_file
+from cuvee.codec.profiles.quality import LOSSLESS, Quality
 from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.identity.secret_sources import read_secret
 from cuvee.integrations.profiles.location import (
@@ -16,6 +18,7 @@ from cuvee.integrations.profiles.location import (
     names_collection,
     shown_profile,
 )
+from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.redaction import redacted
 
 _LOCAL = ("memory:", "file:")  # stores of this host
@@ -125,12 +128,15 @@ class CodingOptions:
             raise InputError("key_file: must be left out if key_env is given, got both")
         check_values(self)
         if self.profile is not None and names_collection(self.profile):
-            ProfileLocation.parse(self.profile)
+            ProfileLocation.parse(self.profile).need_id()
         if not isinstance(self.tenant, str):
             raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
-        if len(self.codec_quality) > 1:
+        limits: Any = self.codec_quality
+        quality = Quality.of(limits.pop("quality", None), limits, default=LOSSLESS)
+        if self.profile is None and not quality.lossless:
             raise InputError(
-                f"quality: must be at most one of {', '.join(_QUALITIES)}, got {', '.join(self.codec_quality)}"
+                f"{next(iter(self.codec_quality))}: must be left out without a profile, whose coding is lossless, got "
+                f"{quality}: learn a profile (cuvee profile learn), and name it in option 'profile'"
             )
         if self.profile is None and not self.check_model:
             raise InputError("check_model: must be left out without a profile, which is what it checks, got false")
@@ -164,6 +170,20 @@ class CodingOptions:
     def quality_of(self, dtype: str) -> dict[str, Any]:
         """The same for a cache of this dtype, whose size a ratio is of."""
         return self.codec_quality | ({} if self.ratio is None else {"dtype": dtype})
+
+    def check(self) -> None:
+        """Find out without a model whether profile, secrets and stores can be right. Of a profile's file, only what it
+        says about itself is read; no collection is asked, no store is connected to, and no folder made.
+
+        Raises:
+            FileNotFoundError, CuveeError: as `Profile.load`, if option `profile` names a file.
+            InputError: as `secrets`; a URL that no store has.
+            ImportError: the package of a store's client is missing.
+        """
+        self.secrets()
+        if self.profile is not None and not names_collection(self.profile):
+            check_profile_file(self.profile)
+        open_store(self.store).close()
 
     @property
     def local(self) -> bool:

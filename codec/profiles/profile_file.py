@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +99,23 @@ def write_profile_file(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 def read_profile_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     """Return the arguments of `Profile`, and the id that the file names, in hex; errors as `Profile.load`."""
+    with _metadata_of(path) as (file, data):
+        try:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except TypeError as error:
+            raise FormatError(f"{os.fspath(path)}: holds tensors of a dtype that no profile has: {error}") from error
+        return profile_arguments(data, arrays), data["id"]
+
+
+def check_profile_file(path: str | os.PathLike[str]) -> None:
+    """Raise as `Profile.load`, as far as the file's metadata tell: they are read in an instant, arrays are not."""
+    with _metadata_of(path) as (_, data):
+        KVLayout.from_dict(data["layout"])
+
+
+@contextmanager
+def _metadata_of(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield an open file and its metadata; what is raised within is told of the file."""
     name = os.fspath(path)
     if not Path(path).is_file():
         raise FileNotFoundError(f"no profile at {name}: name another file, or learn one (cuvee profile learn)")
@@ -105,16 +124,11 @@ def read_profile_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str
             text = (file.metadata() or {}).get("cuvee")
             if text is None:
                 raise FormatError(f"{name}: is a safetensors file but not a cuvee profile")
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise FormatError(f"{name}: is not a safetensors file, or is truncated: {error}") from error
-    except TypeError as error:
-        raise FormatError(f"{name}: holds tensors of a dtype that no profile has: {error}") from error
-    try:
-        data = unsealed(text)
-        return profile_arguments(data, arrays), data["id"]
+            yield file, unsealed(text)
     except FormatError:
         raise
+    except SafetensorError as error:
+        raise FormatError(f"{name}: is not a safetensors file, or is truncated: {error}") from error
     except (InputError, AttributeError, KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise FormatError(f"{name}: is not a well-formed profile: {error!r:.500}") from error
 

@@ -1,13 +1,13 @@
 """Compressed KV offload for vLLM: `CuveeConnector`, loaded by module path or as a plug-in. See README.md."""
 
-import errno
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cuvee.integrations.vllm.connector import CuveeConnector
 
 __all__ = ["CuveeConnector", "register"]
+
+_VLLMS_OWN = ("type", "module_path", "backpressure")  # in the entry of a tier
 
 
 def register() -> None:
@@ -23,29 +23,31 @@ def _checking(find_class: Any) -> Any:
     """Have vLLM refuse options while it reads its own: before it loads a model, and not minutes later."""
 
     def find(config: Any) -> Any:
-        if config.kv_connector == "CuveeConnector":
-            check_options(config.kv_connector_extra_config)
+        check_options(config.kv_connector, config.kv_connector_extra_config)
         return find_class(config)
 
     return staticmethod(find)
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Find out without a model whether options, store URLs and the path of a profile can be right; nothing is opened.
+def check_options(connector: str, extra: dict[str, Any]) -> None:
+    """Find out without a model whether the options of our connector, or of our tiers in vLLM's, can be right.
+
+    Args:
+        connector: `kv_connector`; others than these pass.
+        extra: `kv_connector_extra_config`.
 
     Raises:
-        FileNotFoundError: there is no file where option `profile` names one.
-        InputError: an unknown option, or a value that cannot be right.
-        ImportError: the package of a store's client is missing.
+        CuveeError, FileNotFoundError, ImportError: as `from_dict` and `check` of `CodingOptions`.
     """
-    from cuvee.integrations.profiles.location import names_collection
-    from cuvee.integrations.stores import open_store
     from cuvee.integrations.vllm.connector_config import Options
+    from cuvee.integrations.vllm_tier.tier_options import TierOptions
 
-    read = Options.from_dict(options)
-    if read.profile is not None and not names_collection(read.profile) and not Path(read.profile).is_file():
-        raise FileNotFoundError(errno.ENOENT, "profile: no such file", read.profile)
-    open_store(read.store).close()  # which neither connects nor touches a disk
+    if connector == "CuveeConnector":
+        Options.from_dict(extra).check()
+    tiers: Any = extra.get("secondary_tiers") if connector == "OffloadingConnector" else None
+    for tier in tiers if isinstance(tiers, list) else ():
+        if isinstance(tier, dict) and tier.get("type") == "CuveeTier":
+            TierOptions.from_dict({name: tier[name] for name in tier if name not in _VLLMS_OWN}).check()
 
 
 # Imported on first use: the other modules here work without vLLM. Hidden from type checkers: they would accept any

@@ -63,6 +63,11 @@ class Options(CodingOptions):
                 "deadline_ms: must be left out with blend, because loads with a deadline are not blended; requests may "
                 "name it"
             )
+        if self.refinements and self.profile is None:
+            raise InputError(
+                f"refinements: must be 0 without a profile, got {self.refinements}: learn one (cuvee profile learn), "
+                "and name it in option 'profile'"
+            )
         blend: Any = self.blend
         if not isinstance(blend, BlendOptions | None):
             object.__setattr__(self, "blend", BlendOptions.from_json(blend))

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tests.conftest import fitted_profile
 
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.vllm import check_options
 from cuvee.integrations.vllm.connector_config import Options
@@ -60,7 +63,7 @@ def test_everything_can_be_set() -> None:
         ({"decide": "maybe"}, "decide: must be one of measured, always"),
         (
             {"quality": "high", "kl": 0.1},
-            "quality: must be at most one of quality, kl, bits, ratio, step, got quality, kl",
+            "quality: must be given as exactly one of .*, got quality, kl",
         ),
     ],
 )
@@ -158,17 +161,52 @@ def test_a_secret_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Options.from_dict({"key_file": "/a\0b"}).secrets()
 
 
-def test_wrong_options_are_found_without_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", [False, True])
+def test_wrong_options_are_found_without_a_model(tier: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As vLLM has it done while it reads its own options (`test_docs.py`)."""
-    (tmp_path / "p.safetensors").write_bytes(b"")
-    for profile in (str(tmp_path / "p.safetensors"), "hf://owner/name#" + "0" * 32, f"{tmp_path}#{'0' * 32}"):
-        check_options({"profile": profile, "store": f"file://{tmp_path}/new?max_gb=1"})
-    check_options({})
-    check_options({"store": ["memory://?max_gb=1", "redis://nowhere.invalid/0"]})
-    assert [path.name for path in tmp_path.iterdir()] == ["p.safetensors"], "nothing was opened"
-    with pytest.raises(FileNotFoundError, match=r"profile: no such file: '.*none'"):
-        check_options({"profile": str(tmp_path / "none")})
-    wrong = {"stor": "memory://", "store": "fle:///var/cache/kv", "decide": "alway", "profile": 7}
-    for name, value in wrong.items():
-        with pytest.raises(InputError, match=f"{'url' if name == 'store' else name}.*"):
-            check_options({name: value})
+    profile, other, text = (str(tmp_path / name) for name in ("profile", "other", "text"))
+    fitted_profile("gqa", "layer").save(profile)
+    save_file({"one": torch.ones(1)}, other)
+    Path(text).write_text("not learned")
+    monkeypatch.setenv("CUVEE_SECRET", "s" * 16)
+    monkeypatch.setenv("CUVEE_SHORT", "short")
+    monkeypatch.delenv("CUVEE_NONE", raising=False)
+
+    def check(**options: Any) -> None:
+        entry = {"type": "CuveeTier", "module_path": "cuvee.integrations.vllm_tier", "backpressure": {}, **options}
+        check_options(*(("OffloadingConnector", {"secondary_tiers": [entry]}) if tier else ("CuveeConnector", options)))
+
+    for named in (profile, "hf://owner/name#" + "0" * 32, f"{tmp_path}#{'0' * 32}"):
+        check(profile=named, store=f"file://{tmp_path}/new?max_gb=1", kl=0.1, key_env=["CUVEE_SECRET"])
+    check(quality="lossless")
+    check(store=["memory://?max_gb=1", "redis://nowhere.invalid/0"])
+    check_options("OffloadingConnector", {"secondary_tiers": [{"type": "fs", "root_dir": "/"}], "quality": "tiny"})
+    assert {path.name for path in tmp_path.iterdir()} == {"profile", "other", "text"}, "nothing was opened"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"profile": str(tmp_path / "none")}, "no profile at .*none: name another file, or learn one"),
+        ({"profile": other}, ".*other: is a safetensors file but not a cuvee profile"),
+        ({"profile": text}, ".*text: is not a safetensors file"),
+        ({"profile": f"{tmp_path}#abc"}, "id: must be 32 lower-case hex digits"),
+        ({"profile": str(tmp_path)}, "profile: must name a file, or a place and an id"),
+        ({"profile": 7}, "profile: must be"),
+        (
+            {"profile": profile, "quality": "tiny"},
+            "quality: must be one of lossless, high, balanced, small, got 'tiny'",
+        ),
+        ({"profile": profile, "kl": "low"}, "kl: must be a positive number, got 'low'"),
+        ({"quality": "small"}, "quality: must be left out without a profile, .* got quality=small: learn a profile"),
+        ({"ratio": 8}, "ratio: must be left out without a profile, .* got ratio=8"),
+        ({"key_env": ["CUVEE_SECRET", "CUVEE_NONE"]}, "key_env: the environment variable CUVEE_NONE is not set"),
+        ({"key_env": "CUVEE_SHORT"}, "key_env: key: must be 16 to 64 bytes"),
+        ({"key_file": str(tmp_path / "none")}, "key_file: .* cannot be read"),
+        ({"stor": "memory://"}, ".*has no option 'stor'"),
+        ({"store": "fle:///var/cache/kv"}, "url: "),
+    ]
+    for options, message in wrong:
+        with pytest.raises((InputError, FormatError, FileNotFoundError), match=f"^{message}"):
+            check(**options)
+    if not tier:
+        with pytest.raises(InputError, match="refinements: must be 0 without a profile, got 1"):
+            check(refinements=1)
+        with pytest.raises(InputError, match="decide: must be one of"):
+            check(decide="alway")

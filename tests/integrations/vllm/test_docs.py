@@ -108,7 +108,9 @@ def test_counters_of_the_text_exist() -> None:
 
 # One process, because to import vLLM takes longer than all of this.
 WRONG_OPTIONS = {
-    '{"profile": "nowhere.safetensors"}': "no such file: 'nowhere.safetensors'",
+    '{"profile": "nowhere.safetensors"}': "no profile at nowhere.safetensors",
+    '{"quality": "small"}': "quality: must be left out without a profile",
+    '{"key_env": "CUVEE_NO_SUCH_SECRET"}': "key_env: the environment variable CUVEE_NO_SUCH_SECRET is not set",
     '{"store": "fle:///var/cache/kv"}': "got fle://; did you mean file://?",
 }
 STARTED = """
