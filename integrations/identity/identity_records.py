@@ -129,27 +129,31 @@ class IdentityRecords:
         record.sample.keys = self._records.present(record.sample.keys)
         entries = record.sample.count(len(record.sample.keys))
         counts = {each.id: self._records.count(each) for each in others}
-        self._recorder.gauge("identity_entries", entries, "same")
-        self._recorder.gauge("identity_entries", sum(counts.values()), "other")
+        strange = [each for each in others if differences(record, each)]
+        lost = sum(counts[each.id] for each in strange)
+        older = sum(counts.values()) - lost
+        self._recorder.gauge("identity_entries", entries + older, "same")
+        self._recorder.gauge("identity_entries", lost, "other")
         if first:
-            self._tell(record, entries, others, counts)
+            self._tell(record, entries, older, strange, lost)
         for tenant, digest in noted:
             record.sample.add(self._keys.written(tenant, digest))
         self._bound = record.sample.bound
-        if stored is None or (stored.sample.keys, stored.sample.bound) != (record.sample.keys, record.sample.bound):
+        known = None if first or stored is None else (stored.sample.keys, stored.sample.bound)
+        if known != (record.sample.keys, record.sample.bound):  # at a start also for what helps to recognize it
             self._records.write(record, others)
 
-    def _tell(
-        self, record: IdentityRecord, entries: int, others: Sequence[IdentityRecord], counts: dict[str, int]
-    ) -> None:
+    @staticmethod
+    def _tell(record: IdentityRecord, entries: int, older: int, others: Sequence[IdentityRecord], lost: int) -> None:
+        own = f"{entries} entries of this identity ({record.id[:8]})"
+        if older:
+            own += f", {older} that another accepted secret has signed"
+        if not others:
+            logger.info("cuvee: the store has %s, and no others are known", own)
+            return
         names = Counter(name for other in others for name in differences(record, other))
         named = ", ".join(f"{name} ({count})" for name, count in names.most_common(_MOST_NAMED))
-        if not others:
-            logger.info(
-                "cuvee: the store has %d entries of this identity (%s), and no others are known", entries, record.id[:8]
-            )
-            return
         logger.info(
-            "cuvee: the store has %d entries of this identity (%s), and %d of others (%d), which differ in: %s; "
-            "`cuvee store explain` shows the values", entries, record.id[:8], sum(counts.values()), len(others), named,
+            "cuvee: the store has %s, and %d of others (%d), which differ in: %s; `cuvee store explain` shows the "
+            "values", own, lost, len(others), named,
         )  # fmt: skip

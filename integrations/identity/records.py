@@ -47,6 +47,8 @@ _MOST_READ = 4 * MOST_RECORDS  # records that are looked at; others have been pl
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
 _OF_LAYOUTS = ("cache_dtype", "model_type", "layers", "max_positions")
 _OF_LAYERS = ("kv_heads", "head_dim", "value_dim", "rope", "sliding_window")
+_ACCEPTED = "accepted_secrets"
+_MOST_ACCEPTED = 9  # ids that fit into a value
 _EVERY = 1 << 64
 # Names of options whose values may be secrets. Not `bos_token_id`, nor `num_tokens`.
 _SECRET = re.compile(r"(^|[_.])(token|secret|passw(or)?d|credentials?|key|salt|auth)$", re.IGNORECASE)
@@ -217,7 +219,7 @@ def about_model(name: str, revision: str | None, config: Mapping[str, Any], left
     named |= {"revision": revision} if revision else {}
     found = {each: shown_value(each, value) for each, value in named.items()}
     kept = {each: value for each, value in config.items() if each not in set(left_out) and value is not None}
-    return dict(islice((found | dict(_flat("config", kept))).items(), _MOST_FIELDS - len(_OF_LAYERS)))
+    return dict(islice((found | dict(_flat("config", kept))).items(), _MOST_FIELDS - len(_OF_LAYERS) - 1))
 
 
 def about_layout(layout: KVLayout | None) -> dict[str, str]:
@@ -229,14 +231,23 @@ def about_layout(layout: KVLayout | None) -> dict[str, str]:
     return found
 
 
+def about_secrets(key_ids: Sequence[bytes]) -> dict[str, str]:
+    """Return the ids of the accepted secrets, if there are several: an engine finds what any of them has signed."""
+    return {_ACCEPTED: " ".join(key_id.hex() for key_id in key_ids[:_MOST_ACCEPTED])} if len(key_ids) > 1 else {}
+
+
 def differences(mine: IdentityRecord, other: IdentityRecord) -> dict[str, tuple[str, str]]:
-    """Return the fields in which two identities differ: both values, "" for none.
+    """Return the fields in which two identities differ: both values, "" for none. A secret that `mine` accepts is no
+    difference: without others, the entries are found.
 
     Where weights or layouts differ, what is known about the two models says more.
     """
     found = _unequal(mine.fields, other.fields)
+    if other.fields.get("secret") in mine.about.get(_ACCEPTED, "").split():
+        found.pop("secret", None)
     if {"weights", "layout"} & found.keys():
         about = _unequal(mine.about, other.about)  # records of earlier versions do not tell what layers keep
+        about.pop(_ACCEPTED, None)
         found |= {name: pair for name, pair in about.items() if all(pair) or not name.startswith("layout.")}
     if any(name in _OF_LAYOUTS or name.startswith("layout.") for name in found):
         found.pop("layout", None)  # a digest of these

@@ -21,7 +21,13 @@ from cuvee.integrations.core.guard import Once, Recorder
 from cuvee.integrations.identity.checkpoint import naming_with_profile, read_config
 from cuvee.integrations.identity.identity_records import IdentityRecords
 from cuvee.integrations.identity.identity_records import Recorder as Gauges
-from cuvee.integrations.identity.records import IdentityRecord, about_layout, about_model, identity_fields
+from cuvee.integrations.identity.records import (
+    IdentityRecord,
+    about_layout,
+    about_model,
+    about_secrets,
+    identity_fields,
+)
 from cuvee.integrations.identity.weights_name import Make, Named, WeightsName
 from cuvee.integrations.options import CodingOptions
 from cuvee.integrations.pages import opaque
@@ -229,11 +235,13 @@ class PageStores:
     def _record(self, identity: Identity) -> IdentityRecord:
         """Return the record of an identity, without entries."""
         layout = self._layout if identity.layout == self._layout.fingerprint else None
-        fields = identity_fields(identity, layout, self._page_tokens, self._opaque.key_ids, engine=self._engine)
+        key_ids = self._opaque.key_ids
+        fields = identity_fields(identity, layout, self._page_tokens, key_ids, engine=self._engine)
         (path, revision), config = self._checkpoint, dict[str, Any]()
         with suppress(InputError):
             config = read_config(path, revision=revision).to_dict()
-        return IdentityRecord(fields, about_model(path, revision, config, VOLATILE) | about_layout(layout))
+        model = about_model(path, revision, config, VOLATILE)
+        return IdentityRecord(fields, model | about_layout(layout) | about_secrets(key_ids))
 
     def _identity(self, codec: Codec, ranks: int, named: Named | None, layout: bytes | None = None) -> Identity:
         return Identity(

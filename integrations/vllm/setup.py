@@ -28,7 +28,13 @@ from cuvee.integrations.identity.checkpoint import (
     tokenizer_identity,
 )
 from cuvee.integrations.identity.engine_config import vllm_options
-from cuvee.integrations.identity.records import IdentityRecord, about_layout, about_model, identity_fields
+from cuvee.integrations.identity.records import (
+    IdentityRecord,
+    about_layout,
+    about_model,
+    about_secrets,
+    identity_fields,
+)
 from cuvee.integrations.identity.weights_name import Make
 from cuvee.integrations.profiles.collection import find_profile
 from cuvee.integrations.profiles.location import shown_profile
@@ -251,7 +257,7 @@ class Setup:
         """Return the record of an engine with this identity, without entries."""
         tokens, key_ids = self.options.chunk_tokens, self.options.key_ids()
         fields = identity_fields(identity, self.layout, tokens, key_ids, engine="vllm")
-        return IdentityRecord(fields, {**self.about, **about_layout(self.layout)})
+        return IdentityRecord(fields, {**self.about, **about_layout(self.layout), **about_secrets(key_ids)})
 
     def identity(self, vllm_config: Any) -> Identity:
         """Return the identity of this engine's blobs: everything but tokens that determines their content. Takes as

@@ -129,7 +129,8 @@ def store_explain(
     """Say which identities a store has entries of, how many, and in which fields they differ: why engines do not share.
 
     Engines find each other's entries if all that determines a KV cache is equal. Each writes a record of that. One
-    identity, by default that of the engine that wrote last, is compared with all others. Counts of more than 128
+    identity, by default that of the engine that wrote last, is compared with all others; one that differs in nothing is
+    signed with another secret that the first accepts. Counts of more than 128
     entries are estimates. A record is text that anybody who can write to the store may have changed.
 
     With --model and other flags of `vllm serve` behind the URL, all are compared with the identity that such an engine
@@ -159,10 +160,10 @@ def store_explain(
         rows = {each.id: _row(each, records.count(each)) for each in found}
     mine = chosen[0] if chosen else max(found, key=lambda each: each.written, default=None)
     if planned is not None:
-        mine = next((each for each in found if each.id == planned.id), planned)
+        mine = planned
         rows.setdefault(mine.id, _row(mine, 0))
     for each in found:
-        if mine is not None and each is not mine:
+        if mine is not None and each.id != mine.id:
             rows[each.id]["differs"] = {name: list(pair) for name, pair in differences(mine, each).items()}
     ordered = sorted(rows.values(), key=lambda row: (mine is None or row["identity"] != mine.id, -row["entries"]))
     if as_json:
@@ -202,6 +203,10 @@ def _show_identities(rows: list[dict[str, Any]]) -> None:
             f"{row['identity'][:8]}  {'' if row['exact'] else 'about '}{count}, model "
             f"{row['about'].get('model', 'unknown')}, written {row['written'] or 'by no engine yet'}"
         )
+        if row["differs"] == {}:
+            typer.echo(
+                "          secret: another one, which the first identity accepts: its engines find these entries"
+            )
         for name, (mine, other) in (row["differs"] or {}).items():
             typer.echo(f"          {name}: {other or 'not set'}, not {mine or 'unset'}")
 

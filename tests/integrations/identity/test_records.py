@@ -19,6 +19,7 @@ from cuvee.integrations.identity.records import (
     IdentityRecord,
     about_layout,
     about_model,
+    about_secrets,
     differences,
     identity_fields,
     shown_value,
@@ -93,6 +94,19 @@ def test_weights_that_differ_are_explained_by_the_two_models() -> None:
         "config.rope_parameters.rope_theta": ("10000.0", "500000.0"),
     }  # fmt: skip
     assert not differences(mine, replace(mine, about=other.about))  # the same content under another name
+
+
+def test_a_secret_that_is_accepted_makes_no_difference() -> None:
+    new, old, strange = (bytes([number]) * 8 for number in range(3))
+    mine, other = record(keys=(new, old)), record(keys=(old,))
+    assert set(differences(mine, other)) == {"secret"}, "records of older versions"
+    mine.about = about_secrets((new, old))
+    mine = IdentityRecord.from_bytes(mine.key, mine.to_bytes())
+    assert not differences(mine, other)
+    assert set(differences(mine, record(keys=(old,), weights="bb"))) == {"weights"}
+    assert all(set(differences(mine, record(keys=keys))) == {"secret"} for keys in ((strange,), ()))
+    assert set(differences(other, mine)) == {"secret"}, "which it does not accept"
+    assert about_secrets((new,)) == {} and len(about_secrets([new] * 99)["accepted_secrets"]) <= 160
 
 
 def test_layouts_that_differ_are_explained_by_their_layers() -> None:

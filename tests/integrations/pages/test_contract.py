@@ -247,6 +247,16 @@ def test_engines_that_do_not_share_see_each_others_entries_and_how_they_differ(
     assert '"fields"' in kept and mine in shown
     assert not [each for each in ("customer-17", "known to engines only", "of-alice") if each in shown]
 
+    monkeypatch.setenv("NEW_SECRET", "not known to all engines")
+    line, counters = serve(1, {**own, "key_env": ["NEW_SECRET", "KV_SECRET"]})
+    assert (
+        "has 0 entries of this identity" in line
+        and f"), {PAGES} that another accepted secret has signed, and 3 of" in line
+    )
+    assert "secret" not in line.partition("differ in: ")[2] and counters["identity_entries{same}"] == PAGES
+    said = CliRunner().invoke(app, ["store", "explain", f"file://{tmp_path}/kv"]).stdout
+    assert said.count("which the first identity accepts") == 1 and "secret: 0" not in said
+
 
 def test_a_store_that_cannot_be_counted_costs_one_line(
     make: Make, store: DictStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
