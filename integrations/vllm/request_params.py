@@ -26,11 +26,13 @@ def request_fields(params: Any) -> Mapping[str, Any]:
 
     Raises:
         InputError: not an object, an unknown field, a wrong `store` or `explain`, or a key beside it that is nearly its
-            own. Other keys are other connectors'.
+            own, or one of its fields. Other keys are other connectors'.
     """
     for key in params if isinstance(params, Mapping) else ():
         if _is_misspelt(key):
             raise InputError(f"kv_transfer_params: has no field {shown(key)}: did you mean {_NAME!r}?")
+        if key in _FIELDS:  # no connector of vLLM has a field of these names
+            raise InputError(f'kv_transfer_params: has no field {shown(key)}: give it as {{"{_NAME}": {{"{key}": …}}}}')
     given = _given(params)
     if given is None:
         return {}

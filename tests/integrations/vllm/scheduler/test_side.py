@@ -445,6 +445,15 @@ def test_a_misspelt_key_is_refused_in_the_answer_and_its_request_is_not_stored(
     assert outcome == {"error": f"kv_transfer_params: has no field {key!r}: did you mean 'cuvee'?"}
 
 
+@pytest.mark.parametrize("field", ["deadline_ms", "store", "blend", "segments", "cost", "explain"])
+def test_a_field_outside_of_its_object_is_refused_in_the_answer(desk: Callable[..., Desk], field: str) -> None:
+    d, request = desk(), make_request(kv_transfer_params={field: False, "do_remote_decode": False})
+    d.side.arrived(request)
+    assert d.matched(request) == (0, False) and d.plan((request, 0, 100)).saves == []
+    told = f'kv_transfer_params: has no field {field!r}: give it as {{"cuvee": {{"{field}": …}}}}'
+    assert d.side.outcome(request) == {"error": told}
+
+
 def test_keys_of_other_connectors_are_theirs(desk: Callable[..., Desk]) -> None:
     keys = "do_remote_decode do_remote_prefill remote_engine_id remote_block_ids remote_host remote_port tp_size "
     keys += "lmcache.tag transfer_id max_offload_tokens max_load_tokens hidden_states_path priorities queue cache cue"
