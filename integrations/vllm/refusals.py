@@ -12,6 +12,7 @@ from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.integrations.core.refusals import refuse
+from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.pages.layer_groups import CachedLayers, LayerGroup, is_latent
 
@@ -155,8 +156,14 @@ def check_latents(vllm_config: Any, layout: KVLayout, options: Options) -> None:
         )
 
 
-def check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None) -> None:
-    """Refuse to blend where that is not known to be right."""
+def check_blend(vllm_config: Any, layout: KVLayout, codes: torch.dtype | None, blend: BlendOptions) -> None:
+    """Refuse to blend where that is not known to be right, or where no prompt is long enough."""
+    longest = vllm_config.model_config.max_model_len
+    if blend.min_position + blend.min_reused >= longest:
+        raise InputError(
+            f"blend.segment_tokens: must be at most {3 * (max(longest - 1, 0) // 5) + 2}, or no prompt within "
+            f"--max-model-len {longest} is long enough to be blended, got {blend.segment_tokens}"
+        )
     family = vllm_config.model_config.hf_text_config.model_type
     if family not in _BLENDED:
         raise UnsupportedModelError(

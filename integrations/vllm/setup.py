@@ -193,7 +193,7 @@ class Setup:
         if cached.recurrent:
             check_recurrent(vllm_config)
         if options.blend is not None:
-            check_blend(vllm_config, layout, codes)
+            check_blend(vllm_config, layout, codes, options.blend)
         if layout.max_positions is not None and tokens > layout.max_positions:
             raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
         if layout.layers[0].latent:

@@ -106,7 +106,7 @@ def _engine(
             "model": "folder", "tokenizer": "folder", "skip_tokenizer_init": False, "revision": None,
             "tokenizer_revision": None,
             "hf_text_config": CONFIG, "is_encoder_decoder": False, "runner_type": "generate", "dtype": torch.bfloat16,
-            "quantization": None, "hf_overrides": {}, "seed": 0, "hf_config": CONFIG,
+            "quantization": None, "hf_overrides": {}, "seed": 0, "hf_config": CONFIG, "max_model_len": 4096,
         },
         "parallel": {
             "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
@@ -384,6 +384,11 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
             {"speculative": _drafts("dflash")},
             UnsupportedModelError,
             "speculative decoding by 'dflash': set \"method\" in --speculative-config to one of ngram, ngram_gpu, ",
+        ),
+        (
+            {"extra": {"blend": {"segment_tokens": 2460}}},
+            InputError,
+            "blend.segment_tokens: must be at most 2459, .* --max-model-len 4096 .* got 2460",
         ),
         ({"extra": {"kl": 0.1}}, InputError, "kl: must be left out without a profile"),
     ],
