@@ -141,7 +141,7 @@ def reasons() -> str:
     from cuvee.integrations.vllm.scheduler.explaining import REASONS as MEANINGS
 
     rows = [f"| `{name}` | {re.sub(r' ?{adapter}', '', text)} |" for name, text in MEANINGS.items()]
-    shown = "\n".join(rows).replace("{missing}", "N").replace("{refused}", "see `uncached`")
+    shown = "\n".join(rows).replace("{missing}", "N").replace("{refused}", "see `uncached`").replace("{cause}", ": why")
     return f"| reason | meaning |\n|---|---|\n{shown}"
 
 

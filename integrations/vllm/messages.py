@@ -251,6 +251,7 @@ class Report:
         ended: requests whose loads are over, successfully or not, once per rank.
         restored: what each successful load and blend took.
         failed: requests whose load failed in part or as a whole.
+        causes: why, for their clients, who must not learn of other entries or of the store.
         unsaved: digests of entries that were to be stored and are not.
         metrics: as `Recorder.drain` returns them.
         delivered: what was restored of which quality, once per rank and load.
@@ -271,6 +272,7 @@ class Report:
     seen: list[Seen] = field(default_factory=list)
     changed: set[int] = field(default_factory=set)
     step_seconds: dict[int, float] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Report) -> None:
         """Merge the report of another rank into this one."""
@@ -280,6 +282,7 @@ class Report:
                 mine.extend(theirs)
             elif isinstance(mine, set):
                 mine.update(theirs)
+        self.causes.update(other.causes)
         for step, seconds in other.step_seconds.items():
             self.step_seconds[step] = max(seconds, self.step_seconds.get(step, 0.0))
         if other.metrics is not None:

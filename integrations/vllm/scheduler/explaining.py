@@ -21,7 +21,7 @@ REASONS = {
     "queued": "other loads were before it for as long as computing takes",
     "deadline": "the deadline left no time to load more",
     "timeout": "the store did not answer within lookup_timeout",
-    "failed": "the load failed, so its tokens were computed",
+    "failed": "the load failed, so its tokens were computed{cause}",
     "short": "fewer tokens than min_tokens can be loaded",
     "engine": "the engine has the tokens in its own cache",
     "unread": "the request or the engine reads no cache (prompt_logprobs, kv_role)",
@@ -30,6 +30,7 @@ REASONS = {
 }
 """What each `reason` means. It is never said whether another tenant has the tokens: that would tell what others ask."""
 
+_BLENDED = "; this is about the exact prefix, and not about what was blended behind it"
 _VERDICTS = {Verdict.SLOW: "declined", Verdict.WAITED: "queued"}
 
 
@@ -46,10 +47,14 @@ def explanation(record: RequestRecord, state: SchedulerState) -> dict[str, Any]:
     missing = record.found.chunks * state.chunk + record.found.tail if asked else -1
     if reason == "hit":
         missing = -1
+    blended = record.segmented is not None and record.segmented.outcome["blended"]
     adapter = " with this adapter" if record.adapter is not None else ""
     return {
         "reason": reason,
-        "text": REASONS[reason].format(missing=missing, adapter=adapter, refused=record.refused),
+        "text": REASONS[reason].format(
+            missing=missing, adapter=adapter, refused=record.refused, cause=f": {record.cause}" if record.cause else ""
+        )
+        + _BLENDED * blended,
         "prompt_tokens": record.request.num_prompt_tokens,
         "found_tokens": record.end,
         "loaded_tokens": record.given,

@@ -80,6 +80,7 @@ class RequestRecord:
     ranks: int = 0  # that have not ended it
     given: int = 0  # number of tokens that loads have restored, or will
     cut: str = ""  # why they restored less than they should: "failed" or "deadline"
+    cause: str = ""  # why one failed, for its client
     started: bool = False  # whether its first token was timed
     placed: int = 0  # ranks that have placed the segments of its blend
     # What is stored of it.

@@ -288,6 +288,7 @@ class SchedulerSide:
             self._blends.take(report)
         for record in self._records.present(report.failed):
             with self._guard("take", partial(self._give_up, record.request)):
+                record.cause = report.causes.get(record.id, "")
                 self._refuse(record)
         for delivery in report.delivered:
             for record in self._records.present([delivery.request]):

@@ -114,7 +114,7 @@ class WorkerLoads:
             jobs = self.under_way()
         for job in jobs:
             with self._guard("drop"), job.lock:
-                job.valid_until = job.load.start
+                job.valid_until, job.cause = job.load.start, "the weights have changed"
                 self.end(job)
 
     def _load(self, job: LoadJob, ready: Mark) -> None:
@@ -133,6 +133,7 @@ class WorkerLoads:
                                 return
                             self._restorer.restore(job, batch)
             except CuveeError as error:
+                job.cause = "an entry was damaged" if error.blames_blob else "an entry was gone or could not be read"
                 logger.warning(
                     "cuvee: request %s: %s; its tokens from %d on are recomputed",
                     load.request, error, self._valid_until(job),
@@ -170,6 +171,7 @@ class WorkerLoads:
                     "cuvee: request %s: no end of its load after load_timeout=%g s; tokens from %d on are recomputed",
                     job.load.request, self._state.timeout, self._valid_until(job),
                 )  # fmt: skip
+                job.cause = "it took longer than load_timeout"
                 self.end(job, "timeout")
         finally:
             job.lock.release()
@@ -209,6 +211,7 @@ class WorkerLoads:
                 self._fail(job, missing)
             if failed:
                 report.failed.add(load.request)
+                report.causes[load.request] = job.cause
             if delivery is not None:
                 report.delivered.append(delivery)
             self._is_over(job)

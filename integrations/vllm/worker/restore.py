@@ -60,6 +60,7 @@ class LoadJob:
     started: float = 0.0  # when a thread began with it; 0: it queues
     answered: float = 0.0  # when the store last answered
     bad: list[tuple[str, int]] = field(default_factory=list)  # keys of unsound entries; of each the first unsound part
+    cause: str = "an error, which the log tells"  # why it fails, if it does
     failed: bool = False  # the engine is to compute all its tokens; otherwise invalid blocks say which
     parts: dict[int, int] = field(default_factory=dict)  # of how many an entry of the prefix was restored, by position
     blend: PageBlend | None = None  # what computes its blend, once that has begun

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.integrations.vllm.sides import CHUNK, LORA, Desk, make_request, patience
@@ -86,7 +87,7 @@ def _deadline(d: Desk, request: SimpleNamespace) -> None:
 
 def _failed(d: Desk, request: SimpleNamespace) -> None:
     _part(d, request)
-    d.side.take(Report(ended=["r"], failed={"r"}))
+    d.side.take(Report(ended=["r"], failed={"r"}, causes={"r": "an entry was damaged"}))
 
 
 def _timeout(d: Desk, request: SimpleNamespace) -> None:
@@ -160,8 +161,21 @@ def test_each_reason(
     text = REASONS[reason].partition("{")[0]
     assert told["text"].startswith(text) and "{" not in told["text"]
     assert ("with this adapter" in told["text"]) is (act is _adapter)
+    assert told["text"].endswith("were computed: an entry was damaged") is (act is _failed)
     (line,) = [each.getMessage() for each in caplog.records if "request r:" in each.getMessage()]
     assert repr(reason) in line
+
+
+def test_the_text_tells_a_blend_apart(desk: Callable[..., Desk]) -> None:
+    for blended in (False, True):
+        d, request = desk(), make_request(kv_transfer_params=ASKS)
+        _part(d, request)
+        d.side._records.of(request).segmented = Mock(outcome={"blended": blended})
+        told = d.side.explanation(request)
+        assert told is not None and told["reason"] == "partial"
+        assert (
+            told["text"].endswith("this is about the exact prefix, and not about what was blended behind it") is blended
+        )
 
 
 def test_weights_without_a_name_are_a_reason_and_all_are_tested(desk: Callable[..., Desk]) -> None:

@@ -138,6 +138,8 @@ def test_a_bad_entry_is_deleted_and_those_before_it_kept(bench: Callable[..., Be
     b.load_now([b.load(blocks, 0, 3 * CHUNK)])
     assert b.worker.loads.take_invalid_blocks() == {12, 13, 14, 15}
     assert b.held(blocks, 0, CHUNK)
+    cause = "an entry was gone or could not be read" if damage == "gone" else "an entry was damaged"
+    assert b.worker._state.report.causes == {"r": cause}
     report = b.worker.report(1)
     assert report.failed == {"r"} and report.restored == []
     assert report.unsaved == set(b.digests[1:3]), "they are to be stored again"
@@ -281,7 +283,9 @@ def test_a_load_that_never_got_a_thread_is_given_up(bench: Callable[..., Bench])
     assert b.worker._pools.loaders.dismiss(30)
     assert b.cache.keys[0].isnan().all()
     assert b.worker.loads.take_arrived() == set() and b.worker.loads.take_invalid_blocks() == set()
-    assert b.worker.report(1).failed == set(names)
+    report = b.worker.report(1)
+    assert report.failed == set(names)
+    assert report.causes == dict.fromkeys(names, "it took longer than load_timeout")
 
 
 def test_a_load_that_queues_does_not_use_up_its_time(
@@ -681,11 +685,12 @@ def test_reports_of_ranks_add_up() -> None:
     assert (one.steps, one.ended, one.restored) == ([1, 1], ["c", "d"], [load, blend])
     assert (one.failed, one.unsaved) == ({"a", "b"}, {b"x", b"y"})
     assert sorted(one.placed) == ["a", "a", "b"]
+    one.add(Report(causes={"a": "gone"}))
     one.add(Report(changed={3}, delivered=[Delivery("r", 0, (), (), True)], step_seconds={1: 0.5}))
     one.add(Report(step_seconds={1: 0.2, 2: 0.1}, metrics={"raw_bytes|": 2}))
     one.add(Report(metrics={"raw_bytes|": 3}))
     assert (one.changed, len(one.delivered), one.step_seconds) == ({3}, 1, {1: 0.5, 2: 0.1})
-    assert one.metrics == {"raw_bytes|": 5}
+    assert one.metrics == {"raw_bytes|": 5} and one.causes == {"a": "gone"}
 
 
 def test_steps_are_timed_once_and_failed_ones_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
