@@ -115,7 +115,7 @@ def markdown_document(title: str, preface: Sequence[str], body: Sequence[ReportS
                 case Bullets(items):
                     parts.append("\n".join(f"- {escape(item)}" for item in items))
                 case Figure(caption):
-                    parts += [f"![{escape(caption)}]({plot})", escape(caption)] if plot else []
+                    parts += [f"![{escape(caption.partition(',')[0])}]({plot})", escape(caption)] if plot else []
                 case text:
                     parts.append(escape(text))
     return "\n\n".join(parts) + "\n"

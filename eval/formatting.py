@@ -53,7 +53,7 @@ def with_error(value: float, error: float | None, *, signed: bool = False, perce
     decimals = _decimals(error, 2) if error else _decimals(value, 3)
     if value and not round(value, decimals):
         decimals = _decimals(value, 1)
-    return f"{_format(value, decimals, signed)} ± {_format(error, decimals)}{unit}"
+    return f"{_format(value, decimals, signed)} ± {_format(error, decimals) if error else '0'}{unit}"
 
 
 def format_bits(bits: float | None) -> str:

@@ -11,6 +11,7 @@ from cuvee.eval.documents import Block, Bullets, Figure, ReportTable
 from cuvee.eval.formatting import format_bits, format_interval, format_number, format_ratio, with_error
 from cuvee.eval.methods import family_label
 from cuvee.eval.report.families import beyond_error, family_rank, is_learned, name_of, rows_of
+from cuvee.eval.report.method_sections import promises
 from cuvee.eval.report.plot import CAPTION
 from cuvee.eval.report.schema import MethodEntry, Report
 from cuvee.learning.divergence import stderr
@@ -21,7 +22,7 @@ RATIOS = (4, 8, 16, 32)  # how many times smaller the cache shall be
 
 
 def headline(report: Report) -> list[Block]:
-    """Say what quality is left at 4x, 8x, 16x and 32x."""
+    """Say what quality is left at 4x, 8x, 16x and 32x, and whether presets keep their promises."""
     rows: list[list[str]] = []
     sentence = ""
     for ratio in RATIOS:
@@ -74,7 +75,7 @@ def headline(report: Report) -> list[Block]:
         rows = [row[:-1] for row in rows]
     strong = frozenset(index for index, row in enumerate(rows) if row[0] == "8x")
     table = ReportTable(columns, rows, note=note, strong=strong)
-    return [sentence, table, Figure(CAPTION)]
+    return [sentence, *promises(report), table, Figure(CAPTION)]
 
 
 def _task_changes(report: Report, family: str, bits: float) -> str:

@@ -21,7 +21,7 @@ from cuvee.eval.report.schema import MethodEntry, Report, Score
 from cuvee.eval.report.scoring import shows_something
 from cuvee.learning.divergence import stderr
 
-__all__ = ["methods", "tasks"]
+__all__ = ["methods", "promises", "tasks"]
 
 
 def methods(report: Report) -> list[Block]:
@@ -34,14 +34,7 @@ def methods(report: Report) -> list[Block]:
         "tokens, paired, in nats per token. Top-1: tokens whose most likely successor stays the same. Promised: the "
         "KL that a preset stands for. Copied text repeats a part of the cache, new text does not."
     )
-    missed = [sentence for e in shown if (sentence := _missed(report, e))]
-    beyond = [
-        f"The KL of {name} was measured on up to {profile.longest} tokens: its presets promise none at the "
-        f"{report.text.length} of this report."
-        for name, profile in report.profiles.items()
-        if profile.longest is not None and profile.longest < report.text.length
-    ]
-    blocks: list[Block] = [*beyond, *missed, _quality_table(report, shown, note)]
+    blocks: list[Block] = [_quality_table(report, shown, note)]
     if report.skipped:
         blocks.append(ReportTable(["left out ", "why "], [[s.key, s.reason] for s in report.skipped], title="Left out"))
     return blocks
@@ -52,16 +45,44 @@ def _promise(entry: MethodEntry) -> float | None:
     return PRESET_KL.get(entry.setting) if is_preset(entry) else None
 
 
-def _missed(report: Report, entry: MethodEntry) -> str:
+def promises(report: Report) -> list[str]:
+    """Say which presets lose more than they stand for, or that none does, and how sure that is."""
+    found = [
+        f"The KL of {name} was measured on up to {profile.longest} tokens: its presets promise none at the "
+        f"{report.text.length} of this report."
+        for name, profile in report.profiles.items()
+        if profile.longest is not None and profile.longest < report.text.length
+    ]
+    presets = [(entry, promise) for entry in report.quality if (promise := _promise(entry)) is not None]
+    missed = [sentence for entry, promise in presets if (sentence := _missed(report, entry, promise))]
+    if presets and not missed:
+        kinds = " and ".join(f"{len(rows)} of {kind} text" for kind, rows in _kinds(report).items())
+        found.append(
+            "Every preset keeps its promise: no KL is more than one standard error above it (sequences: "
+            f"{kinds or report.text.sequences})."
+        )
+    return found + missed
+
+
+def _kinds(report: Report) -> dict[str, list[int]]:
+    """Return the sequences of each kind of text that was measured on."""
+    kinds = {"new": rows_of(report, reread=False), "copied": rows_of(report, reread=True)}
+    return {kind: rows for kind, rows in kinds.items() if rows}
+
+
+def _missed(report: Report, entry: MethodEntry, promise: float) -> str:
     """Say that a preset loses more than it stands for: a promise for all kinds of text, so also for copied text."""
-    promise = _promise(entry)
-    found: list[tuple[str, float, float | None]] = [("", entry.kl, entry.kl_stderr)]
-    for where, reread in ((" on copied text", True), (" on new text", False)):
-        if losses := [entry.per_sequence.kl[row] for row in rows_of(report, reread)]:
-            found.append((where, fmean(losses), stderr(losses)))
-    for where, loss, error in found:
-        if promise is not None and loss - (error or 0.0) > promise:
-            return f"{entry.label} misses its promise{where}: KL {with_error(loss, error)} against {promise:g}."
+    found = [("", entry.kl, entry.kl_stderr, report.text.sequences)]
+    for kind, rows in reversed(_kinds(report).items()):
+        losses = [entry.per_sequence.kl[row] for row in rows]
+        found.append((f" on {kind} text", fmean(losses), stderr(losses), len(losses)))
+    for where, loss, error, count in found:
+        if loss - (error or 0.0) > promise:
+            above = f"{(loss - promise) / error:.1f} standard errors above it, " if error else ""
+            return (
+                f"{entry.label} misses its promise{where}: KL {with_error(loss, error)} against {promise:g} "
+                f"({above}sequences: {count})."
+            )
     return ""
 
 

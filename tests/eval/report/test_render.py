@@ -103,18 +103,29 @@ def test_a_curve_that_is_too_short_says_so(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("copied", "new", "where"),
-    [(4e-3, 4e-3, None), (8e-3, 1e-3, " on copied text"), (1e-3, 8e-3, " on new text"), (17e-3, 1e-3, "")],
+    ("copied", "new", "says"),
+    [
+        (4e-3, 4e-3, None),
+        (8e-3, 1e-3, " on copied text: KL 0.0090 ± 0.0010 against 0.005 (4.0 standard errors above it, sequences: 2)"),
+        (1e-3, 8e-3, " on new text: KL 0.00800 against 0.005 (sequences: 2)"),
+        (17e-3, 1e-3, ": KL 0.00900 against 0.005 (sequences: 4)"),
+    ],
 )
-def test_a_promise_that_is_missed_on_one_kind_of_text_is_pointed_out(
-    report: dict[str, Any], copied: float, new: float, where: str | None
+def test_a_promise_that_is_missed_on_one_kind_of_text_is_told_first(
+    report: dict[str, Any], copied: float, new: float, says: str | None
 ) -> None:
     """Presets promise their KL on the worst kind, and a mean over all sequences hides what that loses."""
     preset = next(e for e in report["quality"] if e["key"] == "cuvee/layer@balanced")
-    per_sequence = {**preset["per_sequence"], "kl": [copied, new, copied, new]}
+    later = copied + 2e-3 if says and "±" in says else copied
+    per_sequence = {**preset["per_sequence"], "kl": [copied, new, later, new]}
     preset.update(kl=(copied + new) / 2, kl_stderr=0.0, per_sequence=per_sequence)
-    found = re.findall(r"cuvee, balanced misses its promise(.*): KL .* against 0.005", markdown(report))
-    assert found == ([] if where is None else [where])
+    print_summary(report, console := Console(width=300, record=True, file=io.StringIO()))
+    shown = console.export_text()
+    for text in (markdown(report).partition("| size |")[0], shown.partition(" size ")[0]):
+        missed = [f"cuvee, balanced misses its promise{says}."] if says else []
+        assert re.findall(r"^.* misses its promise.*$", text.replace("± 0 ", ""), re.MULTILINE) == missed
+        kept = "Every preset keeps its promise: no KL is more than one standard error above it (sequences: 2 of new"
+        assert (kept in text) == (says is None)
 
 
 @pytest.mark.parametrize(("longest", "warns"), [(None, False), (256, False), (255, True)])
