@@ -43,6 +43,7 @@ from cuvee.codec.models.frozen import frozen
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.codec.support.terminal_table import terminal_table
 from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
+from cuvee.eval.formatting import with_error
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.progress import StepLog
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench, spans
@@ -300,8 +301,10 @@ def _table(quality: list[Quality]) -> Table:
     columns = ("bits/value", "ratio", "KL ± s.e.", "top-1")
     table = terminal_table("What it saves and what it costs", "method", *columns)
     for q in quality:
-        kl = f"{q.kl:.5f} ± {q.kl_stderr or 0:.5f}"
-        cells = (q.name, f"{q.bits_per_value:.2f}", f"{q.ratio or 0:.1f}x", kl, f"{100 * q.top1:.1f}%")
+        cells = (
+            q.name, f"{q.bits_per_value:.2f}", f"{q.ratio or 0:.1f}x", with_error(q.kl, q.kl_stderr),
+            f"{100 * q.top1:.1f}%",
+        )  # fmt: skip
         table.add_row(*cells, style="bold green" if q.name == f"cuvee {SHOWN_QUALITY}" else "")
     return table
 

@@ -69,7 +69,7 @@ def _facts(profile: Profile, path: Path) -> Table:
     from rich.table import Table
 
     layout, size = profile.layout, path.stat().st_size
-    first, shapes = layout.layers[0], len(set(layout.layers))
+    first, shapes, sections = layout.layers[0], len(set(layout.layers)), len(profile.sections)
     shape = f"{layout.num_layers} layers" + (f" of {shapes} shapes, the first" if shapes > 1 else "")
     grid = Table.grid(padding=(0, 2))
     for name, value in {
@@ -78,7 +78,7 @@ def _facts(profile: Profile, path: Path) -> Table:
         "model": f"{layout.model_type}, {shape} {first.kv_heads} x {first.head_dim}, {layout.dtype}",
         "weights": profile.model or "not recorded",
         "source": profile.source,
-        "group": f"{profile.group}: {len(profile.sections)} sections",
+        "group": f"{profile.group}: {sections} section{'' if sections == 1 else 's'}",
         "text": "not recorded" if profile.text_tokens is None else f"learned from {profile.text_tokens} tokens",
         "measured": _lengths(profile),
     }.items():
@@ -88,6 +88,8 @@ def _facts(profile: Profile, path: Path) -> Table:
 
 def _print_qualities(profile: Profile, presets: Iterable[Mapping[str, Any]]) -> None:
     """Show what each preset promises, and what each step costs."""
+    from cuvee.eval.formatting import with_error
+
     console = make_console()
     table = make_table("quality", "KL at most", "step", "bits/value")
     for row in presets:
@@ -97,12 +99,13 @@ def _print_qualities(profile: Profile, presets: Iterable[Mapping[str, Any]]) -> 
     console.print(table)
     table = make_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1")
     for point in _curve(profile.curve):
+        loss, error = point["delta_nll"], point["delta_nll_stderr"]
         table.add_row(
             f"{point['step']:.3g}",
             f"{point['bits_per_value']:.3f}",
             f"{point['ratio']:.1f}x",
-            _with_error(point["kl"], point["kl_stderr"]),
-            _with_error(point["delta_nll"], point["delta_nll_stderr"], "+"),
+            "" if point["kl"] is None else with_error(point["kl"], point["kl_stderr"]),
+            "" if loss is None else with_error(loss, error, signed=True),
             "" if point["top1"] is None else f"{100 * point['top1']:.1f}%",
         )
     console.print(table)
@@ -146,9 +149,3 @@ def _curve(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
     from cuvee.codec.support.steps import step_value
 
     return [{**asdict(point), "step": step_value(point.step_index), "ratio": point.ratio} for point in points]
-
-
-def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
-    if value is None:
-        return ""
-    return f"{value:{sign}.5f}" + ("" if error is None else f" ± {error:.5f}")

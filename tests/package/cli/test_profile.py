@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from tests.conftest import fitted_profile
 from tests.package.cli.running import Files, fails, misused, run
 from tests.package.test_docs import parse
 
@@ -27,7 +30,7 @@ from cuvee.naming.identity import store_key
 ALL_KINDS = (*KINDS[:7], LONG, *KINDS[7:])  # of a mixture
 
 
-def test_profile_show(files: Files) -> None:
+def test_profile_show(files: Files, tmp_path: Path, books: Any) -> None:
     profile = Profile.load(files.profile)
     data = json.loads(run("profile", "show", files.profile, "--json").stdout)
     assert data["id"] == profile.id.hex() and data["group"] == "layer" and data["presets"] == []
@@ -37,6 +40,11 @@ def test_profile_show(files: Files) -> None:
     )
     shown = run("profile", "show", files.profile).stdout
     assert profile.id.hex() in shown and f"learned from {profile.text_tokens} tokens" in shown
+    first, *others = books.profile.curve
+    books.profile.with_curve([replace(first, kl=12e-6, kl_stderr=34e-7), *others]).save(tmp_path / "small")
+    fitted_profile("gqa", "all").save(tmp_path / "one")
+    assert "0.0000120 ± 0.0000034" in run("profile", "show", tmp_path / "small").stdout
+    assert "all: 1 section\n" in re.sub(" +\n", "\n", run("profile", "show", tmp_path / "one").stdout)
     fails("profile", "show", files.cache, match="not a cuvee profile")
 
 
