@@ -106,14 +106,19 @@ def clear_change(key: str, metric: str, was: Figure, now: Figure) -> ChangeEntry
     return ChangeEntry(key, metric, was.value, now.value, error, now.more_is_better, worse)
 
 
-def check_profile_names(old: Figures, profiles: Sequence[str]) -> None:
-    """Raise InputError if an earlier report measured profiles, and none by the name of one of these files."""
+def check_profile_names(old: Figures, profiles: Sequence[str], model: str) -> None:
+    """Raise InputError if an earlier report measured profiles, and none by the name of one of these files.
+
+    The message says first if the report's model has another name than `model`: then its profiles are others, too.
+    """
     families = {key.partition("@")[0] for key, _ in old.found}
     before = {family for family in families if family.startswith("cuvee/")} - {"cuvee/lossless"}
     now = {f"cuvee/{Path(path).stem}" for path in profiles}
     if before and now and not before & now:
+        was = old.measured.get("model")
+        other = "" if was == model else f"be of the model {model}, not {was}, and "
         raise InputError(
-            f"against: must have methods of this report's profiles, {', '.join(sorted(now))}, got "
+            f"against: must {other}have methods of this report's profiles, {', '.join(sorted(now))}, got "
             f"{', '.join(sorted(before))} in {old.name}: methods are named after the files of profiles, so give a copy "
             "the old name"
         )
@@ -141,7 +146,11 @@ def check_comparable(old: Figures, new: Mapping[str, Any]) -> None:
         old: of the earlier report.
         new: what this one depends on, as far as it is known, see `measured`.
     """
-    if different := list(_differences(old.measured, new)):
+    different = list(_differences(old.measured, new))
+    was, model = old.measured.get("model"), new.get("model")
+    if different and "model_fingerprint" not in new and was != model:  # a folder with another name may hold its weights
+        different.insert(0, f"the model {was}, not {model} (--model)")
+    if different:
         raise InputError(
             f"against: must have measured what this report measures, but {old.name} measured {'; '.join(different)}: "
             "give this report the same options, or compare it with another one"

@@ -110,7 +110,7 @@ def run_report(
     check_folder(out, force, resumed=REPORT_FILE)
     old = None if against is None else Figures.load(against)
     if old is not None:
-        check_profile_names(old, config.profiles)
+        check_profile_names(old, config.profiles, Path(config.model).name)
     # The bundled model gains nothing from more threads, and on a busy machine several wait for each other.
     with torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext():
         return _Run(config, out, console, old, force, command).run()
@@ -322,10 +322,11 @@ class _Run:
         scorer = self.plan.without_context
         if scorer is None:
             return
-        log.expect(len(scorer.names))
         digests = {task.name: task.docs_sha256 for task in self.report.tasks}
-        for name in scorer.names:
-            if name not in digests or self._has_score(ABSENT, name):
+        names = [name for name in digests if self.plan.scorer and self.plan.scorer.first(name) != scorer.first(name)]
+        log.expect(len(names))
+        for name in names:
+            if self._has_score(ABSENT, name):
                 log.skip()
                 continue
             with log.step(f"{name}: the question alone"):

@@ -5,6 +5,7 @@ Report.to_dict() --> report.json --> Report.from_dict()      refuses what is mis
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -271,7 +272,7 @@ class Report:
         return read_entry(cls, data, "report")
 
     @classmethod
-    def load(cls, path: Path) -> Report:
+    def load(cls, path: str | os.PathLike[str]) -> Report:
         """Read a `report.json`.
 
         Raises:
@@ -280,14 +281,18 @@ class Report:
             OSError: the file cannot be read.
         """
         try:
-            data = parse_json(path.read_text(encoding="utf-8"))
+            data = parse_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise FormatError(f"{path} is not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != REPORT_FORMAT:
             raise FormatError(f"{path} is not a report: give the report.json that `cuvee report` writes")
         if data.get("version") != REPORT_VERSION:
+            machine = data.get("environment")
+            commit = machine.get("commit") if isinstance(machine, dict) else None
+            remedy = f"check out commit {str(commit).rstrip('+')}, which wrote it, or make it again"
             raise VersionError(
-                f"{path} is a report of version {data.get('version')!r}, not {REPORT_VERSION}: make it again"
+                f"{path} is a report of version {data.get('version')!r}, not {REPORT_VERSION}: "
+                f"{remedy if commit else 'make it again'}"
             )
         try:
             return cls.from_dict(data)

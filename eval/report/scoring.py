@@ -144,6 +144,11 @@ class TaskScorer:
         loaded = self._tasks.load(self.names)["tasks"]
         return {name: min(len(task.eval_docs), self._limit or len(task.eval_docs)) for name, task in loaded.items()}
 
+    def first(self, name: str) -> object:
+        """Return the first document of a task, to compare it with that of other metadata."""
+        with _quiet(), _seeded(self._tasks.seed):
+            return next(iter(self._tasks.load([name])["tasks"][name].eval_docs), None)
+
     @cached_property
     def _lm(self) -> CuveeLM:
         from cuvee.eval.lm import CuveeLM

@@ -58,7 +58,13 @@ def _against(report: Report) -> list[Block]:
         ]
         for change in changes
     ]
-    rows += [[key, metric, "", "", "", "missing"] for key, _, metric in (m.rpartition(" ") for m in found.missing)]
+    here = {entry.key for entry in (*report.quality, *report.scores)}
+    missing: dict[str, list[str]] = {}
+    for key, _, metric in (name.rpartition(" ") for name in found.missing):
+        missing.setdefault(key, []).append(metric)
+    rows += [
+        [key, ", ".join(metrics) if key in here else "all", "", "", "", "missing"] for key, metrics in missing.items()
+    ]
     count = f"{found.worse} figures" if found.worse != 1 else "1 figure"
     text = (
         f"Since {found.name}: {count} worse or missing, {found.unchanged} unchanged. A change counts if it is "

@@ -155,8 +155,10 @@ def test_sequences_are_disjoint_whole_and_spread() -> None:
     assert cut[:, 0].tolist() == [0, 32, 52] and cut.shape == (3, 10)
     assert len(spread_sequences([corpus(25, 7, 40)], 10)) == 6
     assert len(spread_sequences([corpus(25, 7, 40)], 10, 99)) == 6
-    with pytest.raises(InputError, match=r"^text: must hold at least 50 tokens"):
+    with pytest.raises(InputError, match=r"^text: must hold at least 50 tokens in one document, got 40 in "):
         spread_sequences([corpus(25, 7, 40)], 50)
+    with pytest.raises(InputError, match=r"got 0 in empty\.txt: give more"):
+        spread_sequences([corpus(90), Corpus("empty.txt", "", ())], 50)
 
 
 def test_every_text_gives_as_many_sequences_as_the_others() -> None:
@@ -166,10 +168,9 @@ def test_every_text_gives_as_many_sequences_as_the_others() -> None:
     assert texts == [0] * 3 + [1] * 2 + [2] * 3
     assert rows[:, 0].tolist() == [0, 130, 260, 0, 10, 0, 130, 260] and rows.shape == (8, 10)
     assert sequences_by_text([long, short], 10, 3)[1] == [0, 0, 1]
-    assert sequences_by_text([long, short], 30, 4)[1] == [0] * 4  # none is as long as this
-    assert sequences_by_text([short, corpus(9)], 10, 99)[1] == [0, 0]
-    with pytest.raises(InputError, match=r"^text: must hold at least 50 tokens"):
-        sequences_by_text([short, corpus(49)], 50, 2)
+    for texts in ([long, short], [short, corpus(29)]):  # a text that was given is not left out silently
+        with pytest.raises(InputError, match=r"^text: must hold at least 30 tokens in one document, got 25 in "):
+            sequences_by_text(texts, 30, 4)
 
 
 @pytest.mark.parametrize(

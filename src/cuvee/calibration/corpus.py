@@ -398,7 +398,7 @@ def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None =
     """Cut at most `count` disjoint sequences `[N, length]`, spread evenly over the texts; without it, all.
 
     Raises:
-        InputError: the texts hold no sequence of this length.
+        InputError: a text holds no sequence of this length.
     """
     whole = [piece for of_text in _pieces(corpora, length) for piece in of_text]
     return torch.stack(pick_evenly(whole, count or len(whole)))
@@ -411,7 +411,7 @@ def sequences_by_text(corpora: Sequence[Corpus], length: int, count: int) -> tup
         int64 `[N, length]`, text after text, and the index of each sequence's text.
 
     Raises:
-        InputError: the texts hold no sequence of this length.
+        InputError: a text holds no sequence of this length.
     """
     pieces = _pieces(corpora, length)
     wanted = [0] * len(pieces)
@@ -431,8 +431,10 @@ def _pieces(corpora: Sequence[Corpus], length: int) -> list[list[torch.Tensor]]:
         body = max(length - len(corpus.leading), 1)
         pieces = (piece for ids in corpus.documents for piece in ids.split(body) if len(piece) == body)
         by_text.append([with_leading(corpus.leading, piece) for piece in pieces])
-    if not any(by_text):
-        raise InputError(
-            f"text: must hold at least {length} tokens in one document: give more text, or a smaller --length"
-        )
+        if not by_text[-1]:
+            longest = max((len(corpus.leading) + len(ids) for ids in corpus.documents), default=0)
+            raise InputError(
+                f"text: must hold at least {length} tokens in one document, got {longest} in {corpus.name}: give more "
+                "text, or a smaller --length"
+            )
     return by_text

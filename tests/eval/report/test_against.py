@@ -12,7 +12,14 @@ import pytest
 from tests.eval.report.world import damaged, filled
 
 from cuvee.codec.errors import FormatError, InputError, VersionError
-from cuvee.eval.report.against import Figure, Figures, changes_since, check_profile_names, clear_change
+from cuvee.eval.report.against import (
+    Figure,
+    Figures,
+    changes_since,
+    check_comparable,
+    check_profile_names,
+    clear_change,
+)
 from cuvee.eval.stats import paired_difference
 
 Report = dict[str, Any]
@@ -147,16 +154,26 @@ def test_reports_of_other_things_are_refused_in_words(
 
 
 def test_profiles_of_other_names_are_refused_before_anything_is_measured(report: Report, tmp_path: Path) -> None:
-    check_profile_names(figures(report, tmp_path), ["new/b.safetensors"])  # the old report has baselines alone
+    check_profile_names(figures(report, tmp_path), ["new/b.safetensors"], "m")  # the old report has baselines alone
     report["quality"] += [{**report["quality"][1], "key": key} for key in ("cuvee/a@small", "cuvee/lossless")]
     old = figures(report, tmp_path)
-    check_profile_names(old, [])
-    check_profile_names(old, ["new/a.safetensors", "new/b.safetensors"])
+    check_profile_names(old, [], "m")
+    check_profile_names(old, ["new/a.safetensors", "new/b.safetensors"], "m")
     message = (
         r"^against: must have .*profiles, cuvee/b, got cuvee/a in old.json of .*: methods are named after the files"
     )
     with pytest.raises(InputError, match=message):
-        check_profile_names(old, ["new/b.safetensors"])
+        check_profile_names(old, ["new/b.safetensors"], "m")
+    with pytest.raises(InputError, match=r"^against: must be of the model n, not m, and have methods"):
+        check_profile_names(old, ["new/b.safetensors"], "n")
+
+
+def test_another_model_is_named_before_its_weights_are_known(report: Report, tmp_path: Path) -> None:
+    old = figures(report, tmp_path)
+    new = {name: value for name, value in old.measured.items() if name != "model_fingerprint"} | {"model": "n"}
+    check_comparable(old, new)  # the same weights in another folder
+    with pytest.raises(InputError, match=r"commit abc measured the model m, not n .--model.; a model in float32, not"):
+        check_comparable(old, new | {"dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"report"', "{}", '{"format": "cuvee"}'])
@@ -169,8 +186,12 @@ def test_another_file_is_not_a_report(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2, "3", None])
 def test_other_versions(report: Report, tmp_path: Path, version: Any) -> None:
-    with pytest.raises(VersionError, match="make it again"):
-        figures({**report, "version": version}, tmp_path)
+    old = {**report, "version": version}
+    with pytest.raises(VersionError, match="check out commit abc, which wrote it, or make it again"):
+        figures(old, tmp_path)
+    for environment in ({}, None):
+        with pytest.raises(VersionError, match=rf"of version {version!r}, not \d+: make it again"):
+            figures(old | {"environment": environment}, tmp_path)
 
 
 def test_an_unfinished_run(report: Report, tmp_path: Path) -> None:

@@ -164,4 +164,4 @@ def test_a_summary_on_the_terminal(report: dict[str, Any]) -> None:
     print_summary(report, console)
     shown = console.export_text()
     assert "[red]model" in shown and "[b]2" in shown and "6.34x (6.01x to 6.72x)" in shown and "not reached" in shown
-    assert "2 figures worse or missing" in shown
+    assert "4 figures worse or missing" in shown and re.search(r"lost +│? *all .*missing", shown)

@@ -660,7 +660,9 @@ def test_controls_say_which_tasks_show_nothing(tmp_path: Path) -> None:
     config = replace(
         CONFIG, methods=("kivi2",), tasks=(TASK, "cuvee_lines_100"), metadata=("lines=10",), controls=True, limit=4
     )
-    data = run_report(config, tmp_path / "run")
+    data = run_report(config, tmp_path / "run", Console(file=(log := io.StringIO())))
+    alone = re.findall(r"\d+ of \d+: (\w+): the question alone", log.getvalue())
+    assert alone == ["cuvee_lines_100"]
     scored = {task["name"]: [s["key"] for s in data["scores"] if s["task"] == task["name"]] for task in data["tasks"]}
     assert scored == {TASK: ["bf16", "kivi2", "destroyed"], "cuvee_lines_100": ["bf16", "kivi2", "destroyed", "absent"]}
     absent = next(s for s in data["scores"] if s["key"] == "absent")

@@ -43,4 +43,4 @@ def test_what_does_not_fit_is_named(path: tuple[Any, ...], value: Any, message: 
         Report.from_dict(data)
     (tmp_path / "report.json").write_text(json.dumps(data))
     with pytest.raises(FormatError, match="is damaged: report"):
-        Report.load(tmp_path / "report.json")
+        Report.load(str(tmp_path / "report.json"))
