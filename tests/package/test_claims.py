@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "claims.md"
@@ -15,6 +18,7 @@ COUNTED = re.compile(
     rf"{NUMBER} ?(?:%|times\b|x\b|m?s\b|seconds\b|minutes\b|[GM]B\b|bits per value)|(?:factor|KL) of {NUMBER}"
 )
 RUN = re.compile(r"\]\(([^)#]*results/[^)#]+\.md)[^)]*\)")
+COMMIT = re.compile(r"(?<![\w.-])(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,10}(?![\w.-]\w|\w)")
 SOURCES = ("definition", "arithmetic")
 
 
@@ -89,3 +93,25 @@ def test_every_row_is_about_a_sentence_and_names_a_source() -> None:
         for source in sources.split("; "):
             run = re.fullmatch(r"`(eval/results/\d{4}-\d\d-\d\d-[\w-]+)`", source)
             assert source in SOURCES or (run and (ROOT / run[1] / "README.md").is_file()), source
+
+
+def git(*args: str, given: str = "") -> list[str]:
+    return subprocess.run(["git", *args], cwd=ROOT, input=given, stdout=-1, text=True, check=True).stdout.splitlines()
+
+
+def unknown_commits(text: str) -> list[str]:
+    """Return the commits that a text names outside of code, and that the history does not have."""
+    named = COMMIT.findall(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    asked = "".join(f"{commit}^{{commit}}\n" for commit in named)
+    found = git("cat-file", "--batch-check", given=asked)
+    return [line.partition("^")[0] for line in found if line.endswith("missing")]
+
+
+def test_the_commits_of_figures_are_in_the_history() -> None:
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository") != ["false"]:
+        pytest.skip("a checkout without its history")
+    files = [*pages(), *(ROOT / "eval" / "results").rglob("*.md")]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    assert sum(len(COMMIT.findall(text)) for text in texts) > 20
+    assert [commit for text in texts for commit in unknown_commits(text)] == []
+    assert unknown_commits("measured (30 November, 00000bad; busy)") == ["00000bad"]
