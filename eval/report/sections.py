@@ -58,7 +58,7 @@ def _against(report: Report) -> list[Block]:
         ]
         for change in changes
     ]
-    here = {entry.key for entry in (*report.quality, *report.scores)}
+    here = {entry.key for entry in report.quality} | {score.key for score in report.scores}
     missing: dict[str, list[str]] = {}
     for key, _, metric in (name.rpartition(" ") for name in found.missing):
         missing.setdefault(key, []).append(metric)

@@ -168,9 +168,9 @@ def test_every_text_gives_as_many_sequences_as_the_others() -> None:
     assert texts == [0] * 3 + [1] * 2 + [2] * 3
     assert rows[:, 0].tolist() == [0, 130, 260, 0, 10, 0, 130, 260] and rows.shape == (8, 10)
     assert sequences_by_text([long, short], 10, 3)[1] == [0, 0, 1]
-    for texts in ([long, short], [short, corpus(29)]):  # a text that was given is not left out silently
+    for given in ([long, short], [short, corpus(29)]):  # a text that was given is not left out silently
         with pytest.raises(InputError, match=r"^text: must hold at least 30 tokens in one document, got 25 in "):
-            sequences_by_text(texts, 30, 4)
+            sequences_by_text(given, 30, 4)
 
 
 @pytest.mark.parametrize(

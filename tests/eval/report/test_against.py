@@ -189,9 +189,8 @@ def test_other_versions(report: Report, tmp_path: Path, version: Any) -> None:
     old = {**report, "version": version}
     with pytest.raises(VersionError, match="check out commit abc, which wrote it, or make it again"):
         figures(old, tmp_path)
-    for environment in ({}, None):
-        with pytest.raises(VersionError, match=rf"of version {version!r}, not \d+: make it again"):
-            figures(old | {"environment": environment}, tmp_path)
+    with pytest.raises(VersionError, match=rf"of version {version!r}, not \d+: make it again"):
+        figures(old | {"environment": {}}, tmp_path)
 
 
 def test_an_unfinished_run(report: Report, tmp_path: Path) -> None:
