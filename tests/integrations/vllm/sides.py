@@ -162,7 +162,9 @@ class Desk:
         self.store = DictStore()
         self.recorder = Recorder()
         self.shards = shards
-        opts = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", "decide": "always", **options})
+        opts = Options.from_dict(
+            {"chunk_tokens": CHUNK, "profile": "P", "quality": "lossless", "decide": "always", **options}
+        )
         self.chunk = opts.chunk_tokens
         profile = profile or _profile_for(opts.codec_quality)
         codec = Codec(profile, **opts.codec_quality)
@@ -340,7 +342,7 @@ class Bench:
         setup: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
+        self.options = Options.from_dict({"chunk_tokens": CHUNK, "profile": "P", "quality": "lossless", **options})
         asked = {"quality": "lossless", **(codec or {})}
         profile = profile or _profile_for(asked)
         self.codec = Codec(profile, **asked)
