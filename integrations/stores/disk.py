@@ -152,6 +152,16 @@ class DiskStore(CountedStore):
             return sum(folder.remove_entry(root, key) for key in keys)
         return 0
 
+    def delete_tenant(self, tenant: str) -> int:
+        """See `CountedStore.delete_tenant`. Its folder goes, too."""
+        deleted = super().delete_tenant(tenant)
+        self.attempt(self._remove_folder, tenant)
+        return deleted
+
+    def _remove_folder(self, tenant: str) -> None:
+        with suppress(FileNotFoundError), self._opened_root() as root:
+            folder.remove_empty(root, tenant)
+
     def _pages(self, tenant: str) -> Iterator[list[str]]:
         with suppress(FileNotFoundError), self._opened_root() as root:
             entries = folder.entries_of(root, tenant)

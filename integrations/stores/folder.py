@@ -150,6 +150,15 @@ def remove_entry(root: int, key: str, seen: tuple[int, int] | None = None) -> bo
     return False
 
 
+def remove_empty(root: int, tenant: str) -> None:
+    """Delete the empty folders of a tenant: a process that was killed while it named an entry leaves some."""
+    with suppress(FileNotFoundError), open_folder(tenant, root) as folder, locked(root), suppress(OSError):
+        for shard in filter(is_tenant, os.listdir(folder)):
+            with suppress(OSError):  # not empty
+                os.rmdir(shard, dir_fd=folder)
+        os.rmdir(tenant, dir_fd=root)
+
+
 def tenants_of(root: int) -> list[str]:
     """Return the tenants that have a folder, records apart."""
     return [name for name in os.listdir(root) if is_tenant(name) and name != RECORDS]

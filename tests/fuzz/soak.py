@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +233,11 @@ def soak(kind: str, seconds: float, seed: int = 0) -> dict[str, int]:
 
 def _audit(url: str, root: Path | None) -> dict[str, int]:
     """Check that the remaining values are right and within the budget, and that the store works; return counts."""
-    store = open_store(url, guarded=False)
+    with closing(open_store(url, guarded=False)) as store:
+        return _audited(store, root)
+
+
+def _audited(store: Store, root: Path | None) -> dict[str, int]:
     every = every_key()
     left = sum(checked(key, store.get(key)) for key in every)
     for _ in range(2):  # a put checks the budget
@@ -255,7 +259,6 @@ def _audit(url: str, root: Path | None) -> dict[str, int]:
         raise Wrong("entries of deleted tenants are still there")
     if root is not None and (stray := [path.name for path in root.iterdir() if not path.name.startswith(".")]):
         raise Wrong(f"remains of deleted tenants: {stray}")
-    store.close()
     return {"left at the end": left, "held in the audit": held, "bytes in the audit": used}
 
 

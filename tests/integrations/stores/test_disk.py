@@ -616,6 +616,18 @@ def test_a_tenant_that_cannot_be_deleted_is_no_success(root: Path, monkeypatch: 
     assert store.delete_tenant("ab") == 6 and not (root / "ab").exists()
 
 
+def test_empty_folders_of_a_killed_process_go_with_their_tenant(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "store")
+    assert store.put(KEY, b"x") and store.put("cd/0001", b"y")
+    for shard in ("00", "fe"):
+        (tmp_path / "store" / "ab" / shard).mkdir(exist_ok=True)
+    assert store.delete_tenant("ab") == 1 and not (tmp_path / "store" / "ab").exists()
+    (tmp_path / "store" / "ab" / "00").mkdir(parents=True)
+    assert store.delete_tenant("ab") == 0 and not (tmp_path / "store" / "ab").exists()
+    (tmp_path / "store" / "cd" / "strange").mkdir(exist_ok=True)
+    assert store.delete_tenant("cd") == 1 and (tmp_path / "store" / "cd" / "strange").exists(), "no entry's"
+
+
 # --- time to live ---
 
 

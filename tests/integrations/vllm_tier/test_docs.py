@@ -33,10 +33,10 @@ def test_the_command_is_what_vllm_takes(tmp_path: Path) -> None:
     assert {name: tier[name] for name in TIER} == TIER
     options = {name: value for name, value in tier.items() if name not in TIER}
     assert TierOptions.from_dict(options).profile == "qwen3-8b.safetensors"
-    transfer = real("vllm.config").KVTransferConfig(**given)
-    factory = real("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
-    assert factory.get_connector_class(transfer).__name__ == "OffloadingConnector"
     extra["secondary_tiers"] = [{**tier, "store": f"file://{tmp_path}", "profile": None, "model": MODEL}]
+    factory = real("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    transfer = real("vllm.config").KVTransferConfig(**given)
+    assert factory.get_connector_class(transfer).__name__ == "OffloadingConnector"
     extra["cpu_bytes_to_use"] = 1 << 20
     vllm_config = engine_config()  # a tier finds it in the frame that makes it
     assert vllm_config is not None
