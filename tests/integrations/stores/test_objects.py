@@ -256,7 +256,7 @@ def test_no_message_shows_a_password(status: str, body: bytes, open_objects: Ope
 def test_storage_that_is_full_says_so_and_what_it_holds_is_read(
     status: str, body: bytes, full: bool, open_objects: Open, server: FakeHTTP
 ) -> None:
-    store = GuardedStore(open_objects(f"http://127.0.0.1:{server.port}/kv"))
+    store = GuardedStore(open_objects(f"http://127.0.0.1:{server.port}/kv"), lambda: 0.0)  # an outage lasts
     assert store.put(KEY, b"x")
     server.tell = lambda method, path: answer(status, body) if method == "PUT" else None
     with pytest.raises(StoreError) as caught:
