@@ -35,6 +35,7 @@ from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.models.fingerprint import are_others, function_digest, model_fingerprint, weights_state
 from cuvee.codec.models.forward import append_units, cache_argument, empty_cache, layer_units, prefill
+from cuvee.codec.support.once import Once
 from cuvee.codec.support.torch_modes import without_modes
 from cuvee.naming.identity import Identity, Scope, content_digest, store_key
 
@@ -171,9 +172,9 @@ class ChunkCache:
         self._context_name = b"" if self._contexts is None else _name(self._contexts)
         self._before: list[KVChunk] = []  # the caches of the contexts, computed when they are first needed
         self._counts = Counter[str]()
-        self._warned = False
+        self._once = Once(_log)
         self._computing = threading.Lock()  # held while the model runs; guards `_before`
-        self._lock = threading.Lock()  # guards `_running`, `_counts` and `_warned`
+        self._lock = threading.Lock()  # guards `_running` and `_counts`
         self._running: dict[str, Future[bytes]] = {}
 
     @property
@@ -304,9 +305,7 @@ class ChunkCache:
         except Exception as error:
             with self._lock:
                 self._counts["errors"] += 1
-                first, self._warned = not self._warned, True
-            if first:
-                _log.warning("cuvee: the store of chunks failed; chunks are computed anew (logged once): %s", error)
+            self._once("store", "cuvee: the store of chunks failed; chunks are computed anew: %s", error)
             return otherwise
 
     def _count(self, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import threading
@@ -21,11 +22,16 @@ from tests.learned import learned_once, shared_folder
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.coding import encoding, id_coding
 from cuvee.codec.coding.open_blob import OpenBlob
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles import setting
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.rope import rotate
+from cuvee.codec.stages.compiled import compiler
+from cuvee.codec.support import torch_threads
+from cuvee.codec.support.once import Once
 from cuvee.learning.calibrate import calibrate, fit
 
 # A background job of a script ignores Ctrl-C, and so would what tests start; rich breaks lines where a terminal ends.
@@ -381,3 +387,10 @@ def smollm2(require_smollm2: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--regenerate-golden` writes the vectors of `test_golden.py` anew, which a change of the format needs."""
     parser.addoption("--regenerate-golden", action="store_true", help="write tests/codec/golden anew before testing it")
+
+
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the codec logs once per process has not been logged yet."""
+    for module in (encoding, id_coding, setting, compiler, torch_threads):
+        monkeypatch.setattr(module, "_once", Once(logging.getLogger(module.__name__)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 
@@ -26,8 +25,9 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.setting import Setting, Settings, warn_of_length
 from cuvee.codec.support.advice import ADVISES
+from cuvee.codec.support.once import Once
 
-_log = logging.getLogger(__name__)
+_once = Once(logging.getLogger(__name__))
 
 # Of the cache's bytes. Lossless coding takes two thirds, and a profile a tenth or less at qualities of use.
 SUSPICIOUS_SHARE = 1 / 4
@@ -132,10 +132,10 @@ def _size(parts: Sequence[bytes]) -> int:
     return sum(map(len, parts))
 
 
-@cache
 def _warn_of_size(lossless: bool) -> None:
     """Warn once per process."""
-    _log.warning(
+    _once(
+        lossless,
         "a chunk is coded %s, which takes fewer bytes than the profile does: its token ids or its positions may not be "
         "those of the cache, the cache repeats few values, or the profile was learned from other text",
         "without loss" if lossless else "without prediction from its token ids",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 import numpy as np
 import xxhash
@@ -13,9 +12,10 @@ from cuvee.codec.format.container import ID_BYTES, Header
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.advice import ADVISES
 from cuvee.codec.support.arrays import I64
+from cuvee.codec.support.once import Once
 from cuvee.codec.token_ids import NO_TOKEN
 
-_log = logging.getLogger(__name__)
+_once = Once(logging.getLogger(__name__))
 
 
 class IdCoding:
@@ -90,10 +90,10 @@ def read_token_ids(blob: bytes | memoryview, header: Header, vocabulary: int) ->
     return ids
 
 
-@cache
 def _warn_of_no_ids(has_curve: bool) -> None:
     """Warn once per process."""
-    _log.warning(
+    _once(
+        has_curve,
         "a chunk without token ids, or with a token that has none, is coded with a profile that predicts from tokens: "
         "its blob is larger%s. Give the chunk its token_ids, or learn the profile with predict_tokens=False",
         "" if has_curve else ", and its KL may exceed the profile's curve, which was measured with ids alone",

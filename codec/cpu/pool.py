@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from cuvee.codec.support.forks import tell_after_fork
+from cuvee.codec.support.once import Once
 from cuvee.codec.support.torch_threads import computing_alone
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class Pool:
     def __init__(self, threads: int, name: str = "cuvee") -> None:
         self._threads = threads
         self._name = name
-        self._warned = False
+        self._once = Once(_log)
         self.after_fork()
         tell_after_fork(self)
 
@@ -108,11 +109,9 @@ class Pool:
 
     def _warn_once(self, error: str) -> None:
         """Log the first time that a helper is missing."""
-        if self._warned:
-            return
-        self._warned = True
-        _log.warning(
-            "cuvee: %s, so fewer than threads=%d work and coding is slower (said once); raise the limit of threads "
+        self._once(
+            "threads",
+            "cuvee: %s, so fewer than threads=%d work and coding is slower; raise the limit of threads "
             "(ulimit -u, pids.max) or ask for fewer",
             error,
             self._threads,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from functools import cache
 
 from cuvee.codec.entropy.residuals import FINER, MAX_REFINEMENTS
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Header, Scheme
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Quality
+from cuvee.codec.support.once import Once
 from cuvee.codec.support.steps import OCTAVE, step_value
 
 _log = logging.getLogger(__name__)
+
+_once = Once(_log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +184,10 @@ def check_profile(profile: object) -> None:
     raise InputError(f"profile: must be a Profile, got {type(profile).__name__}: {hint}")
 
 
-@cache
 def warn_of_no_promise(quality: str, source: str) -> None:
     """Warn once per process, because an engine makes several codecs of one quality."""
-    _log.warning(
+    _once(
+        (quality, source),
         "quality=%r stands for a KL of %g nats per token, which a %s profile without a measured curve cannot promise: "
         "another model may lose many times that. `cuvee profile learn` learns a profile that keeps it; "
         "quality='lossless' needs none",
@@ -193,10 +195,10 @@ def warn_of_no_promise(quality: str, source: str) -> None:
     )  # fmt: skip
 
 
-@cache
 def warn_of_length(profile: bytes, promised: int) -> None:
     """Warn once per process and profile that a context is longer than those of the profile's curve."""
-    _log.warning(
+    _once(
+        profile,
         "profile %s: its KL was measured on contexts of up to %d tokens, and is not promised for longer ones, such as "
         "those that are encoded now: learn or measure a profile on longer sequences (cuvee profile learn --length, "
         "cuvee.measure); quality='lossless' loses nothing at any length",

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-_log = logging.getLogger(__name__)
+from cuvee.codec.support.once import Once
+
+_once = Once(logging.getLogger(__name__))
 
 
 @contextmanager
@@ -58,10 +60,11 @@ def _setters() -> tuple[Callable[[int], Any], Callable[[int], Any]]:
         set_openmp(before)
         if obeyed:
             return set_openmp, set_mkl or _ignore
-    _log.warning(
+    _once(
+        "openmp",
         "cuvee: torch's OpenMP library was not found, so torch's operations share out the work of each of the codec's "
-        "threads: coding may be slower, and last bits of values depend on torch.get_num_threads() (said once); "
-        "OMP_NUM_THREADS=1 ends both"
+        "threads: coding may be slower, and last bits of values depend on torch.get_num_threads(); "
+        "OMP_NUM_THREADS=1 ends both",
     )
     return _ignore, _ignore
 

@@ -17,9 +17,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
+from cuvee.codec.support.once import Once
+
 logger = logging.getLogger(__name__)
 
-_KINDS = 1000  # of events that are counted apart
 _FATAL = (KeyboardInterrupt, SystemExit)  # the process has to end
 
 
@@ -29,50 +30,6 @@ class Recorder(Protocol):
     def count(self, name: str, value: float = 1, label: str = "") -> None:
         """Add `value` to a counter."""
         ...
-
-
-class Once:
-    """Logs the first event of each kind, and the others at DEBUG, so that clients and failures cannot fill the log.
-
-    Args:
-        logger: that logs.
-        level: of the first event of a kind, unless it has another.
-        most: kinds that are counted apart: clients choose some of them.
-
-    Example:
-        >>> once = Once(logging.getLogger("mine"))
-        >>> once("full", "%d chunks are not stored", 3), once("full", "%d chunks are not stored", 5)
-        (True, False)
-    """
-
-    def __init__(self, logger: logging.Logger, level: int = logging.WARNING, most: int = _KINDS) -> None:
-        self._logger, self._level, self._most = logger, level, most
-        self._seen: set[object] = set()
-
-    def __call__(
-        self,
-        kind: object,
-        message: str,
-        *arguments: object,
-        level: int | None = None,
-        error: BaseException | None = None,
-    ) -> bool:
-        """Log an event; return whether it is the first of its kind. Beyond `most` kinds none is the first.
-
-        Args:
-            kind: of the event, hashable.
-            message: as `Logger.log` takes it.
-            arguments: of the message.
-            level: of the first event.
-            error: whose traceback is logged.
-        """
-        first = kind not in self._seen and len(self._seen) < self._most
-        if first:
-            self._seen.add(kind)
-            message += " (logged once)"
-        level = (self._level if level is None else level) if first else logging.DEBUG
-        self._logger.log(level, message, *arguments, exc_info=error)
-        return first
 
 
 class Guard:

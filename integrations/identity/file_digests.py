@@ -29,7 +29,7 @@ from pathlib import Path
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.files import cache_folder
-from cuvee.integrations.core.guard import Once
+from cuvee.codec.support.once import Once
 from cuvee.integrations.stores.safe_files import (
     open_file,
     open_store_folder,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from cuvee.codec.support.once import Once
 from cuvee.integrations.core.entry_keys import EntryKeys
-from cuvee.integrations.core.guard import Once
 from cuvee.integrations.core.guard import Recorder as Counters
 from cuvee.integrations.core.niceness import LOWEST_PRIORITY, give_way
 from cuvee.integrations.identity.records import (

@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakSet
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.core.guard import Once
+from cuvee.codec.support.once import Once
 from cuvee.integrations.identity.checkpoint import checkpoint_files, checkpoint_identity
 from cuvee.naming.identity import canonical
 

@@ -37,7 +37,8 @@ from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import CuveeError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.integrations.core.guard import Guard, Once, Recorder
+from cuvee.codec.support.once import Once
+from cuvee.integrations.core.guard import Guard, Recorder
 from cuvee.integrations.core.refusals import check_uniform
 from cuvee.integrations.identity.checkpoint import naming_of_weights, read_layout
 from cuvee.integrations.lmcache.l2_accounts import Accounts

@@ -17,7 +17,8 @@ from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import VOLATILE
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.core.guard import Once, Recorder
+from cuvee.codec.support.once import Once
+from cuvee.integrations.core.guard import Recorder
 from cuvee.integrations.identity.checkpoint import naming_with_profile, read_config
 from cuvee.integrations.identity.identity_records import IdentityRecords
 from cuvee.integrations.identity.identity_records import Recorder as Gauges

@@ -28,6 +28,7 @@ from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.support.once import Once
 from cuvee.integrations.core.chunk_io import (
     BATCH,
     Chunk,
@@ -38,7 +39,7 @@ from cuvee.integrations.core.chunk_io import (
     fetched_together,
 )
 from cuvee.integrations.core.entry_keys import EntryKeys
-from cuvee.integrations.core.guard import Once, Recorder
+from cuvee.integrations.core.guard import Recorder
 from cuvee.integrations.pages.opaque import OpaquePage, decode_opaque, encode_opaque
 from cuvee.integrations.pages.recognition import Recognized, Recognizer
 from cuvee.integrations.stores.base import Store, StoreError

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.integrations.core.guard import Once
+from cuvee.codec.support.once import Once
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key, check_tenant, is_record
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, verify
 from cuvee.integrations.stores.redaction import scrubbed

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.core.guard import Once
+from cuvee.codec.support.once import Once
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_tenant, numbered
 from cuvee.integrations.stores.threads import ThreadPool
 

@@ -17,8 +17,8 @@ from cuvee.codec.coding.decoding import check_tokens
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import read_header
 from cuvee.codec.support.arrays import I64
+from cuvee.codec.support.once import Once
 from cuvee.codec.token_ids import NO_TOKEN
-from cuvee.integrations.core.guard import Once
 
 _once = Once(logging.getLogger(__name__))
 

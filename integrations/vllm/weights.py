@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cuvee.integrations.core.guard import Once
+from cuvee.codec.support.once import Once
 from cuvee.kernels.devices import Mark
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, CurvePoint
-from cuvee.codec.profiles.setting import warn_of_no_promise
 from cuvee.codec.rope import rotate, unrotate
 from cuvee.codec.stages.products import Products
 
@@ -373,10 +372,10 @@ def test_an_unlearned_profile_is_lossless_by_default_and_takes_no_other_quality(
     assert not Codec(learned).lossless and Codec(learned).step_index == Codec(learned, "balanced").step_index
 
 
+@pytest.mark.usefixtures("untold")
 def test_a_preset_that_promises_no_kl_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     learned = fitted_profile("gqa", "layer")
     curve = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
-    warn_of_no_promise.cache_clear()
     with caplog.at_level(logging.WARNING, "cuvee"):
         Codec(learned, "lossless"), Codec(learned, step=0.5)  # which promise no KL
         Codec(learned.with_curve(curve), "small"), Codec(Profile.unlearned(LAYOUTS["gqa"]))

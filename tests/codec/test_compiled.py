@@ -35,9 +35,7 @@ caching.CompileResultCacheImpl._locator_classes = []
 """
 
 
-@pytest.fixture(autouse=True)
-def untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_warned", {})
+pytestmark = pytest.mark.usefixtures("untold")
 
 
 def run(code: str, **changes: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,6 @@ from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.coding import encoding
 from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.format.container import Header, read_header
 from cuvee.codec.layout import KVLayout
@@ -65,10 +64,10 @@ def test_a_chunk_is_coded_without_ids_that_mislead(refinements: int) -> None:
 
 @pytest.mark.parametrize("refinements", [0, 1])
 @pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.usefixtures("untold")
 def test_a_chunk_that_fits_no_profile_is_coded_without_loss(
     ids: bool, refinements: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    encoding._warn_of_size.cache_clear()
     codec, exact = Codec(misled(), step=0.5, refinements=refinements), Codec(misled(), "lossless")
     strange = [chunk(seed, scale=1000, ids=ids) for seed in range(2)]
     with caplog.at_level(logging.WARNING, logger="cuvee.codec.coding.encoding"):

@@ -14,7 +14,6 @@ from tests.conftest import fitted_profile, synthetic_chunk
 from cuvee import Codec, Profile, Quality
 from cuvee.codec.errors import InputError
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
-from cuvee.codec.profiles.setting import warn_of_length
 
 CURVE = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 3)]
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -66,11 +65,11 @@ def test_a_kl_is_asked_of_the_curve_with_a_margin_for_other_text() -> None:
     assert fine == -12 and profile.measured().kl_at(0) == pytest.approx(1.3e-3)
 
 
+@pytest.mark.usefixtures("untold")
 def test_a_context_longer_than_those_of_the_curve_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     unknown = fitted_profile("gqa", "layer").with_curve(CURVE)
     profile = unknown.with_curve(CURVE, [40, 64])
     chunk = synthetic_chunk(profile.layout, 65)
-    warn_of_length.cache_clear()
 
     def told(encode: Callable[[], object]) -> int:
         caplog.clear()

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.coding.id_coding import _warn_of_no_ids, read_token_ids, write_token_ids
+from cuvee.codec.coding.id_coding import read_token_ids, write_token_ids
 from cuvee.codec.coding.open_blob import Expected
 from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.format.container import inspect, read_header, write_blob
@@ -176,12 +176,12 @@ def test_a_kl_that_no_step_keeps_without_ids_is_lossless_without_ids(
         Identity(model="m", tokenizer="", layout=b"l", profile=b"" if name == "lossless" else own.id, quality=name)
 
 
+@pytest.mark.usefixtures("untold")
 def test_a_profile_without_a_curve_for_them_says_that_chunks_without_ids_may_lose_more(
     profile: Profile, chunk: KVChunk, caplog: pytest.LogCaptureFixture
 ) -> None:
     for points, more in ((curves(4e-3, 1.6e-2, 6.4e-2), False), (curves(4e-3, 1.6e-2, 6.4e-2)[:3], True)):
         caplog.clear()
-        _warn_of_no_ids.cache_clear()
         Codec(profile.with_curve(points), kl=4e-3).encode(without_ids(chunk))
         assert "its blob is larger" in caplog.text
         assert ("its KL may exceed the profile's curve" in caplog.text) == more

@@ -162,6 +162,7 @@ def test_operations_start_no_threads(call: str, counted: tuple[int, int]) -> Non
     assert done.stdout.strip() == f"{counted} 3 3"
 
 
+@pytest.mark.usefixtures("untold")
 def test_another_openmp_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A library that torch does not call obeys, and torch does not."""
     torch_threads._setters.cache_clear()

@@ -24,10 +24,11 @@ from numba.core import caching
 from numba.core.compiler_lock import global_compiler_lock
 
 from cuvee.codec.stages.compiled.linking import LinkedCompiler
+from cuvee.codec.support.once import Once
 
 _log = logging.getLogger(__name__)
 
-_warned: dict[str, object] = {}
+_once = Once(_log)
 
 # A fork waits for the compiler. A child forked while another thread compiles would inherit a lock that no thread of the
 # child releases, and an LLVM in an unfinished state.
@@ -153,11 +154,9 @@ def _forgiving(work: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 def _tell(what: str, error: Exception) -> None:
     """Log the first occurrence of a problem."""
-    mine = object()
-    if _warned.setdefault(what, mine) is not mine:  # one step, so no lock that a forked child could find taken
-        return
-    _log.warning(
-        "cuvee: %s; it is compiled anew in every process, which takes some seconds (said once). Set NUMBA_CACHE_DIR to "
+    _once(
+        what,
+        "cuvee: %s; it is compiled anew in every process, which takes some seconds. Set NUMBA_CACHE_DIR to "
         "a folder that this user alone can write: %s",
         what,
         error,

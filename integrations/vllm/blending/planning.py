@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cuvee.blend.segmentation import LineBreaks, Span
 from cuvee.codec.errors import InputError
-from cuvee.integrations.core.guard import Once
+from cuvee.codec.support.once import Once
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.decision import Pays, Verdict
 from cuvee.integrations.vllm.messages import Blend, Entry

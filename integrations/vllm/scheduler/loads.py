@@ -17,8 +17,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.support.once import Once
 from cuvee.integrations.core.costs import prefill_quantities
-from cuvee.integrations.core.guard import Once
 from cuvee.integrations.vllm.decision import MIN_SAMPLES, Pays, Verdict
 from cuvee.integrations.vllm.messages import LOADERS, Aim, Delivery, Entry, Load, Report
 from cuvee.integrations.vllm.phases import UNDER_WAY, RequestPhase

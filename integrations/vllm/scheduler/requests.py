@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.core.guard import Once
+from cuvee.codec.support.once import Once
 from cuvee.integrations.identity.lora_files import Adapters
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.messages import Report

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from cuvee.codec.support.once import Once
 from cuvee.integrations.core.entry_keys import EntryKeys
-from cuvee.integrations.core.guard import Once
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.messages import Entry

@@ -32,9 +32,10 @@ from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.format.container import read_header
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.states import States
+from cuvee.codec.support.once import Once
 from cuvee.codec.token_ids import NO_TOKEN
 from cuvee.integrations.core.chunk_io import Chunk, ChunkIO, put_parts
-from cuvee.integrations.core.guard import Guard, Once
+from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.identity.lora_files import AdapterFiles, AdapterFolders
 from cuvee.integrations.vllm.messages import Entry, Save
 from cuvee.integrations.vllm.pages.draft_layers import DraftPages

@@ -23,7 +23,8 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.support.advice import without_advice
-from cuvee.integrations.core.guard import Guard, Once
+from cuvee.codec.support.once import Once
+from cuvee.integrations.core.guard import Guard
 from cuvee.integrations.stores import Store
 from cuvee.integrations.vllm.messages import Report, Seen
 from cuvee.integrations.vllm.metrics import Recorder, summary

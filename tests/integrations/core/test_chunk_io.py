@@ -1,8 +1,7 @@
-"""What all adapters share: keys of entries, fetching ahead, works in a row, and what is logged once."""
+"""What all adapters share: keys of entries, fetching ahead, and works in a row."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -12,7 +11,6 @@ import pytest
 from cuvee.codec.errors import CorruptError, CuveeError
 from cuvee.integrations.core.chunk_io import BATCH, ChunkIO, fetch_ahead
 from cuvee.integrations.core.entry_keys import EntryKeys
-from cuvee.integrations.core.guard import Once
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.naming.identity import store_key
 
@@ -119,14 +117,3 @@ def test_works_in_a_row_end_before_the_first_that_failed(pool: ThreadPool) -> No
     with pytest.raises(ZeroDivisionError):
         io.in_a_row(interrupted())
     assert ended.is_set()
-
-
-def test_kinds_of_events_are_logged_once_and_not_without_end(caplog: pytest.LogCaptureFixture) -> None:
-    once = Once(logging.getLogger("cuvee.test"), most=2)
-    with caplog.at_level(logging.DEBUG, "cuvee.test"):
-        firsts = [once(kind, "kind %s", kind) for kind in ("a", "a", "b", "c", "c")]
-    assert firsts == [True, False, True, False, False]
-    assert [record.levelno for record in caplog.records] == [
-        logging.WARNING, logging.DEBUG, logging.WARNING, logging.DEBUG, logging.DEBUG,
-    ]  # fmt: skip
-    assert caplog.records[0].getMessage() == "kind a (logged once)"

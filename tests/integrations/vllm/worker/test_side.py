@@ -21,13 +21,10 @@ from tests.waiting import wait_until
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.coding.encoding import _warn_of_size
-from cuvee.codec.coding.id_coding import _warn_of_no_ids
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
-from cuvee.codec.profiles.setting import warn_of_length
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.core import chunk_io
 from cuvee.integrations.stores import StoreError
@@ -40,12 +37,11 @@ from cuvee.integrations.vllm.worker.step_times import StepTimes
 from cuvee.naming.identity import store_key
 
 
+@pytest.mark.usefixtures("untold")
 def test_the_warm_up_warns_of_nothing_and_real_chunks_still_do(
     bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which is logged once per process: the warm-up must not use it up."""
-    for warn in (_warn_of_no_ids, _warn_of_size, warn_of_length):
-        warn.cache_clear()
     curve = [CurvePoint(64 * k, 4.0 - k, 1e-2, 1e-3 * 4.0**k) for k in range(-3, 3)]
     profile = predicting(fitted_to(LAYOUT)).with_curve(curve, [CHUNK // 2])
     with caplog.at_level(logging.WARNING, logger="cuvee"):
