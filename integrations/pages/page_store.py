@@ -460,10 +460,7 @@ class PageStore:
         return done
 
     def _save_missing(self, pages: Sequence[bytes], encode: Encode, nbytes: int) -> list[bool]:
-        held = self._held(pages) or [False] * len(pages)
-        keys = (self._keys.written(self._names.tenant, page) for page in pages)
-        # A bad entry that the store could not delete is there, but of no use.
-        done = [is_there and not self._store.why_missing(key) for key, is_there in zip(keys, held, strict=True)]
+        done = self._held(pages) or [False] * len(pages)
         self._counts.count("kept_pages", sum(done))
         missing = [number for number, there in enumerate(done) if not there]
         if missing and not self._store.takes_puts():

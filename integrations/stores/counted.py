@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -55,7 +55,7 @@ class CountedStore(Store):
         self._once = Once(logging.getLogger(type(self).__module__))
         self._counters = TierCounters()
         self._counting = threading.Lock()
-        self._reasons: dict[str, str] = {}  # by key, the oldest first
+        self._useless: dict[str, tuple[str, bool]] = {}  # by key, the oldest first: why; and whether it is still there
 
     @abstractmethod
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -86,6 +86,7 @@ class CountedStore(Store):
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the blob of each key, verified. A bad or expired entry is deleted, counted, and a miss."""
         blobs = self.attempt(self._read, _checked(keys))
+        self._are_good(key for key, blob in zip(keys, blobs, strict=True) if blob is not None)
         counted = [blob for key, blob in zip(keys, blobs, strict=True) if not is_record(key)]
         hits = [len(blob) for blob in counted if blob is not None]
         self._count(hits=len(hits), hit_bytes=sum(hits), misses=len(counted) - len(hits))
@@ -94,24 +95,27 @@ class CountedStore(Store):
     def why_missing(self, key: str) -> str:
         """Return what was wrong with an entry that was read a moment ago."""
         with self._counting:
-            return self._reasons.get(key, "")
+            return self._useless.get(key, ("",))[0]
 
     def put(self, key: str, blob: bytes) -> bool:
         """Store `blob` under `key`, replacing an earlier entry; False if it exceeds a limit, or finds no room."""
         check_key(key)
-        with self._counting:
-            self._reasons.pop(key, None)
         if len(blob) > self.max_entry:
             return self._too_large(len(blob), self.max_entry)
         if not self.attempt(self._write, key, blob):
             return False
+        self._are_good([key])
         if not is_record(key):
             self._count(puts=1, put_bytes=len(blob))
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each key is there now. An expired entry is there until it is read or deleted."""
-        return self.attempt(self._there, _checked(keys))
+        """Return whether each key is there now. An expired entry is there until it is read or deleted. One that was of
+        no use when it was read, and could not be deleted, is not, so that another can replace it.
+        """
+        there = self.attempt(self._there, _checked(keys))
+        useless = self._useless
+        return [is_there and not useless.get(key, ("", False))[1] for key, is_there in zip(keys, there, strict=True)]
 
     def missed(self, keys: int) -> None:
         """Count this many keys as misses."""
@@ -157,20 +161,33 @@ class CountedStore(Store):
             return blob
         except ExpiredError as expired:
             self._count(expired=1)
-            self._explain(key, f"has expired, and is deleted: {expired}")
+            self._discard(key, "has expired", expired, delete)
         except CorruptError as problem:
-            self._bad(key, problem)
+            self._bad(key, problem, delete)
+        return None
+
+    def _bad(self, key: str, problem: Exception, delete: Callable[[], object]) -> None:
+        """Count, report and delete an entry that is bad."""
+        self._count(corrupt=1)
+        self._warn("bad", "deletes bad entries and counts them as misses; the first: %s: %s", key, problem)
+        self._discard(key, "was bad", problem, delete)
+
+    def _discard(self, key: str, what: str, problem: Exception, delete: Callable[[], object]) -> None:
+        """Delete an entry that is of no use. One that cannot be deleted counts as absent from here on."""
+        gone = True
         try:
             delete()
         except self.failures as error:
+            gone = False
             self._warn("not deleted", "cannot delete a bad entry; it stays a miss: %s", error)
-        return None
+        self._explain(key, f"{what}, and {'is' if gone else 'cannot be'} deleted: {self._shown(problem)}", not gone)
 
-    def _bad(self, key: str, problem: Exception) -> None:
-        """Count and report an entry that is deleted because it is bad."""
-        self._count(corrupt=1)
-        self._explain(key, f"was bad, and is deleted: {self._shown(problem)}")
-        self._warn("bad", "deletes bad entries and counts them as misses; the first: %s: %s", key, problem)
+    def _are_good(self, keys: Iterable[str]) -> None:
+        """Note that the entries of these keys are of use."""
+        if self._useless:
+            with self._counting:
+                for key in keys:
+                    self._useless.pop(key, None)
 
     def _too_large(self, size: int, limit: int) -> bool:
         """Count and report a put that is given up because its `size` exceeds `limit`, both in bytes; return False."""
@@ -186,13 +203,13 @@ class CountedStore(Store):
         text = "does not read entries that are too large: %s has more than the %d bytes that one may have"
         self._warn("beyond", text, key, limit)
 
-    def _explain(self, key: str, reason: str) -> None:
-        """Keep why an entry was not usable, for `why_missing`."""
+    def _explain(self, key: str, reason: str, still_there: bool = False) -> None:
+        """Keep why an entry was not usable, for `why_missing`, and whether it counts as absent although it is there."""
         with self._counting:
-            self._reasons.pop(key, None)
-            self._reasons[key] = reason
-            if len(self._reasons) > _REASONS:
-                del self._reasons[next(iter(self._reasons))]
+            self._useless.pop(key, None)
+            self._useless[key] = reason, still_there
+            if len(self._useless) > _REASONS:
+                del self._useless[next(iter(self._useless))]
 
     def _warn(self, kind: str, message: str, *details: object) -> None:
         """Log the first event of a kind as a warning. Errors among `details` are shown without secrets."""

@@ -230,8 +230,7 @@ class DiskStore(CountedStore):
                 return None
             if error.errno not in _DAMAGED:
                 raise
-            self._bad(key, error)
-            folder.remove_entry(root, key)
+            self._bad(key, error, partial(folder.remove_entry, root, key))
             return None
 
     def _touch(self, file: int) -> None:

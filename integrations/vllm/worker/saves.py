@@ -303,9 +303,9 @@ class WorkerSaves:
 
     def _complete(self, batch: Sequence[Save], drafts: DraftPages | None) -> list[bool]:
         """Return whether the store has each entry, with all of its parts as far as the first and the last tell, and a
-        drafter's layers beside it. A bad one that the store could not delete is there, but of no use.
+        drafter's layers beside it.
         """
-        codec, store = self._state.codec, self._state.store
+        codec = self._state.codec
         keys, counts = [], []
         for save in batch:
             count = 1 if save.entry.kind == "state" else codec.settings.part_count(_has_all_ids(save))
@@ -315,8 +315,7 @@ class WorkerSaves:
             if drafts is not None:
                 keys.append(self._draft_key(save, drafts))
                 counts[-1] += 1
-        held = zip(keys, store.contains(keys), strict=True)
-        there = iter([is_there and not store.why_missing(key) for key, is_there in held])
+        there = iter(self._state.store.contains(keys))
         return [all(list(islice(there, count))) for count in counts]
 
     def _encode_state(self, save: Save, states: States) -> dict[int, tuple[bytes, ...]]:

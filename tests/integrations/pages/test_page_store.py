@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tests.conftest import fitted_to
-from tests.integrations.stores.dict_store import DictStore, hold
+from tests.integrations.stores.dict_store import DictStore, FakeStore, hold
 from tests.recognizing import cached, learned_profile, small_model
 
 from cuvee.codec.chunk import KVChunk
@@ -24,7 +26,10 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.arrays import I64
 from cuvee.integrations.identity.weights_name import WeightsName
 from cuvee.integrations.pages import Counts, PageStore, page_store
-from cuvee.integrations.stores import StoreError
+from cuvee.integrations.stores import Store, StoreError, folder
+from cuvee.integrations.stores.breaker import GuardedStore
+from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.naming.identity import Identity, PageNames, Scope, store_key
 
 PAGE = 8  # tokens
@@ -43,7 +48,7 @@ class Desk:
         slots: of a permutation of the memory's pages, `[PAGES * PAGE]`.
     """
 
-    def __init__(self, store: DictStore, quality: str = "lossless", secrets: Sequence[bytes] = (), **options: Any):
+    def __init__(self, store: Store, quality: str = "lossless", secrets: Sequence[bytes] = (), **options: Any):
         generator = torch.Generator().manual_seed(1)
         self.keys, self.values = (
             [torch.randn(PAGES, PAGE, 2, 16, generator=generator) for _ in range(3)] for _ in range(2)
@@ -257,16 +262,28 @@ def test_what_was_begun_under_a_name_that_no_longer_holds_does_not_count(
 # Deleting ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_page_that_the_store_could_not_delete_is_replaced(
-    desk: Callable[..., Desk], store: DictStore, monkeypatch: pytest.MonkeyPatch
+def test_a_bad_page_under_an_earlier_secret_that_the_store_could_not_delete_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    d = desk()
-    assert d.save(range(3)) == [True] * 3
-    good, store.entries[d.key(1)] = store.entries[d.key(1)], b"bad"
-    monkeypatch.setattr(store, "why_missing", lambda key: "was bad" if key == d.key(1) else "")
-    store.calls.clear()
-    assert d.save(range(3)) == [True] * 3 and store.calls.count("put") == 1
-    assert store.entries[d.key(1)] == good
+    with closing(DiskStore(tmp_path)) as disk:
+        before, d = Desk(disk, secrets=SECRETS[1:]), Desk(disk, secrets=SECRETS)
+        assert before.save(range(3)) == [True] * 3
+        tenant, _, name = before.key(1).partition("/")
+        (tmp_path / tenant / name[:2] / name).write_bytes(bytes(100))
+        monkeypatch.setattr(folder, "remove_entry", failing := Mock(side_effect=OSError("read-only")))
+        assert d.load(range(3), range(10, 13)) == [True, False, False] and failing.called
+        assert d.save(range(3)) == [True] * 3 and d.counts.snapshot()["kept_pages"] == 2
+        assert d.load(range(3), range(10, 13)) == [True] * 3
+
+
+def test_pages_in_ram_are_kept_while_the_store_behind_it_cannot_be_read() -> None:
+    below = FakeStore()
+    d = Desk(TieredStore([DictStore(), GuardedStore(below)]))
+    assert d.save(range(2)) == [True] * 2
+    below.read_fault = StoreError("down")
+    assert d.load(range(3), range(10, 13)) == [True, True, False]
+    assert d.save(range(2)) == [True] * 2 and d.counts.snapshot()["saved_pages"] == d.counts.snapshot()["kept_pages"]
+    d.pages.close()
 
 
 @pytest.mark.parametrize("secrets", [(), SECRETS])

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -549,16 +549,32 @@ def test_no_entry_takes_its_name_between_the_look_and_the_deletion(root: Path, m
     assert store.get(KEY) == b"good"
 
 
-def test_a_bad_entry_that_cannot_be_deleted_stays_a_miss(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", ["bad", "expired", "link"])
+def test_what_cannot_be_deleted_is_a_miss_until_it_is_replaced(
+    root: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = DiskStore(root)
-    store.put(KEY, b"payload")
-    file_of(root, KEY).write_bytes(b"bad")
-    monkeypatch.setattr(os, "unlink", raising(errno.EROFS))
-    assert store.get(KEY) is None and store.get(KEY) is None
-    assert counters(store).corrupt == 2 and counters(store).errors == 0
-    assert caplog.text.count("cannot delete a bad entry") == 1
+    """As where a disk's sectors fail, and the file system is read-only from then on."""
+    other, now = "cd/4567", time.time()
+    store = DiskStore(root, ttl=60.0)
+    with closing(store):
+        assert store.put(KEY, b"payload") and store.put(other, b"good")
+        file = file_of(root, KEY)
+        if kind == "link":
+            file.unlink()
+            file.symlink_to(file_of(root, other))
+        else:
+            file.write_bytes(bytes(100) if kind == "bad" else seal(KEY, b"payload", now - 61))
+        monkeypatch.setattr(folder, "remove_entry", raising(errno.EROFS))
+        for _ in range(2):
+            assert store.get_many([KEY, other]) == [None, b"good"] and store.contains([KEY, other]) == [False, True]
+        assert (counters(store).corrupt + counters(store).expired, counters(store).errors) == (2, 0)
+        assert "and cannot be deleted: " in store.why_missing(KEY)
+        assert caplog.text.count("cannot delete a bad entry") == 1
+        with closing(DiskStore(root)) as another:
+            assert another.put(KEY, b"theirs") and store.get(KEY) == b"theirs" and store.contains([KEY]) == [True]
+        file.write_bytes(bytes(100))
+        assert store.get(KEY) is None and store.contains([KEY]) == [False]
+        assert store.put(KEY, b"mine") and store.contains([KEY]) == [True] and not store.why_missing(KEY)
 
 
 # --- entries that are no files ---

@@ -282,7 +282,7 @@ def test_few_reasons_are_kept(on_disk: Place) -> None:
         for key in keys:
             plant(key, b"bad")
         store.get_many(keys)
-        assert not store.why_missing(keys[0]) and store.why_missing(keys[-1]) and len(store._reasons) == 256
+        assert not store.why_missing(keys[0]) and store.why_missing(keys[-1]) and len(store._useless) == 256
 
 
 def test_entries_expire_by_the_time_of_writing(place: Place) -> None:
