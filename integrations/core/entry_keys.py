@@ -23,6 +23,9 @@ class EntryKeys:
         key_ids: ids of the accepted secrets, that of the writing secret first (`Codec.key_ids`); none without secrets.
         shard: tensor-parallel rank, unless a call names another.
 
+    Attributes:
+        key_ids: as given; one that is empty without secrets.
+
     Example:
         >>> keys = EntryKeys([bytes(8), bytes([1] * 8)])
         >>> new, old = keys.all("tenant", bytes(32))
@@ -34,20 +37,20 @@ class EntryKeys:
     """
 
     def __init__(self, key_ids: Sequence[bytes], shard: int = 0) -> None:
-        self._key_ids = tuple(key_ids) or (b"",)
+        self.key_ids = tuple(key_ids) or (b"",)
         self._shard = shard
 
     def written(self, tenant: str, digest: bytes) -> str:
         """Return the key under which an entry is written."""
-        return store_key(tenant, digest, self._shard, self._key_ids[0])
+        return store_key(tenant, digest, self._shard, self.key_ids[0])
 
     def all(self, tenant: str, digest: bytes) -> list[str]:
         """Return all keys under which an entry may be, that of the writing secret first."""
-        return [store_key(tenant, digest, self._shard, key_id) for key_id in self._key_ids]
+        return [store_key(tenant, digest, self._shard, key_id) for key_id in self.key_ids]
 
     def bound_to(self, tenant: str, digest: bytes) -> bytes:
         """Return what the tag of an entry covers besides its blob: tenant, digest and shard; b"" without secrets."""
-        return b"" if self._key_ids == (b"",) else store_key(tenant, digest, self._shard).encode()
+        return b"" if self.key_ids == (b"",) else store_key(tenant, digest, self._shard).encode()
 
     def find(
         self,
@@ -69,7 +72,7 @@ class EntryKeys:
         """
         found: dict[int, tuple[str, A]] = {}
         left = list(range(len(digests)))
-        for key_id in self._key_ids:
+        for key_id in self.key_ids:
             if not left:
                 break
             keys = [

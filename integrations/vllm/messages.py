@@ -190,7 +190,7 @@ class StepPlan:
         idle: the step computes no tokens; the engine only waits for loads.
         confirmed: all ranks have ended this step and all steps before it.
         names: whether ranks are to report their weights (`Seen`), because these may be others than before.
-        coding: profile and quality that the names of entries stand for (`Setup.coding`); empty: any.
+        coding: profile, quality and secrets that the names of entries stand for (`Setup.coding`); empty: any.
     """
 
     step: int

@@ -103,8 +103,8 @@ METRICS: dict[str, Metric] = {
                "stored quality or computed before a reset, or they are overwritten too soon.", "reason", _UNSTORED),
         Metric("stores_skipped", "counter", "Chunks not stored: too many waited (full), a step of the engine had "
                "failed, the store was known to be down, an adapter's files have changed, the engine had dropped a part "
-               "of them from a layer with a window, its weights have changed, a rank has another profile than the "
-               "scheduler, or they still waited when the engine stopped.", "reason", _SKIPPED),
+               "of them from a layer with a window, its weights have changed, a rank has another profile or "
+               "other secrets than the scheduler, or they still waited when the engine stopped.", "reason", _SKIPPED),
         Metric("weights_changed", "counter", "How often the engine's weights were found to be others than before. "
                "Nothing is loaded or stored until all ranks have read them."),
         Metric("store_operations", "counter", "Operations of a tier of the store by result. hit, miss: a chunk "

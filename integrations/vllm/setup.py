@@ -148,10 +148,10 @@ class Setup:
         """
         return self.windows == (None,) and not self.recurrent
 
-    @property
-    def coding(self) -> str:
-        """Profile and quality, as text: processes that differ in them must not share names."""
-        return self.quality if self.quality == LOSSLESS else f"{self.profile.id.hex()} {self.quality}"
+    def coding(self, key_ids: Sequence[bytes]) -> str:
+        """Return profile, quality and ids of secrets, as text: processes that differ in them must not share names."""
+        profile = "" if self.quality == LOSSLESS else self.profile.id.hex()
+        return " ".join(filter(None, (profile, self.quality, *(key_id.hex() for key_id in key_ids))))
 
     @property
     def predicts(self) -> bool:

@@ -90,9 +90,9 @@ class SchedulerSide:
         self._named = weights is None
         self._other_connectors = setup.other_connectors
         self._identities = records
-        self._coding = setup.coding
         self._guard = Guard(recorder)
         self._state = state = SchedulerState(setup, store, recorder, clock)
+        self._coding = setup.coding(state.keys.key_ids)
         self._pays = Pays(state.chunk)
         self._planner = BlendPlanner(state, options.blend, identity, self._pays, breaks, setup.other_connectors)
         self._recent = recent = RecentEntries(state)

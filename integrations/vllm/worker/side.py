@@ -74,11 +74,11 @@ class WorkerSide:
         options = setup.options
         self._weights = weights
         self._first = None if weights is None else weights.digest()  # of what the checkpoint's name stands for
-        self._coding = setup.coding
         self._once = Once(logger)
         self._close_timeout = options.close_timeout
         self._guard = Guard(recorder)
         self._state = WorkerState(setup, rank, codec, store, recorder)
+        self._coding = setup.coding(self._state.keys.key_ids)
         self._pools = WorkerPools(options.threads, options.load_timeout, options.store_niceness)
         self.loads = WorkerLoads(self._state, self._pools, self._guard)
         self.blends = WorkerBlends(self._state, self.loads, self._guard)
@@ -176,7 +176,8 @@ class WorkerSide:
                 state.stale = "profile"
                 self._once(
                     "profile", "cuvee: rank %d: nothing is loaded or stored, because the scheduler has another profile "
-                    "(%s) than this rank (%s): its file was replaced meanwhile; restart the engine", state.rank,
+                    "or other secrets (%s) than this rank (%s): a file was replaced meanwhile, or hosts have different "
+                    "ones; restart the engine", state.rank,
                     coding, self._coding, level=logging.ERROR,
                 )  # fmt: skip
                 return

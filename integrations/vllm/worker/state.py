@@ -107,8 +107,8 @@ class WorkerState:
         coded: the engine's pages; None: there are none yet, or the engine sleeps.
         drafts: the pages of a drafter's layers; None: there are none, or they have no name yet.
         closed: nothing is admitted any more.
-        stale: why nothing is loaded or stored: the scheduler's names stand for other "weights" or for another
-            "profile"; empty: they do not.
+        stale: why nothing is loaded or stored: the scheduler's names stand for other "weights", or for another
+            "profile" or other secrets; empty: they do not.
         states: what recurrent layers hold; None: there are none, or the engine sleeps.
     """
 

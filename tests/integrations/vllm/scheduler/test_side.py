@@ -52,6 +52,7 @@ def test_entries_of_every_accepted_secret_are_found_and_no_others(
     assert d.matched(request) == (3 * CHUNK, True)
     calls = [call for call in d.store.calls if call == "contains"]
     assert len(calls) == 4, "one question for each secret about chunks, and one about tails of the chunk after them"
+    assert d.plan().coding == f"lossless {new.hex()} {old.hex()}", "a rank with others stores and loads nothing"
 
 
 def test_a_gap_ends_the_prefix(desk: Callable[..., Desk]) -> None:

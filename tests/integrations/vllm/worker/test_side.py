@@ -21,6 +21,7 @@ from tests.waiting import wait_until
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.format.keys import Key
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.paged_chunks import PagedChunks
 from cuvee.codec.profiles.profile import Profile
@@ -161,19 +162,25 @@ def test_an_entry_of_another_profile_is_computed_and_not_deleted(bench: Callable
     assert not other.worker.loads.take_invalid_blocks(), "it is still there"
 
 
-def test_a_rank_with_another_profile_than_the_scheduler_stores_and_loads_nothing(
-    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("differs", ["profile", "secret"])
+def test_a_rank_with_another_profile_or_secret_than_the_scheduler_stores_and_loads_nothing(
+    bench: Callable[..., Bench], differs: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its file was replaced while the engine started: the scheduler's names stand for the other profile."""
-    own, lossy = fitted_to(LAYOUT), {"quality": "balanced"}
+    """Its file was replaced while the engine started: the scheduler's names stand for the other one."""
+    own, lossy = fitted_to(LAYOUT), {"quality": "balanced", "key": bytes(16)}
     b, good = (bench(codec=lossy, profile=own) for _ in range(2))
-    good.worker.settle(1, False, good.setup.coding)
+    ids, coding = good.codec.key_ids, b.setup.coding
+    good.worker.settle(1, False, good.setup.coding(ids))
     good.store_all(1)
     assert good.store.entries
     b.store.entries.update(good.store.entries)
-    replaced = Profile(LAYOUT, own.group, own.source, own.family, own.learned, model="b" * 32)
+    if differs == "profile":
+        replaced = Profile(LAYOUT, own.group, own.source, own.family, own.learned, model="b" * 32)
+        coding = replace(b.setup, profile=replaced).coding
+    else:
+        ids = (Key.of(bytes(range(16))).id, *ids)
     for step in (1, 2):
-        b.worker.settle(step, step == 2, replace(b.setup, profile=replaced).coding)
+        b.worker.settle(step, step == 2, coding(ids))
         b.load_now([b.load([10, 11], 0, CHUNK)])
         assert b.worker.loads.take_invalid_blocks() == {10, 11}
         b.store_all(2)
