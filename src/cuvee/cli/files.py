@@ -159,12 +159,12 @@ def write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:
         new.mkdir()
         for name, data in files.items():
             (new / name).write_bytes(data)
-        if path.exists():
-            path.rename(old)
         try:
+            if path.exists():
+                path.rename(old)
             new.rename(path)
-        except BaseException:
-            if old.exists():
+        except BaseException:  # Ctrl-C, too, which may come as either call returns
+            if old.exists() and not path.exists():
                 old.rename(path)
             raise
 

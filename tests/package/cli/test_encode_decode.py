@@ -193,19 +193,28 @@ def test_a_missing_chunk_is_noticed(files: Files) -> None:
     fails("decode", empty, files.folder / "b", "--profile", files.profile, match="must hold .cuvee files")
 
 
-def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, usual = tmp_path / "blobs", Path.rename
+@pytest.mark.parametrize("moved", ["blobs", "new"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_folder_is_replaced_or_stays(
+    tmp_path: Path, error: BaseException, moved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is raised as the system's call returns, which has moved the folder."""
+    folder, usual, interrupted = tmp_path / "blobs", Path.rename, isinstance(error, KeyboardInterrupt)
     write_folder(folder, {"0.cuvee": b"old"}, force=False)
 
     def rename(self: Path, target: Path) -> Path:
-        if self.name == "new":
-            raise OSError(28, "No space left on device")
-        return usual(self, target)
+        if self.name != moved:
+            return usual(self, target)
+        monkeypatch.undo()
+        if interrupted:
+            usual(self, target)
+        raise error
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(type(error)):
         write_folder(folder, {"0.cuvee": b"new"}, force=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["blobs"] and (folder / "0.cuvee").read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["blobs"]
+    assert (folder / "0.cuvee").read_bytes() == (b"new" if interrupted and moved == "new" else b"old")
 
 
 def test_a_folder_that_is_killed_while_it_is_replaced_is_named(files: Files) -> None:
