@@ -27,7 +27,7 @@ try:
     import redis
     from redis.backoff import ExponentialBackoff
     from redis.cluster import RedisCluster
-    from redis.exceptions import InvalidResponse, OutOfMemoryError
+    from redis.exceptions import InvalidResponse, OutOfMemoryError, ResponseError
     from redis.retry import Retry
 except ImportError as missing:
     raise ImportError("redis stores need redis-py: pip install 'cuvee[redis]'") from missing
@@ -97,7 +97,8 @@ class RedisStore(CountedStore):
         for start in range(0, len(keys), _GET_BATCH):
             batch = keys[start : start + _GET_BATCH]
             last = HEADER_BYTES + self.max_entry
-            replies = self._pipelined([("GETRANGE", _PREFIX + key, 0, last) for key in batch], bytes)
+            commands = [("GETRANGE", _PREFIX + key, 0, last) for key in batch]
+            replies = self._pipelined(commands, bytes, b"no string")  # which is a bad entry
             blobs += [self._blob(key, reply) for key, reply in zip(batch, replies, strict=True)]
         return blobs
 
@@ -116,7 +117,7 @@ class RedisStore(CountedStore):
         return True
 
     def _there(self, keys: Sequence[str]) -> list[bool]:
-        replies = self._pipelined([("STRLEN", _PREFIX + key) for key in keys], int)
+        replies = self._pipelined([("STRLEN", _PREFIX + key) for key in keys], int, 0)
         return [0 < reply <= HEADER_BYTES + self.max_entry for reply in replies]
 
     def _remove(self, keys: Sequence[str]) -> int:
@@ -138,13 +139,17 @@ class RedisStore(CountedStore):
                 if cursor and spent > _SCAN_SECONDS:
                     raise InvalidResponse(f"SCAN: must end within {_SCAN_SECONDS:g} s")
 
-    def _pipelined(self, commands: Sequence[tuple[Any, ...]], kind: Any) -> list[Any]:
-        """Run commands with one round trip to each node; return the replies, which must be of `kind`."""
+    def _pipelined(self, commands: Sequence[tuple[Any, ...]], kind: Any, no_string: Any = None) -> list[Any]:
+        """Run commands with one round trip to each node; return the replies, which must be of `kind`, and `no_string`
+        for a key whose value is a list, say.
+        """
         with self._connected().pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
-        for reply in replies:
+        for at, reply in enumerate(replies):
+            if no_string is not None and isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
+                reply = replies[at] = no_string
             if isinstance(reply, Exception):
                 raise reply
             if not isinstance(reply, kind):

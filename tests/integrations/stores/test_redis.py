@@ -116,6 +116,24 @@ def test_a_huge_value_is_not_fetched(server: RedisServer, open_redis: Open) -> N
 # A server that fails
 
 
+def test_what_is_no_string_is_a_bad_entry(
+    server: RedisServer, open_redis: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are read, and the key is free again."""
+    store = open_redis(server.url)
+    for key in KEYS[:3]:
+        assert store.put(key, b"blob")
+    with server.client() as client:
+        client.delete(f"cuvee:{KEYS[1]}")
+        client.rpush(f"cuvee:{KEYS[1]}", "planted")
+        assert store.contains(KEYS[:3]) == [True, False, True]
+        assert store.get_many(KEYS[:3]) == [b"blob", None, b"blob"] and not client.exists(f"cuvee:{KEYS[1]}")
+        client.rpush(f"cuvee:{KEYS[1]}", "planted")
+    now = store.counters()["redis"]
+    assert (now.corrupt, now.errors, now.hits) == (1, 0, 2) and caplog.text.count("deletes bad entries") == 1
+    assert store.put(KEYS[1], b"new") and store.get(KEYS[1]) == b"new"
+
+
 def test_down_at_start_and_restarted(server: RedisServer, open_redis: Open) -> None:
     server.kill()
     store = open_redis(server.url)
