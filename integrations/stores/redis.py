@@ -147,9 +147,9 @@ class RedisStore(CountedStore):
             for command in commands:
                 pipeline.execute_command(*command)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
-        for at, reply in enumerate(replies):
-            if no_string is not None and isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
-                reply = replies[at] = no_string
+        if no_string is not None:
+            replies = [no_string if _is_no_string(reply) else reply for reply in replies]
+        for reply in replies:
             if isinstance(reply, Exception):
                 raise reply
             if not isinstance(reply, kind):
@@ -183,3 +183,7 @@ class RedisStore(CountedStore):
         if isinstance(error, OutOfMemoryError):
             return " (the server is full and may not evict: raise its maxmemory or set allkeys-lru)"
         return ""
+
+
+def _is_no_string(reply: object) -> bool:
+    return isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE")
