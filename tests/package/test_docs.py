@@ -191,13 +191,13 @@ def recipe_place(recipe: dict[str, Any], tmp_path: Path) -> Iterator[contract.Pl
         yield make, lambda key, data: planter._run("INSERT OR REPLACE INTO blobs VALUES (?, ?)", key, data)
 
 
-def test_the_store_of_the_recipe_refuses_damage(recipe: dict[str, Any], tmp_path: Path) -> None:
-    store = recipe["SqliteStore"](str(tmp_path / "blobs.sqlite"))
-    store.put("ab/1", b"blob")
-    store._run("UPDATE blobs SET entry = substr(entry, 1, 66)")
-    assert store.get("ab/1") is None and store.contains(["ab/1"]) == [False]
-    assert store.counters()["sqlite"].corrupt == 1
-    store.close()
+@pytest.mark.parametrize("planted", ["substr(entry, 1, 66)", "7", "'text'"])
+def test_the_store_of_the_recipe_refuses_damage(recipe: dict[str, Any], tmp_path: Path, planted: str) -> None:
+    with closing(recipe["SqliteStore"](str(tmp_path / "blobs.sqlite"))) as store:
+        store.put("ab/1", b"blob")
+        store._run(f"UPDATE blobs SET entry = {planted}")
+        assert store.get("ab/1") is None and store.contains(["ab/1"]) == [False]
+        assert store.counters()["sqlite"].corrupt == 1
 
 
 def test_the_store_of_the_recipe_works_once_its_database_can_be_written(recipe: dict[str, Any], tmp_path: Path) -> None:
