@@ -37,7 +37,7 @@ from cuvee.integrations.pages.recognition import tells_positions
 from cuvee.integrations.profiles.collection import find_profile
 from cuvee.integrations.profiles.location import shown_profile
 from cuvee.integrations.stores import open_store
-from cuvee.naming.identity import Identity, PageNames, Scope
+from cuvee.naming.identity import Identity, PageNames, Scope, page_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -255,5 +255,5 @@ class PageStores:
         )
 
     def _names(self, identity: Identity, tenant: str) -> PageNames:
-        # An engine's adapter may delete all that it stored, so it has tenants of its own.
-        return PageNames(identity, Scope(tenant=f"{self._engine}:{tenant}"), self._engine, self._page_tokens)
+        tenant = page_tenant(self._engine, tenant)
+        return PageNames(identity, Scope(tenant=tenant), self._engine, self._page_tokens)

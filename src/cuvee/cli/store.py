@@ -85,21 +85,25 @@ def store_delete_tenant(
 
     Records of identities (`cuvee store explain`) forget these entries, and go if they have no others.
 
+    LMCache's entries of the salt go, too. vLLM's tier and SGLang's HiCache have salts in their names of pages: theirs
+    go if the salt is their option `tenant`, which is '' by default, whatever the salts of requests were.
+
     Entries in the RAM of servers stay there until they are evicted or the servers restart.
 
     Example: cuvee store delete-tenant redis://127.0.0.1:6379/0 --salt customer-17
     """
     from cuvee.integrations.identity.records import RecordStore
-    from cuvee.naming.identity import tenant_id
+    from cuvee.naming.identity import PAGE_ENGINES, page_tenant, tenant_id
 
     tenant = tenant_id(salt)
+    tenants = [tenant, *(tenant_id(page_tenant(engine, salt)) for engine in PAGE_ENGINES)]
     rows: list[dict[str, Any]] = []
     with shared_tiers(url) as (shown, tiers):
         if not yes:
             typer.confirm(f"Delete every entry of tenant {tenant} in {shown}?", abort=True, err=True)
         for tier in tiers:
             try:
-                rows.append({"tier": tier.name, "deleted": tier.delete_tenant(tenant), "error": None})
+                rows.append({"tier": tier.name, "deleted": sum(map(tier.delete_tenant, tenants)), "error": None})
                 RecordStore(tier).prune()
             except StoreError as error:
                 rows.append({"tier": tier.name, "deleted": None, "error": str(error)})

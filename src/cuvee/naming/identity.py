@@ -278,6 +278,15 @@ class PageNames:
         return _blake2b(b"cuvee-page", self._root, name)
 
 
+PAGE_ENGINES = ("lmcache-l2", "sglang-hicache", "vllm-tier")
+"""The engines of `PageNames` whose adapters are here."""
+
+
+def page_tenant(engine: str, tenant: str) -> str:
+    """Return a tenant of an adapter's own, which may delete all that it has stored, in place of the user's."""
+    return f"{engine}:{tenant}"
+
+
 def tenant_id(tenant: str) -> str:
     """Return the tenant's part of a store key: 32 hexadecimal digits, BLAKE2b of the cache salt, which may be empty.
 

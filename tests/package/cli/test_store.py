@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import pytest
 from tests.package.cli import running
 from typer.testing import Result
 
+from cuvee import integrations
 from cuvee.integrations.identity.records import EntrySample, IdentityRecord, RecordStore
 from cuvee.integrations.stores.base import RECORDS, StoreError
 from cuvee.integrations.stores.disk import DiskStore
-from cuvee.naming.identity import store_key, tenant_id
+from cuvee.naming.identity import PAGE_ENGINES, page_tenant, store_key, tenant_id
 
 
 def run(*args: str, code: int = 0, answer: str | None = None) -> Result:
@@ -134,6 +137,18 @@ def test_delete_tenant(folder: Path) -> None:
     done = run("delete-tenant", f"file://{folder}", *which, "--yes")
     assert done.stdout == "disk: 3 deleted\n" and held(folder) == [False, False, False, True]
     assert run("delete-tenant", f"file://{folder}", *which, "--yes").stdout == "disk: 0 deleted\n"
+
+
+def test_delete_tenant_deletes_what_adapters_of_other_engines_have_stored(folder: Path) -> None:
+    """Each of them has tenants of its own."""
+    package = Path(integrations.__file__).parent
+    names = [re.findall(r'^_ENGINE = "(.+)"$', file.read_text(), re.MULTILINE) for file in package.rglob("*.py")]
+    assert sorted(PAGE_ENGINES) == sorted(itertools.chain.from_iterable(names))
+    store = DiskStore(folder)
+    keys = [store_key(page_tenant(engine, salt), bytes(32)) for salt in ("alice", "bob") for engine in PAGE_ENGINES]
+    assert all(store.put(key, b"x") for key in keys)
+    assert run("delete-tenant", f"file://{folder}", "--salt", "alice", "--yes").stdout == "disk: 6 deleted\n"
+    assert store.contains(keys) == [False] * 3 + [True] * 3 and held(folder)[3]
 
 
 @pytest.mark.parametrize(("answer", "kept"), [("y\n", False), ("\n", True), (None, True)])
