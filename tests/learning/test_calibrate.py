@@ -400,7 +400,10 @@ def test_large_vocabularies_are_measured_by_fewer_sequences_at_a_time(monkeypatc
     assert apart[0].bits_per_value == pytest.approx(together[0].bits_per_value)
 
 
-def test_rows_that_begin_with_the_same_tokens_are_coded_once(monkeypatch: Any) -> None:
+def test_rows_that_begin_with_the_same_tokens_are_coded_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One row alone does not tell how sure the curve is, which is said."""
     tiny, rows = tiny_model("llama"), tokens_of(9, 40)
     profile = calibrated(tiny, rows)
     again = torch.cat([rows[:2], rows[:2]])
@@ -412,9 +415,12 @@ def test_rows_that_begin_with_the_same_tokens_are_coded_once(monkeypatch: Any) -
         return round_trip(codec, chunks)
 
     apart = [measure(profile, tiny, row[None], step_indices=(-64,), progress=False).curve[0] for row in again]
+    alone = "token_ids: the text has one sequence, which does not tell how much its KL varies"
+    assert caplog.text.count(alone) == 4
     monkeypatch.setattr("cuvee.learning.curve.round_trip", noted)
     (point,) = measure(profile, tiny, again, step_indices=(-64,), progress=False).curve
     assert set(counts) == {2} and point.kl == pytest.approx(sum(one.kl or 0 for one in apart) / 4, rel=1e-3)
+    assert caplog.text.count(alone) == 4
 
 
 def test_logits_of_a_bfloat16_model_are_those_of_a_float32_head() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ from cuvee.learning.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 CURVE_STEP_INDICES = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE // 2))
 CURVE_CHUNK = 256  # tokens per blob on the curve
@@ -186,6 +189,11 @@ def measure(
         [-128, -64]
     """
     kinds = by_kind(model, token_ids, prefix)
+    if single := [str(kind or "the text") for kind, (ids, _) in kinds.items() if len(ids) == 1]:
+        _log.warning(
+            "token_ids: %s has one sequence, which does not tell how much its KL varies, so presets, which go by the "
+            "worst kind and its error, take it without one: measure at least two of each kind", ", ".join(single),
+        )  # fmt: skip
     layout = coded_layout(model)
     profile.check_layout(layout)
     steps = sorted(set(step_indices or default_step_indices(profile)))
