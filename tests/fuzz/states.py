@@ -36,6 +36,19 @@ def _is_whole(section: bytes | bytearray) -> bool:
     return len(section) >= _HEAD and len(section) >= _HEAD + section[0] + 4 * section[2]
 
 
+def _check_in_place(codec: Codec, data: bytes, states: States) -> None:
+    """Decode into given memory, beyond which nothing may be written: the same values."""
+    room = {
+        name: torch.full((tensor.nbytes + 128,), 0xA5, dtype=torch.uint8) for name, tensor in states.tensors.items()
+    }
+    into = {name: room[name][64:-64].view(tensor.dtype) for name, tensor in states.tensors.items()}
+    for name, tensor in codec.decode_states(data, into=into).tensors.items():
+        around = room[name][:64], room[name][-64:]
+        same = torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (tensor, states.tensors[name])))
+        if not same or any(bool((each != 0xA5).any()) for each in around):
+            raise Finding(f"{name} is decoded into given memory in another way")
+
+
 class StatesTarget:
     """Decoding states, and rebuilding a cache of them."""
 
@@ -88,6 +101,7 @@ class StatesTarget:
             inspect(data)
         try:
             states = codec.decode_states(data)
+            _check_in_place(codec, data, states)
             back: Any = decode_cache(codec, [*chunks, data], config)
         except CuveeError as error:
             return type(error).__name__
