@@ -187,10 +187,10 @@ class WorkerLoads:
         if job.over:
             return
         job.enter(LoadPhase.OVER)
+        with self._guard("load"):  # first: whoever hears of the end finds it counted
+            self._count_load(job, failure)
         with self._guard("load", partial(self._book_as_failed, job)):
             self._book(job)
-        with self._guard("load"):
-            self._count_load(job, failure)
 
     def _book(self, job: LoadJob) -> None:
         load, done, chunk = job.load, job.valid_until, self._state.chunk

@@ -91,7 +91,7 @@ def test_a_state_is_stored_as_its_step_left_it(bench: Callable[..., Bench]) -> N
     waiting = hold(b.store, "contains")
     try:
         b.worker.saves.save([Save(TENANT, place(entry, HELD)) for entry in (*(b.chunk(at) for at in range(3)), STATE)])
-        assert waiting.begun.wait(60)
+        waiting.reached()
         for tensors in held.values():
             for each in tensors:
                 each.zero_()

@@ -75,6 +75,24 @@ def test_an_idle_engine_is_woken_by_a_load_that_is_over_or_placed(bench: Callabl
     assert placed or b.worker.loads.take_arrived(3600.0) == set()
 
 
+def test_who_hears_of_the_end_of_a_load_finds_it_counted(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    b.store_all()
+    del b.store.entries[b.key(1)]
+    notify, heard = b.worker._state.progress.notify, list[dict[str, Any]]()
+
+    def noted() -> None:
+        heard.append(b.counts())
+        notify()
+
+    monkeypatch.setattr(b.worker._state.progress, "notify", noted)
+    b.load_now([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
+    (counts,) = heard
+    assert (counts["load_seconds"], counts["failures{load}"], counts["recomputed_tokens"]) == (1, 1, CHUNK)
+
+
 def test_a_chunk_that_is_being_stored_is_not_stored_again(bench: Callable[..., Bench]) -> None:
     b = bench()
     go = hold(b.store)
@@ -92,7 +110,7 @@ def test_a_store_that_hangs_while_it_deletes_keeps_nobody_waiting(bench: Callabl
     b.store.entries[b.key(1)] = b"garbage"
     go = hold(b.store, "delete")
     b.worker.loads.start([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
-    assert go.begun.wait(30)
+    go.reached()
     b.worker._state.timeout = 0.0  # since which it hangs
     b.wait()
     assert b.worker.loads.take_invalid_blocks() == {12, 13}
@@ -198,7 +216,7 @@ def test_other_weights_end_loads_and_stores(bench: Callable[..., Bench], confirm
     go = hold(b.store, "get", "contains")
     b.fill(list(range(8)), 4 * CHUNK)
     b.worker.loads.start([b.load([10, 11, 12, 13], 0, 2 * CHUNK)])
-    assert go.begun.wait(30)
+    go.reached()
     b.worker._state.alone = confirmed  # copies of steps that are not confirmed wait
     b.worker.saves.save(b.saves(list(range(8)), range(2, 4)))
     served.set("b")
@@ -456,7 +474,7 @@ def test_close_is_bounded_and_says_what_is_lost(
     b.fill(blocks, 4 * CHUNK)
     go = hold(b.store, hanging)
     b.worker.saves.save(b.saves(blocks, range(4)))
-    assert go.begun.wait(10)
+    go.reached()
     with caplog.at_level("INFO", logger="cuvee"):
         _in_time(b.worker.close)
     assert b.counts()["stores_skipped{stopped}"] == 4
@@ -479,7 +497,7 @@ def test_what_a_store_could_not_write_behind_is_lost(
     b.fill(blocks, 4 * CHUNK)
     b.worker.saves.save(b.saves(blocks, range(4)))
     b.drain()
-    assert go.begun.wait(10)
+    go.reached()
     _in_time(b.worker.close)
     assert b.counts()["stores_skipped{stopped}"] == 4
     assert "4 to be written" in caplog.text
@@ -505,7 +523,7 @@ def test_close_does_not_wait_for_what_decodes_for_ever(
     b.fill([0, 1], CHUNK)
     held = hold(b.store, "put")
     b.worker.saves.save(b.saves([0, 1], range(1)))
-    assert held.begun.wait(10)
+    held.reached()
     held.set()
     _in_time(b.worker.close)
     go.set()
@@ -517,7 +535,7 @@ def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pyte
     b.store_all()
     go = hold(b.store, "get")
     b.worker.loads.start([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")])
-    assert go.begun.wait(10)
+    go.reached()
     _in_time(b.worker.close)
     go.set()
     assert b.worker._pools.loaders.dismiss(30) and b.worker._pools.fetchers.dismiss(30)
@@ -578,7 +596,7 @@ def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench])
     b.fill(blocks, 8 * CHUNK)
     go = hold(b.store, "put", once=True)
     b.worker.saves.save(b.saves(blocks, range(1)))
-    assert go.begun.wait(10)
+    go.reached()
     threading.Event().wait(0.6)
     b.worker.saves.save(b.saves(blocks, range(1, 3)))
     wait_until(lambda: not b.worker.saves._sizes.keys() & set(b.digests[1:3]), "chunks are stored")
