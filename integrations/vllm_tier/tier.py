@@ -319,12 +319,11 @@ class CuveeTier(SecondaryTierManager):
         with self._changed:
             if self._jobs.pop(job.number, None) is None:
                 return
+            # What was not begun, which the page store did not count; first: whoever hears of the end finds it counted.
+            self._counts.count("unsaved_pages" if job.stores else "missed_pages", len(job.keys) - len(done))
             job.good, job.failed, job.seconds = good, failed, time.monotonic() - job.since
             self._ended.append(job)
             self._changed.notify_all()
-        lost = len(job.keys) - len(done)
-        if lost:  # what was not begun, which the page store did not count
-            self._counts.count("unsaved_pages" if job.stores else "missed_pages", lost)
 
     def _give_up(self, timeout: float | None) -> None:
         """Let the jobs begin nothing new, and wait for what they have begun."""
