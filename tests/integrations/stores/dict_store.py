@@ -167,10 +167,10 @@ class Held(threading.Event):
 
 def hold(store: DictStore, *operations: str, once: bool = False) -> Held:
     """Let operations of a store hang until the event is set; all of them if none is named. `once`: only the first."""
-    held = Held()
+    held, first = Held(), threading.Lock()
 
     def wait(called: str) -> None:
-        if (called in operations or not operations) and not (once and held.begun.is_set()):
+        if (called in operations or not operations) and (not once or first.acquire(blocking=False)):
             held()
 
     store.before = wait
