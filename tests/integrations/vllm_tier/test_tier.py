@@ -146,9 +146,17 @@ def test_draining_ends_all_jobs_and_reports_each(engine: Callable[..., Engine], 
     held = hold(store, "put")
     for number in range(15):
         e.offload([number])
-    assert held.begun.wait(30)
-    threading.Timer(0.2, held.set).start()
+    held.reached()
+    before = e.tier._given_up
+
+    def let_go() -> None:
+        wait_until(lambda: e.tier._given_up > before, "what waits is given up")
+        held.set()
+
+    letting_go = threading.Thread(target=let_go)
+    letting_go.start()
     e.reset()  # asserts that no job is left
+    letting_go.join()
     assert not e.manager._jobs and not e.tier._jobs
     e.view.fill_(-1)
     found = [number for number in range(15) if e.load([number])]
@@ -240,16 +248,19 @@ def test_a_job_with_bad_rows_or_lengths_fails(engine: Callable[..., Engine], dty
     assert e.tier.get_finished_jobs() == []
 
 
-def test_a_job_that_ends_twice_is_reported_once(engine: Callable[..., Engine], store: DictStore) -> None:
+def test_a_job_that_ends_twice_is_reported_once_and_counted_before(
+    engine: Callable[..., Engine], store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's manager asserts that it knows each job, and ends the engine if it does not."""
-    e, held = engine(), hold(store, "contains")
+    e, held, counted = engine(), hold(store, "contains"), list[float]()
     e.offload([1])
     (job,) = e.tier._jobs.values()
+    monkeypatch.setattr(e.tier._changed, "notify_all", lambda: counted.append(e.counters["unsaved_pages"]))
     e.tier._end(job, [])
     held.set()
     assert e.tier._storing.dismiss(30)
     (result,) = e.tier.get_finished_jobs()
-    assert not result.success
+    assert not result.success and counted == [1]
 
 
 # What vLLM is told ----------------------------------------------------------------------------------------------------
