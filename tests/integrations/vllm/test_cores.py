@@ -63,6 +63,7 @@ def test_cores_are_free_that_no_thread_is_bound_to() -> None:
 
 
 def test_an_engine_that_is_not_bound_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", os.getpid)  # whoever runs the tests may have more cores
     assert free_cores() == frozenset()
     before = os.sched_getaffinity(0)
     move_to(frozenset())

@@ -82,8 +82,8 @@ def adapter(folder: Path, seed: int) -> SimpleNamespace:
     """A request's adapter, whose files are put into a folder."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text('{"r": 8}')
-    (folder / "adapter_model.bin").unlink(missing_ok=True)
-    (folder / "adapter_model.bin").write_bytes(bytes([seed]) * 64)
+    (folder / "new").write_bytes(bytes([seed]) * 64)
+    (folder / "new").replace(folder / "adapter_model.bin")  # another inode, where both are written within a clock's tick
     return SimpleNamespace(lora_int_id=1, lora_name="x", lora_path=str(folder))
 
 
