@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from tests.integrations.vllm.sides import CHUNK, Desk, make_request
+from tests.waiting import wait_until
 
 from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.vllm.scheduler import lookups
 from cuvee.integrations.vllm.scheduler.lookups import CALL_KEYS
+from cuvee.integrations.vllm.scheduler.request_record import RequestRecord
 from cuvee.naming.identity import store_key
 
 SEGMENTS = {"segment_tokens": 12}
@@ -42,7 +44,7 @@ def many(d: Desk, count: int, name: str = "r", salt: str = "big") -> Any:
     return make_request(name, ids=ids, cache_salt=salt, kv_transfer_params={"cuvee": {"segments": spans}})
 
 
-def test_a_big_prompt_is_no_outage(desk: Callable[..., Desk]) -> None:
+def test_a_big_prompt_is_no_outage(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     """The store takes its time for each key. The lookup runs out of its own, the store stays in use."""
     d = desk(blend=SEGMENTS, lookup_timeout=5)
     store = GuardedStore(d.store, clock=lambda: d.now)
@@ -58,7 +60,15 @@ def test_a_big_prompt_is_no_outage(desk: Callable[..., Desk]) -> None:
         d.now += 0.01 * keys
 
     counted = sizes(d, slow)
-    request = many(d, 800)
+    request, ask = many(d, 800), d.side._planner.ask
+
+    def ask_after_prefix(record: RequestRecord) -> None:
+        lookup = record.lookup
+        assert lookup is not None
+        wait_until(lookup.answer.done, "it is known that nothing of the prefix is there")
+        ask(record)
+
+    monkeypatch.setattr(d.side._planner, "ask", ask_after_prefix)
     d.side.arrived(request)
     assert held.wait(30), "a call is under way, and the lookup's time is over"
     asked = sum(counted[:-1])

@@ -21,6 +21,7 @@ from tests.integrations.vllm.sides import (
     make_request,
     patience,
 )  # fmt: skip
+from tests.waiting import wait_until
 
 from cuvee.codec.format.keys import make_keys
 from cuvee.integrations.identity.weights_name import WeightsName
@@ -79,7 +80,7 @@ def test_requests_that_are_never_loaded(desk: Callable[..., Desk], changes: dict
 
 def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., Desk]) -> None:
     """More of them than the pool has threads; afterwards the store is used again."""
-    d = desk(lookup_timeout=0.2, setup={"remote_workers": True})
+    d = desk(lookup_timeout=1.0, setup={"remote_workers": True})
     d.side._state.clock = time.monotonic
     later = 0.0
     d.side._state.store = guarded = GuardedStore(d.store, lambda: time.monotonic() + later)
@@ -94,17 +95,15 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     assert [d.matched(request) for request in hanging] == [(0, False)] * 6
     calls = len(d.store.calls)
     assert time.monotonic() - begun < 5
-    begun = time.monotonic()
     for number in range(50):
         assert d.matched(make_request(f"next {number}")) == (0, False)
-    assert time.monotonic() - begun < 5 and len(d.store.calls) == calls, "50 x 0.2 s otherwise"
+    assert len(d.store.calls) == calls
     d.side.take(Report())
     totals = d.recorder.totals()
     assert totals["store_operations", "memory:error"] >= 1 and totals["lookups", "timeout"] < 25, "most did not wait"
     go.set()
-    later, deadline = 60.0, time.monotonic() + 10
-    while d.matched(make_request(f"again {time.monotonic()}")) != (96, True):
-        assert time.monotonic() < deadline
+    later = 60.0
+    wait_until(lambda: d.matched(make_request(f"again {time.monotonic()}")) == (96, True), "it is used again")
     assert d.side._state.lookup_threads.dismiss(10)
 
 
@@ -200,7 +199,7 @@ def _more_than_ranks_load(d: Desk) -> list[SimpleNamespace]:
 
 
 def test_loads_that_no_rank_begins_soon_hold_no_blocks(desk: Callable[..., Desk]) -> None:
-    d = desk()
+    d = desk(lookup_timeout=60.0)
     late = _more_than_ranks_load(d)
     for _ in range(3):
         for request in late:
