@@ -43,6 +43,7 @@ from typing import Any, Literal, NamedTuple, Self, cast
 import pytest
 from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm_tier import cpu_copies
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 MAX_MODEL_LEN = 512
@@ -752,14 +753,13 @@ class Server:
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return total({name: float(value) for name, _, value in pairs}, name)
 
-    def wait_for_metric(self, name: str, least: float, timeout: float = 30.0) -> float:
+    def wait_for_metric(self, name: str, least: float) -> None:
         """Send requests of one token until a counter has reached a value: counters travel with the engine's steps."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE
         while (value := self.metric(name)) < least:
             if time.monotonic() > deadline:
-                raise EngineFailure(f"{name}: {value} after {timeout:g} s, not {least}\n{_last(self.text())}")
+                raise EngineFailure(f"{name}: {value} after {PATIENCE:g} s, not {least}\n{_last(self.text())}")
             self.complete([1], max_tokens=1)
-        return value
 
 
 class Completion(NamedTuple):
@@ -889,7 +889,7 @@ def _forget(llm: Any) -> None:
 
 
 def _wait_for(llm: Any, metric: str, reached: Callable[[float], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while not reached(value := total(snapshot(llm), metric)):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{metric} is {value}")
@@ -1022,7 +1022,7 @@ def run_steps(llm: Any, steps: Sequence[Step]) -> Ran:
             _digests_held[0].set()
             for thread in threading.enumerate():
                 if thread.name == "cuvee-weights":
-                    thread.join(60)
+                    thread.join(PATIENCE)
         done.steps.append(_answer(llm, prompts, step))
         if step.until:
             metric, least = step.until

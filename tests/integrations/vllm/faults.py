@@ -41,7 +41,7 @@ from tests.integrations.vllm.engines import (
     start_engine,
     total,
 )
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 from cuvee.integrations.stores import Store, open_store
 from cuvee.integrations.stores.base import RECORDS
@@ -52,7 +52,7 @@ CHUNKS = 5  # of a usual prompt
 BLOCKS = 34  # of the engine's cache: one prompt of MAX_LEN, or a few usual ones
 MAX_LEN = 1024
 ANSWER = 12
-PATIENCE = 300.0  # seconds for one process
+LONGEST = 300.0  # seconds for one process
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -286,8 +286,8 @@ class Driven:
         count = self.working._pools.loaders.threads
         barrier = threading.Barrier(count + 1)
         for _ in range(count):
-            self.working._pools.loaders.submit(barrier.wait, 20)
-        barrier.wait(20)
+            self.working._pools.loaders.submit(barrier.wait, PATIENCE)
+        barrier.wait(PATIENCE)
 
     def free_blocks(self) -> int:
         """Blocks that no request holds."""
@@ -776,14 +776,14 @@ def run_group(
         variables: of the environment.
     """
     given = (group, str(folder), str(model), *arguments)
-    status, log = run_script(folder, script, *given, timeout=PATIENCE, **variables)
+    status, log = run_script(folder, script, *given, timeout=LONGEST, **variables)
     results = folder / "results.json"
     return Outcome(status, json.loads(results.read_text()) if results.exists() else {}, log)
 
 
 def run_here(group: Callable[..., None], folder: Path, model: Path, *arguments: str) -> None:
     """Run a group in this process, which shows where it is if it takes too long."""
-    faulthandler.dump_traceback_later(PATIENCE - 5, exit=True)
+    faulthandler.dump_traceback_later(LONGEST - 5, exit=True)
     import_vllm()
     group(model, folder, *arguments)
     faulthandler.cancel_dump_traceback_later()

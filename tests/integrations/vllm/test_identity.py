@@ -83,7 +83,7 @@ def adapter(folder: Path, seed: int) -> SimpleNamespace:
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text('{"r": 8}')
     (folder / "new").write_bytes(bytes([seed]) * 64)
-    (folder / "new").replace(folder / "adapter_model.bin")  # another inode, where both are written within a clock's tick
+    (folder / "new").replace(folder / "adapter_model.bin")  # of another inode, if within a clock's tick
     return SimpleNamespace(lora_int_id=1, lora_name="x", lora_path=str(folder))
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench, poison
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench, patience, poison
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
@@ -97,8 +96,7 @@ def compute(b: Bench, requests: list[str], blender: FakeBlender, tokens: int = 1
 
 def place(b: Bench, request: str = "r", beside: tuple[str, ...] = ()) -> Report:
     """Wait until a request's segments are in their places; say which others may be placed or end meanwhile."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+    for _ in patience():
         assert b.worker.loads.take_arrived(0.01) == set(), "it has not arrived before it is recomputed"
         report = b.worker.report(1)
         if request in report.placed:
