@@ -99,12 +99,14 @@ def test_an_adapter_that_changes_after_its_request_was_named_is_not_stored(
     """
     e, read = engine(), threading.Event()
     requests = e.side._requests
-    hangs = requests._thread.submit(read.wait) if how == "its disk hangs" else None
+    before = requests._thread.submit(read.wait)  # whoever arrives has no name at once
     request = e.submit("r", IDS, lora_request=adapter(tmp_path / "a", 1))
     record = e.side._records.of(request)
-    if hangs is not None:
+    if how == "its disk hangs":
         assert record.naming is not None
         record.naming = record.naming._replace(begun=record.naming.begun - 2 * requests._state.options.lookup_timeout)
+    else:
+        read.set()
     wait_until(lambda: requests.is_named(record), "the request is named, or late")
     if how == "its files change":
         adapter(tmp_path / "a", 2)
@@ -114,9 +116,8 @@ def test_an_adapter_that_changes_after_its_request_was_named_is_not_stored(
     elif how == "it is dropped":
         requests._adapters.unloaded(1)
     e.run()
-    if hangs is not None:
-        read.set()
-        hangs.result()
+    read.set()
+    before.result()
     e.submit("s", IDS, lora_request=adapter(tmp_path / "a", 2))
     e.run()
     assert sorted(e.done) == ["r", "s"] and not e.store.entries
