@@ -49,6 +49,7 @@ from tests.integrations.vllm.engines import (
 )
 from tests.integrations.vllm.faults import BLOCK, CHUNK, Driven
 from tests.integrations.vllm.injection import POINTS, Injector, kept
+from tests.waiting import PATIENCE
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.integrations.stores.base import TierCounters
@@ -341,8 +342,10 @@ def _disturb(engine: Chaos, store: ChaosStore, seconds: float, seed: int) -> Inj
 
 
 def _examine(engine: Chaos, store: ChaosStore, dice: random.Random) -> None:
-    """Nothing is left, and the cache works as on its first day."""
+    """Nothing is left, and the cache works as on its first day, on a busy machine, too."""
     time.sleep(2 * LOAD_TIMEOUT)  # for what hangs
+    object.__setattr__(engine.scheduling._state.options, "lookup_timeout", PATIENCE)
+    engine.working._state.timeout = PATIENCE
     if engine.scheduling.reset() is not True:
         raise Wrong("the cache cannot be reset")
     store.entries.clear()
