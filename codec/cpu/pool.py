@@ -52,17 +52,17 @@ class Pool:
         failed = threading.Event()
 
         def work() -> None:
-            try:
-                with torch.no_grad(), computing_alone():  # settings per thread
+            with torch.no_grad(), computing_alone():  # settings per thread
+                try:
                     while not failed.is_set():
                         with taking:
                             number = next(waiting, None)
                         if number is None:
                             return
                         results[number] = jobs[number]()
-            except BaseException:
-                failed.set()
-                raise
+                except BaseException:
+                    failed.set()  # before the settings are put back, which lets other threads run
+                    raise
 
         helpers: list[Future[None]] = []
         interrupt: BaseException | None = None

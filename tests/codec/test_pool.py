@@ -14,12 +14,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from types import FrameType
 
 import pytest
 from tests.forked import works_in_child_while_held
+from tests.waiting import wait_until
 
+from cuvee.codec.cpu import pool as module
 from cuvee.codec.cpu.pool import Pool
+from cuvee.codec.support import torch_threads
 
 SECONDS = 30.0  # nothing here takes so long unless it hangs
 
@@ -34,15 +36,14 @@ def all_meet(pool: Pool, threads: int) -> None:
     assert sorted(pool.run([partial(together.wait, SECONDS)] * threads, threads)) == list(range(threads))
 
 
-def wait_until_waiting(caller: int, before: FrameType | None = None) -> FrameType:
-    """Wait until the thread `caller` waits for a helper, in another call than `before`, and return the call."""
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        for frame, _ in traceback.walk_stack(sys._current_frames()[caller]):
-            if frame.f_code is Future.exception.__code__ and frame is not before:
-                return frame
-        time.sleep(0.001)
-    pytest.fail("the caller waits for no helper")
+def wait_until_waiting(caller: int) -> None:
+    """Wait until the thread `caller` waits for a helper."""
+
+    def waits() -> bool:
+        stack = traceback.walk_stack(sys._current_frames()[caller])
+        return any(frame.f_code is Future.exception.__code__ for frame, _ in stack)
+
+    wait_until(waits, "the caller waits for a helper")
 
 
 @pytest.mark.parametrize(("threads", "jobs"), [(1, 2), (2, 0), (2, 1), (5, 40)])
@@ -80,7 +81,12 @@ def test_no_more_threads_work_than_were_asked_for(threads: int, workers: int, mo
 
 
 @pytest.mark.parametrize(("bad", "threads"), [(0, 3), (3, 1), (19, 3)])
-def test_the_first_error_ends_the_rest(bad: int, threads: int) -> None:
+def test_the_first_error_ends_the_rest(bad: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(_: int) -> int:
+        time.sleep(0.01)  # other threads run while a thread's settings are put back
+        return 1
+
+    monkeypatch.setattr(torch_threads, "_setters", lambda: (slowly, slowly))
     done: list[int] = []
     raising = threading.Event()
 
@@ -147,21 +153,31 @@ def test_a_job_may_call_the_pool() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_an_interrupt_waits_for_helpers(times: int) -> None:
+def test_an_interrupt_waits_for_helpers(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the caller waits for a helper, which writes into the caller's memory: as often as it comes."""
-    caller, begun, ended = threading.get_ident(), threading.Event(), []
+    caller, begun, over, ended = threading.get_ident(), threading.Event(), threading.Event(), []
+
+    class Interrupted(Future[None]):
+        """Interrupts the caller while it waits; a signal from another thread could come a moment before it does."""
+
+        left = times
+
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            if Interrupted.left:
+                Interrupted.left -= 1
+                signal.raise_signal(signal.SIGINT)
+            over.set()
+            return super().exception(timeout)
 
     def job() -> None:
         if threading.get_ident() == caller:
             assert begun.wait(SECONDS)
             return
         begun.set()
-        waiting = wait_until_waiting(caller)
-        for _ in range(times):
-            signal.pthread_kill(caller, signal.SIGINT)
-            waiting = wait_until_waiting(caller, waiting)
+        assert over.wait(SECONDS)
         ended.append(1)
 
+    monkeypatch.setattr(module, "Future", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         Pool(2).run([job] * 2, 2)
     assert ended == [1]
