@@ -235,6 +235,6 @@ class PredictionCache:
                 return
             end = self._used + len(new)
             self._rows[self._used : end] = self._map.predict(self._table.rows(new))
-            # Published last: whoever finds a number finds its row.
-            self._row_of[new] = np.arange(self._used, end)
-            self._used = end
+            first, self._used = self._used, end
+            # Published last: whoever finds a number finds its row, which no child forked meanwhile writes again.
+            self._row_of[new] = np.arange(first, end)

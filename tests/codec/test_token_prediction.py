@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests import recognizing
 from tests.chunks import error, same
+from tests.forked import works_in_child
 from transformers import LlamaForCausalLM
 
 import cuvee
@@ -376,6 +377,32 @@ def test_threads_find_whole_rows_and_each_its_own() -> None:
         second = cache.of(np.array(other), 3)
         met.set()
         assert is_right(first.result(), one) and is_right(second, other) and published == [True, True]
+
+
+class Noticed(np.ndarray[Any, Any]):
+    """Calls something once numbers were written to it."""
+
+    then: Any = None
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        super().__setitem__(at, value)
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+
+def test_a_child_forked_once_rows_have_numbers_writes_other_rows() -> None:
+    table, token_map = numbers(50, 40, 24)
+    cache, told = PredictionCache(table, token_map, 0, 1 << 20), list[bool]()
+
+    def child() -> bool:
+        first, others = cache.of(np.arange(5), 0), cache.of(np.arange(5, 9), 0)
+        return not set(first.index) & set(others.index)
+
+    cache._row_of = own = cache._row_of.view(Noticed)
+    own.then = lambda: told.append(works_in_child(child))
+    cache.of(np.arange(5), 0)
+    assert told == [True]
 
 
 def test_a_table_needs_a_map_in_every_section(profile: Profile) -> None:
