@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-SECONDS = 20.0  # work in a child takes less than this unless it hangs
+from tests.waiting import PATIENCE
+
+SECONDS = PATIENCE  # work in a child takes less than this unless it hangs
 
 
 def works_in_child(work: Callable[[], bool]) -> bool:
