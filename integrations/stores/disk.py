@@ -108,7 +108,7 @@ class DiskStore(CountedStore):
         self._disk_full = False  # since the last scan
         self._lost = False  # the folder's size is not known
         self._figures: folder.Figures | None = None  # what the folder held a moment ago
-        self._lock = threading.Lock()
+        self._noting, self._lock = threading.Lock(), threading.Lock()
         with suppress(OSError), self._opened_root():  # a folder that exists is counted from the start
             pass
 
@@ -184,7 +184,7 @@ class DiskStore(CountedStore):
 
     def _note(self, root: int) -> None:
         if self.max_bytes is not None:
-            with suppress(OSError):
+            with suppress(OSError), self._noting:  # or a thread could put older figures in place of newer ones
                 self._figures = folder.figures_of(root) or self._figures
 
     def count(self) -> tuple[int, int]:

@@ -243,7 +243,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_scanned(
 ) -> None:
     """A folder is swapped for a link after it was listed and before it is opened."""
     store = DiskStore(root, max_bytes=10_000, ttl=60)
-    store.put(KEY, b"x")
+    assert store.put(KEY, b"x") and store.flush(20)
     before = content(treasure)
     usual = safe_files.open_folder
 
@@ -689,7 +689,7 @@ def test_a_put_that_finds_no_room_is_given_up_and_the_next_one_has_it(
 ) -> None:
     store = DiskStore(root, max_bytes=10_000)
     for name in range(9):
-        store.put(f"ab/{name:04x}", bytes(1000 - HEADER_BYTES))
+        assert store.put(f"ab/{name:04x}", bytes(1000 - HEADER_BYTES)) and store.flush(20)
     for kept in (False, True):
         assert store.put("cd/0000", bytes(8000 - HEADER_BYTES)) is kept and store.flush(20)
         assert (root / "cd").exists() is kept
@@ -836,11 +836,30 @@ def test_several_processes_keep_one_budget(root: Path) -> None:
             assert store.get(f"{path.parent.parent.name}/{path.name}") is not None
 
 
+def test_threads_note_what_the_folder_holds_one_after_the_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan's thread ends while a put does: the figures of the one that read first must not be kept."""
+    store, usual = DiskStore(root, max_bytes=10**6), folder.figures_of
+    assert store.put(KEY, b"x") and store.flush(20)
+    deleter = threading.Thread(target=store.delete, args=(KEY,))
+
+    def meanwhile(opened: int) -> folder.Figures | None:
+        found = usual(opened)
+        if not deleter.ident:
+            deleter.start()
+            deleter.join(0.2)
+        return found
+
+    monkeypatch.setattr(folder, "figures_of", meanwhile)
+    assert store.contains([KEY]) == [True]
+    deleter.join()
+    assert counters(store).entries == 0
+
+
 def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_files, "LOCK_SECONDS", 0.05)
     store = DiskStore(root, max_bytes=10_000)
     for name in range(4):
-        store.put(f"ab/{name:04x}", bytes(1000))
+        assert store.put(f"ab/{name:04x}", bytes(1000)) and store.flush(20)
+    monkeypatch.setattr(safe_files, "LOCK_SECONDS", 0.05)
     file = os.open(root / ".lock", os.O_RDWR)
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
@@ -857,7 +876,8 @@ def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_forked_process_does_not_keep_the_lock(root: Path) -> None:
     """It shares the open file, as a copy of the descriptor does."""
-    DiskStore(root).put(KEY, b"x")
+    store = DiskStore(root)
+    assert store.put(KEY, b"x") and store.flush(20)
     with safe_files.open_store_folder(str(root)) as opened:
         with safe_files.file_lock(".lock", opened) as file:
             forked = os.dup(file)
