@@ -134,7 +134,7 @@ class WeightsName:
         self.wait(START_SECONDS)
         self._gives_way = True
         for thread in threading.enumerate():
-            if thread.name.startswith(_READERS):
+            if thread.name.startswith(_READERS) and thread.native_id is not None:  # None: it is about to run
                 give_way(_NICENESS, thread.native_id)
         if self._refused is not None:
             raise self._refused

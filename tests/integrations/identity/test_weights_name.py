@@ -60,3 +60,15 @@ def test_threads_that_read_give_way_once_the_engine_has_started(monkeypatch: pyt
     named = weights.wait(60)
     assert named is not None and int(named.text) == max(usual, 10)
     weights.close()
+
+
+def test_a_thread_that_is_about_to_run_lends_its_priority_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no number yet, and without one the calling thread is meant: the engine's."""
+    starting, given = threading.Thread(name="cuvee-digest_0"), list[object]()
+    weights = WeightsName(lambda stop: "a")
+    assert weights.wait(60)
+    monkeypatch.setattr(threading, "enumerate", lambda: [starting])
+    monkeypatch.setattr("cuvee.integrations.identity.weights_name.give_way", lambda *of: given.append(of))
+    weights.wait_at_start()
+    assert not given
+    weights.close()
