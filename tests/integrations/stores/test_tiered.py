@@ -351,8 +351,8 @@ def test_several_puts_of_a_tier_are_in_flight_but_one_of_a_key() -> None:
     keys = [f"ab/{number:02x}" for number in range(11)]
     for key in keys:
         assert tiers.store.put(key, b"first")
-    assert tiers.store.put(keys[0], b"second")
     wait_until(lambda: len(tiers.low.asked("put")) == 8, "all threads write")
+    assert tiers.store.put(keys[0], b"second")
     assert tiers.store.get(keys[0]) == b"second" and tiers.store.counters()["low"].queued == len(keys) + 1
     gate.set()
     tiers.idle()
@@ -399,10 +399,6 @@ def test_every_tier_hears_what_is_overdue() -> None:
     store.close()
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("cuvee tier")]
-
-
 def test_close_drains(three: Three, caplog: pytest.LogCaptureFixture) -> None:
     gate = three.block(three.low)
     three.store.put(A, b"a")
@@ -424,7 +420,8 @@ def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pyte
     gate.reached()
     three.store.put(B, b"bbb")
     three.store.put(C, b"cc")
-    three.store.close(timeout=0.5)
+    wait_until(three.deep_is_idle, "the copies")
+    three.store.close(timeout=0.1)
     assert all(fake.asked("close") for fake in (three.top, three.low, three.deep))
     assert set(three.deep.entries) == {A, B, C}
     (message,) = caplog.messages
@@ -432,7 +429,7 @@ def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pyte
     counters = three.store.counters()["low"]
     assert (counters.dropped, counters.queued) == (2, 1)
     gate.set()
-    wait_until(lambda: not threads(), "the thread ends with its entry")
+    assert three.store.flush(LONG), "the thread ends with its entry"
     assert three.low.entries == {A: b"a"} and three.store.counters()["low"].queued == 0
 
 
