@@ -31,7 +31,13 @@ def find(adapters: Adapters, path: Path, number: int = 1, name: str = "sql") -> 
     return adapters.find(number, name, str(path))
 
 
+def tick() -> None:
+    """Wait until the kernel's clock of files has gone on: a new file may have the number of one that was deleted."""
+    time.sleep(0.02)
+
+
 def deploy(source: Path, folder: Path) -> None:
+    tick()
     shutil.rmtree(folder)
     shutil.copytree(source, folder)
 
@@ -103,7 +109,7 @@ def rewrite(folder: Path, other: Path) -> None:
     """The same file, of the same size and time."""
     file = folder / "adapter_model.safetensors"
     stat = file.stat()
-    time.sleep(0.02)  # of which the kernel's clock of files needs less
+    tick()
     overwrite(file, 250, b"\x01")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
@@ -136,6 +142,7 @@ def test_a_link_that_leads_elsewhere_and_back_is_a_change(folder: Path, other: P
     adapters, link = Adapters(), tmp_path / "current"
     link.symlink_to(folder)
     assert find(adapters, link) is not None
+    tick()
     for target in (other, folder):
         link.unlink()
         link.symlink_to(target)
@@ -214,7 +221,7 @@ def test_files_that_change_while_they_are_loaded(
 
 def test_files_that_change_while_they_are_identified(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def changing(path: str) -> str:
-        time.sleep(0.02)
+        tick()
         overwrite(folder / "adapter_model.safetensors", 250, b"\x01")
         return checkpoint_identity(path)
 
