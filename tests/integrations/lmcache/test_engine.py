@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.lmcache.real_lmcache import NEED_LMCACHE, PLUGIN
+from tests.integrations.stores.loopback import free_port
 from tests.integrations.vllm.engines import (
     Engine,
     Ran,
     Step,
     cached,
     distance,
-    free_port,
     ids,
     need_vllm,
     run_engines,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import random
 import socket
 import threading
 from collections.abc import Iterable
@@ -9,6 +12,21 @@ from contextlib import suppress
 from typing import BinaryIO
 
 Said = bytes | Iterable[bytes]
+
+# A server takes its port seconds after it was found. Until then nobody else may: these are below the ports that Linux
+# gives to connections, each worker of pytest-xdist has its own, and none is found twice.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 5
+_PORTS = itertools.cycle(random.sample(range(10_000 + 2_000 * _WORKER, 12_000 + 2_000 * _WORKER), 2_000))
+
+
+def free_port() -> int:
+    """Find a port that is free, along with the one 10000 above it, which some servers use as well."""
+    while True:
+        port = next(_PORTS)
+        with suppress(OSError), socket.socket() as probe, socket.socket() as above:
+            probe.bind(("127.0.0.1", port))
+            above.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 class LoopbackServer:

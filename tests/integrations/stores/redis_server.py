@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integrations.stores.loopback import free_port
 from tests.waiting import wait_until
 
 _PATIENCE = 20.0  # seconds after which a server or a cluster counts as broken
@@ -72,7 +71,7 @@ class RedisServer:
         fresh = self.port == 0
         for _ in range(10):
             if fresh:
-                self.port = _free_port()
+                self.port = free_port()
             command = [path, "--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket]
             command += ["--dir", str(self.folder), "--save", "", "--appendonly", "no", "--daemonize", "no"]
             command += ["--requirepass", self.password] if self.password else []
@@ -154,16 +153,3 @@ def redis_cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
 def _info(client: Any) -> bytes:
     info = client.execute_command("CLUSTER", "INFO")  # which some releases of redis-py parse
     return b"cluster_state:" + info["cluster_state"].encode() if isinstance(info, dict) else bytes(info)
-
-
-def _free_port() -> int:
-    """Find a port that is free, along with the port 10000 above it, which the cluster's bus uses."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        try:
-            for number in (port, port + 10000):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", number))
-        except OSError:
-            continue
-        return port

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.integrations.stores.loopback import free_port
 
 _PATIENCE = 60.0  # seconds after which the server counts as broken
 BUCKET = "bucket"
@@ -46,7 +46,7 @@ def s3_server() -> Iterator[dict[str, str]]:
             "actions": ["Admin", "Read", "Write", "List"],
         }  # fmt: skip
         (Path(folder) / "s3.json").write_text(json.dumps({"identities": [identity]}))
-        s3, *ports = _free_ports(4)
+        s3, *ports = (free_port() for _ in range(4))
         command = [weed, "server", f"-dir={folder}", "-s3", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.port={s3}"]
         command += [f"-{name}.port={port}" for name, port in zip(("master", "volume", "filer"), ports, strict=True)]
         command += ["-master.volumeSizeLimitMB=64", "-s3.port.iceberg=0", "-s3.port.lance=0"]
@@ -86,19 +86,3 @@ def _answers(environment: dict[str, str]) -> bool:
     except Exception:
         return False
     return True
-
-
-def _free_ports(count: int) -> list[int]:
-    """Find ports that are free, along with the ports 10000 above them, which the server uses for gRPC."""
-    found: list[int] = []
-    while len(found) < count:
-        with socket.socket() as probe, socket.socket() as above:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-            try:
-                above.bind(("127.0.0.1", port + 10000))
-            except (OSError, OverflowError):
-                continue
-        if port not in found:
-            found.append(port)
-    return found

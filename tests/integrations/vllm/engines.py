@@ -23,7 +23,6 @@ import pickle
 import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -41,6 +40,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import pytest
+from tests.integrations.stores.loopback import free_port
 from tests.integrations.vllm import gpu_defaults
 from tests.integrations.vllm_tier import cpu_copies
 from tests.waiting import PATIENCE
@@ -646,13 +646,6 @@ def spread(runs: Sequence[Sequence[Answer]]) -> float:
 
 
 # A server --------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-from tests.integrations.vllm.engines import environment, free_port, need_vllm, serving
+from tests.integrations.stores.loopback import free_port
+from tests.integrations.vllm.engines import environment, need_vllm, serving
 from tests.waiting import PATIENCE
 
 from cuvee.integrations.vllm.connector_config import Options
