@@ -748,6 +748,7 @@ def test_use_is_noted_once_in_a_while(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If it cannot be noted, it is a hit all the same."""
+    monkeypatch.setattr(disk, "_TOUCH_SECONDS", 500.0)
     store = DiskStore(root)
     store.put(KEY, b"x")
     path = file_of(root, KEY)

@@ -35,6 +35,7 @@ from cuvee.integrations.stores.objects import ObjectStore
 KEY, OTHER = "ab/0123", "ab/4567"
 PATH = "ab/01/0123"
 MIB = 1 << 20
+BOMB = answer(body=gzip.compress(bytes(1 << 25), 1), Content_Encoding="gzip")  # which takes too long for an answer
 # The most that a client's sockets take in after it has stopped reading.
 BUFFERS = 16 * MIB
 
@@ -172,7 +173,7 @@ BODIES: dict[str, tuple[Callable[[str, str], Said | None], str]] = {
     "a line without an end": (endless(b"HTTP/1.1 200 ", b"x"), "error"),
     "fields without an end": (endless(b"HTTP/1.1 200 OK\r\n", b"A: b\r\n"), "error"),
     "a field without an end": (endless(b"HTTP/1.1 200 OK\r\nA: ", b"x"), "error"),
-    "a bomb": (lambda method, path: answer(body=gzip.compress(bytes(1 << 25), 1), Content_Encoding="gzip"), "bad"),
+    "a bomb": (lambda method, path: BOMB, "bad"),
     "nobody": (lambda method, path: [b""], "error"),
     "continued for ever": (lambda method, path: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n", 10_000), "error"),
     "not HTTP": (lambda method, path: [b"-ERR unknown command\r\n"], "error"),

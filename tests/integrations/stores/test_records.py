@@ -31,7 +31,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     folder = f"file://{tmp_path}/kv?max_gb=0.00002"
     if request.param == "redis":
         with redis_server() as server:
-            opened = open_store(server.url)
+            opened = open_store(f"{server.url}?timeout=60")
             yield opened
             opened.close()
         return
