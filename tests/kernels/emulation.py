@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,6 +92,7 @@ def compiled_kernels() -> Path:
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
         for other in KEPT.glob("triton-*"):
-            if time.time() - other.stat().st_mtime > _DAY:
-                shutil.rmtree(other, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another worker has deleted it
+                if time.time() - other.stat().st_mtime > _DAY:
+                    shutil.rmtree(other, ignore_errors=True)
     return folder
