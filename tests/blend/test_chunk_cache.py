@@ -21,6 +21,7 @@ import pytest
 import torch
 from tests.conftest import tiny_model
 from tests.predicting import predicting
+from tests.waiting import PATIENCE
 from transformers import DynamicCache
 
 from cuvee.blend import chunk_cache as module
@@ -44,7 +45,6 @@ OTHER = [8, *TOKENS[1:]]
 CONTEXTS = torch.tensor([[5, 4, 3, 2, 1], [11, 12, 13, 14, 15], [60, 0, 60, 0, 60]])
 START = CONTEXTS.shape[1]
 SECRETS = (b"an old secret, 16+", b"a new secret, 16+")
-LONG = 10.0  # seconds until a test that hangs fails
 
 
 class Shelf(dict[str, bytes]):
@@ -472,7 +472,7 @@ def run_while_computing(
     def hook(*_: Any) -> None:
         if next(once, False):
             for _waiter in range(3):
-                assert waiting.acquire(timeout=LONG)
+                assert waiting.acquire(timeout=PATIENCE)
             then()
 
     handle = model.register_forward_pre_hook(hook)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.waiting import PATIENCE
 
 from cuvee.codec.support.once import Once
 
@@ -30,7 +31,7 @@ class Met:
         self._barrier = barrier
 
     def __hash__(self) -> int:
-        self._barrier.wait(10)
+        self._barrier.wait(PATIENCE)
         return 1
 
 

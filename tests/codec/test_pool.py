@@ -298,7 +298,7 @@ def test_a_forked_process_codes_with_helpers_of_its_own() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, check=False, env=environment,
-        timeout=4 * SECONDS,
+        timeout=20 * SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == ["child lossless", "parent lossless", "child balanced", "parent balanced", ""]

@@ -89,6 +89,7 @@ def test_what_is_damaged_or_of_another_run_is_named_and_not_used(
     kept = tmp_path / "kept"
     learned(tiny, Run(shown=False, keep=kept))
     data, calls = kept.read_bytes(), counted(monkeypatch, "cuvee.learning.calibrate.sample_gradients", None)
+    caplog.clear()
     learned(tiny, Run(shown=False, keep=kept))
     assert not calls and not caplog.records, "a run that had ended goes on from its end"
     with caplog.at_level(logging.WARNING):

@@ -23,6 +23,7 @@ from rich.console import Console
 from tests.conftest import Books, fitted_profile
 from tests.eval.report.world import run_report
 from tests.package.cli.running import run
+from tests.waiting import PATIENCE
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.calibration.corpus import load_model
@@ -641,7 +642,7 @@ def test_a_run_that_is_told_to_stop_goes_on_later(config: ReportConfig, tmp_path
                 process.send_signal(number)
                 break
             time.sleep(0.01)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=PATIENCE)
     if number == signal.SIGINT:
         assert process.returncode == 130 and f"interrupted: {out} keeps what was measured" in said.replace("\n", "")
     else:

@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 from tests.integrations.stores.loopback import free_port
-from tests.waiting import wait_until
-
-_PATIENCE = 20.0  # seconds after which a server or a cluster counts as broken
+from tests.waiting import PATIENCE, wait_until
 
 
 def require_redis() -> str:
@@ -63,7 +61,7 @@ class RedisServer:
     def client(self) -> Any:
         import redis
 
-        return redis.Redis.from_url(self.url, socket_timeout=_PATIENCE, protocol=2)
+        return redis.Redis.from_url(self.url, socket_timeout=PATIENCE, protocol=2)
 
     def start(self) -> None:
         """Start the server, and wait for its first PONG."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.stores.loopback import free_port
+from tests.waiting import PATIENCE
 
-_PATIENCE = 60.0  # seconds after which the server counts as broken
 BUCKET = "bucket"
 ACCESS, SECRET = "cuvee-tests", "hush-hush-secret"
 
@@ -57,7 +57,7 @@ def s3_server() -> Iterator[dict[str, str]]:
         }  # fmt: skip
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            end = time.monotonic() + _PATIENCE
+            end = time.monotonic() + PATIENCE
             while not _answers(environment):
                 if process.poll() is not None or time.monotonic() > end:
                     pytest.fail(f"the S3 server does not start:\n{(Path(folder) / 'log').read_text()[-2000:]}")

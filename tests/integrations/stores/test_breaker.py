@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.integrations.stores.dict_store import FakeStore, hold
 from tests.integrations.stores.fake_clock import Clock
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError
@@ -18,7 +18,6 @@ from cuvee.integrations.stores.breaker import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
 
 KEY, OTHER = "ab/01", "ab/02"
-LONG = 10.0  # seconds after which a hanging test fails
 
 
 def down() -> StoreError:
@@ -227,7 +226,7 @@ def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     inner.read_fault = RuntimeError("late")
     held.set()
     for thread in threads:
-        thread.join(LONG)
+        thread.join(PATIENCE)
     assert figures(store)[0] == 3 and answers == [[False]] * 3
     mend(inner)
     assert store.get(KEY) is None
@@ -253,7 +252,7 @@ def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: FakeStore, store
     assert [store.get(KEY) for _ in range(5)] == [None] * 5 and len(inner.calls) == calls
     assert figures(store) == (2, 10)
     held.set()
-    probe.join(LONG)
+    probe.join(PATIENCE)
     assert store.get(KEY) == b"x", "it came back"
 
 
@@ -299,7 +298,7 @@ def test_what_began_before_an_outage_neither_opens_nor_closes(
         assert store.get(KEY) == b"x"  # the outage is over before the slow operation ends
         inner.read_fault = down()
     held.set()
-    slow.join(LONG)
+    slow.join(PATIENCE)
     mend(inner)
     assert store.get(KEY) == (b"x" if fails else None) and figures(store)[1] == (not fails)
 

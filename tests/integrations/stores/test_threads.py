@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 from tests.integrations.stores.dict_store import Held
 from tests.integrations.stores.fake_clock import Clock
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 from cuvee.integrations.stores import threads
 from cuvee.integrations.stores.threads import ThreadPool
-
-LONG = 10.0  # seconds after which a hanging test fails
 
 
 @pytest.fixture
@@ -49,13 +47,13 @@ def alive(name: str = "pool-") -> int:
 
 def test_jobs_are_done_and_their_errors_kept(pool: ThreadPool) -> None:
     futures = [pool.submit(lambda x, y: x * y, number, 3) for number in range(50)]
-    assert [future.result(LONG) for future in futures] == [3 * number for number in range(50)]
+    assert [future.result(PATIENCE) for future in futures] == [3 * number for number in range(50)]
 
     def fail() -> None:
         raise KeyError("x")
 
-    assert isinstance(pool.submit(fail).exception(LONG), KeyError)
-    assert pool.submit(lambda: 1).result(LONG) == 1 and alive() <= 2
+    assert isinstance(pool.submit(fail).exception(PATIENCE), KeyError)
+    assert pool.submit(lambda: 1).result(PATIENCE) == 1 and alive() <= 2
 
 
 def test_a_stuck_thread_is_replaced(
@@ -64,19 +62,19 @@ def test_a_stuck_thread_is_replaced(
     caplog.set_level(logging.WARNING)
     stuck = [hang(), hang()]
     late = [pool.submit(job) for job in stuck]
-    assert all(job.begun.wait(LONG) for job in stuck)
+    assert all(job.begun.wait(PATIENCE) for job in stuck)
     waiting = pool.submit(lambda: "queued")
     clock.now += 5.1
     for turn in range(20):
-        assert pool.submit(lambda turn=turn: turn).result(LONG) == turn
-    assert waiting.result(LONG) == "queued" and alive() <= 4
+        assert pool.submit(lambda turn=turn: turn).result(PATIENCE) == turn
+    assert waiting.result(PATIENCE) == "queued" and alive() <= 4
     assert len(caplog.messages) == 1 and "pool: a job has not ended within 5 s" in caplog.messages[0]
     # The jobs were only slow: their results count, and the surplus threads end.
     for job in stuck:
         job.set()
-    assert [future.result(LONG) for future in late] == ["late", "late"]
+    assert [future.result(PATIENCE) for future in late] == ["late", "late"]
     wait_until(lambda: alive() <= 2, "the threads end")
-    assert pool.submit(lambda: 1).result(LONG) == 1
+    assert pool.submit(lambda: 1).result(PATIENCE) == 1
 
 
 def test_no_more_than_so_many_are_left_behind(
@@ -86,7 +84,7 @@ def test_no_more_than_so_many_are_left_behind(
     for number in range(10):
         job = hang()
         pool.submit(job)
-        assert job.begun.wait(LONG if number < 5 else 0.01) is (number < 5)
+        assert job.begun.wait(PATIENCE if number < 5 else 0.01) is (number < 5)
         clock.now += 6
     assert alive() == 5
 
@@ -100,26 +98,26 @@ def test_what_is_cancelled_is_not_done(pool: ThreadPool, hang: Callable[[], Held
     assert futures[1].cancel()
     for job in stuck:
         job.set()
-    futures[3].result(LONG)
-    assert pool.dismiss(LONG) and sorted(done) == [0, 2, 3]
+    futures[3].result(PATIENCE)
+    assert pool.dismiss(PATIENCE) and sorted(done) == [0, 2, 3]
 
 
 def test_dismissal_waits_for_the_jobs_there_are(pool: ThreadPool, hang: Callable[[], Held]) -> None:
     slow = hang()
     futures: list[Future[Any]] = [pool.submit(slow), *(pool.submit(lambda: 2) for _ in range(10))]
     threading.Timer(0.1, slow.set).start()
-    assert pool.dismiss(LONG) and all(future.done() for future in futures)
+    assert pool.dismiss(PATIENCE) and all(future.done() for future in futures)
     wait_until(lambda: alive() == 0, "the threads end")
     with pytest.raises(RuntimeError, match="pool: no new jobs"):
         pool.submit(lambda: 1)
-    assert pool.dismiss(LONG)
+    assert pool.dismiss(PATIENCE)
 
 
 @pytest.mark.parametrize("cancel", [False, True])
 def test_dismissal_is_bounded_in_time(pool: ThreadPool, hang: Callable[[], Held], cancel: bool) -> None:
     stuck = [hang(), hang()]
     futures = [pool.submit(job) for job in stuck]
-    assert all(job.begun.wait(LONG) for job in stuck)
+    assert all(job.begun.wait(PATIENCE) for job in stuck)
     told: list[Future[int]] = []
     waiting = pool.submit(lambda: 1)
     waiting.add_done_callback(told.append)
@@ -140,10 +138,10 @@ def test_dismissal_replaces_stuck_threads_for_what_waits(
     stuck = [hang(), hang()]
     for job in stuck:
         pool.submit(job)
-        assert job.begun.wait(LONG)
+        assert job.begun.wait(PATIENCE)
     waiting = pool.submit(lambda: [job.set() for job in stuck])
     clock.now += 6
-    assert pool.dismiss(LONG) and waiting.done()
+    assert pool.dismiss(PATIENCE) and waiting.done()
 
 
 def test_no_thread_can_be_started(pool: ThreadPool, hang: Callable[[], Held], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +157,13 @@ def test_no_thread_can_be_started(pool: ThreadPool, hang: Callable[[], Held], mo
     job = hang()
     assert pool.waiting == 0
     pool.submit(job)
-    assert job.begun.wait(LONG)
+    assert job.begun.wait(PATIENCE)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         waiting = pool.submit(lambda: 1)
     assert pool.waiting == 1
     job.set()
-    assert waiting.result(LONG) == 1
+    assert waiting.result(PATIENCE) == 1
 
 
 def test_a_process_ends_while_a_job_hangs() -> None:
@@ -196,6 +194,6 @@ def test_a_thread_that_cannot_be_prepared_works_all_the_same(
         raise error
 
     pool = ThreadPool(1, "unprepared", begin=begin)
-    assert [pool.submit(pow, 2, power).result(LONG) for power in range(3)] == [1, 2, 4]
-    assert pool.dismiss(LONG)
+    assert [pool.submit(pow, 2, power).result(PATIENCE) for power in range(3)] == [1, 2, 4]
+    assert pool.dismiss(PATIENCE)
     assert caplog.text.count("could not be prepared") == 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.integrations.stores.dict_store import FakeStore, Held
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import tiered
@@ -19,7 +19,6 @@ from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.tiered import TieredStore
 
 A, B, C = "aa/01", "aa/02", "bb/03"
-LONG = 10.0  # seconds after which a hanging test fails
 
 
 class Three:
@@ -34,7 +33,7 @@ class Three:
         return gate
 
     def idle(self) -> None:
-        assert self.store.flush(LONG)
+        assert self.store.flush(PATIENCE)
 
     def deep_is_idle(self) -> bool:
         return self.store.counters()["deep"].queued == 0
@@ -61,7 +60,7 @@ def within(work: Callable[[], object]) -> threading.Thread:
 
 
 def join(thread: threading.Thread) -> None:
-    thread.join(LONG)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -89,7 +88,7 @@ def test_a_key_is_a_miss_where_no_tier_has_it() -> None:
     assert store.contains([A, B, C]) == [False, True, False]
     store.missed(2)
     assert [tier.misses for tier in store.counters().values()] == [2, 2]
-    assert store.get_many([A, B]) == [None, b"b"] and store.flush(LONG)
+    assert store.get_many([A, B]) == [None, b"b"] and store.flush(PATIENCE)
     assert [(tier.misses, tier.hits) for tier in store.counters().values()] == [(4, 0), (3, 1)]
     store.close()
 
@@ -151,10 +150,10 @@ def test_a_put_does_not_wait_for_lower_tiers(three: Three) -> None:
 
 def test_every_tier_is_flushed_though_the_first_is_not_in_time(three: Three) -> None:
     """Also those behind it: each may have put off writes of its own."""
-    assert three.store.put(A, b"x") and three.store.flush(LONG), "what is queued has been written"
+    assert three.store.put(A, b"x") and three.store.flush(PATIENCE), "what is queued has been written"
     assert all(A in tier.entries for tier in (three.top, three.low, three.deep))
     three.top.flushed = False
-    assert not three.store.flush(LONG)
+    assert not three.store.flush(PATIENCE)
     assert [len(tier.asked("flush")) for tier in (three.top, three.low, three.deep)] == [2] * 3
 
 
@@ -429,7 +428,7 @@ def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pyte
     counters = three.store.counters()["low"]
     assert (counters.dropped, counters.queued) == (2, 1)
     gate.set()
-    assert three.store.flush(LONG), "the thread ends with its entry"
+    assert three.store.flush(PATIENCE), "the thread ends with its entry"
     assert three.low.entries == {A: b"a"} and three.store.counters()["low"].queued == 0
 
 
