@@ -75,8 +75,9 @@ class IdentityRecords:
             self._identity, self._noted, self._bound = identity, [], EntrySample().bound
             self._changed.notify_all()
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="cuvee-records", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="cuvee-records", daemon=True)
+                thread.start()  # where the system starts no more threads, there is none to join
+                self._thread = thread
 
     def note(self, tenant: str, digest: bytes) -> None:
         """Note that an entry is to be stored. It need not be: what is not there is not counted."""

@@ -181,6 +181,23 @@ def test_without_positions_a_lossy_quality_wants_a_profile_that_recognizes_them(
     opened(positions=False).close()
 
 
+def test_a_store_is_closed_though_no_thread_could_be_started_for_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, start = opened(store=f"file://{tmp_path}/kv"), threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "cuvee-records":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start"):  # which adapters contain
+        stores.of(0, 1, "")
+    assert stores.of(0, 1, "").stored([b"name"]) == [False]
+    stores.close()
+
+
 def test_small_pages_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     opened(page_tokens=64).close()
     assert not caplog.records
