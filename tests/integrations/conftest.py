@@ -11,9 +11,12 @@ from tests.waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)
-def starts_wait_for_the_name_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seconds, after which an engine starts without it, may be too few on a busy machine."""
+def engines_wait_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a start for the name of the weights, at the end for the record of the identity, which a thread of the lowest
+    priority writes: the seconds after which engines go on without are too few on a busy machine.
+    """
     monkeypatch.setattr("cuvee.integrations.identity.weights_name.START_SECONDS", PATIENCE)
+    monkeypatch.setattr("cuvee.integrations.identity.identity_records._CLOSE_SECONDS", PATIENCE)
 
 
 @pytest.fixture(params=["deepseek_v2", "deepseek_v3", "deepseek_v3, halves"])

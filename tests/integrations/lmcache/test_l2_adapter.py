@@ -36,7 +36,7 @@ from tests.integrations.lmcache.real_lmcache import (
 )
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.vllm_tier.real_tiers import bits
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
@@ -154,7 +154,7 @@ def store() -> DictStore:
 @pytest.fixture
 def memory(store: DictStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Memory]]:
     def make(params: dict[str, Any] | None = None, over: Store | None = None) -> Memory:
-        given = {"load_timeout": 10.0, "lookup_timeout": 10.0, **(params or {})}
+        given = {"load_timeout": PATIENCE, "lookup_timeout": PATIENCE, **(params or {})}
         made = Memory(over or store, given, monkeypatch)
         stack.callback(made.adapter.close)
         return made

@@ -19,7 +19,7 @@ from tests.integrations.sglang import real_sglang, test_hicache
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier import real_tiers
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
@@ -53,7 +53,7 @@ class Adapter:
         chunk: KVChunk | None = None,
     ) -> None:
         self.store, self.chunk = store, chunk
-        given = {"model": MODEL, "load_timeout": 10.0, "lookup_timeout": 10.0, **options}
+        given = {"model": MODEL, "load_timeout": PATIENCE, "lookup_timeout": PATIENCE, **options}
         self.layout = read_layout(given["model"], dtype)
         self.open(given, dtype)
 
