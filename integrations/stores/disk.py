@@ -37,6 +37,7 @@ from functools import partial
 from itertools import islice
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores import folder, safe_files
 from cuvee.integrations.stores.base import check_max_bytes, is_record
 from cuvee.integrations.stores.counted import CountedStore
@@ -108,9 +109,14 @@ class DiskStore(CountedStore):
         self._disk_full = False  # since the last scan
         self._lost = False  # the folder's size is not known
         self._figures: folder.Figures | None = None  # what the folder held a moment ago
-        self._noting, self._lock = threading.Lock(), threading.Lock()
+        self.after_fork()
+        tell_after_fork(self)
         with suppress(OSError), self._opened_root():  # a folder that exists is counted from the start
             pass
+
+    def after_fork(self) -> None:
+        """See `Forked`: a file may be read while a lock is held, and no thread of the parent gives it back."""
+        self._counting, self._noting, self._lock = (threading.Lock() for _ in range(3))
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         blobs: list[bytes | None] = [None] * len(keys)

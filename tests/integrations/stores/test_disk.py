@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked import works_in_child_while_held
 
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.integrations.stores import counted, disk, folder, safe_files
@@ -884,6 +885,18 @@ def test_a_forked_process_does_not_keep_the_lock(root: Path) -> None:
             forked = os.dup(file)
         with safe_files.file_lock(".lock", opened, wait=0):
             os.close(forked)
+
+
+@pytest.mark.parametrize("lock", ["_counting", "_noting", "_lock"])
+def test_a_child_waits_for_no_thread_of_its_parent(root: Path, lock: str) -> None:
+    store = DiskStore(root, max_bytes=10**6)
+    assert store.put(KEY, b"x") and store.flush(20)
+
+    def work() -> bool:
+        store._start_scan()
+        return store.put(KEY, b"y") and store.get(KEY) == b"y"
+
+    assert works_in_child_while_held(getattr(store, lock), work)
 
 
 def test_a_scan_that_fails_is_told(
