@@ -139,7 +139,12 @@ def test_dismissal_replaces_stuck_threads_for_what_waits(
     for job in stuck:
         pool.submit(job)
         assert job.begun.wait(PATIENCE)
-    waiting = pool.submit(lambda: [job.set() for job in stuck])
+
+    def free() -> None:
+        for job in stuck:
+            job.set()
+
+    waiting = pool.submit(free)
     clock.now += 6
     assert pool.dismiss(PATIENCE) and waiting.done()
 
