@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.steps import step_value
 
+_MODEL = "| model | "
 _LICENSES = (
     "Those that come with cuvee (prose, encyclopaedia, tokenized, code, dialogue, tables, reread, long) are licensed "
     "under Apache-2.0, and the model wrote `samples` itself. The profile does not record the license of others."
@@ -25,9 +27,7 @@ def profile_card(profile: Profile, where: str) -> str:
         profile: what it is about.
         where: the collection that holds it, without secrets, as `cuvee profile pull` takes it.
     """
-    layout, first = profile.layout, profile.layout.layers[0]
-    shapes = len(set(layout.layers))
-    shape = f"{layout.num_layers} layers, {'the first' if shapes > 1 else 'each'} {first.kv_heads} x {first.head_dim}"
+    layout = profile.layout
     named, weights = f"{where}#{profile.id.hex()}", profile.model or "not recorded"
     tags = "".join(f"- {json.dumps(tag)}\n" for tag in ("cuvee", "kv-cache", layout.model_type))
     return f"""---
@@ -41,7 +41,7 @@ With it, cuvee compresses the KV cache of one model, and decodes what was compre
 
 | | |
 |---|---|
-| model | type {layout.model_type}, {shape} |
+{_MODEL}{layout_text(layout)} |
 | weights | {weights} |
 | profile | `{profile.id.hex()}`, {profile.source}, group {profile.group} |
 
@@ -60,6 +60,19 @@ In Python, `cuvee.Profile.load("profile.safetensors")`; engines take `"profile":
 
 {_texts(profile)}
 """
+
+
+def layout_text(layout: KVLayout) -> str:
+    """Return a model's layout as people read it: its type, layers, heads x width, and dtype."""
+    first, shapes = layout.layers[0], len(set(layout.layers))
+    shape = f"{layout.num_layers} layers" + (f" of {shapes} shapes, the first" if shapes > 1 else "")
+    return f"{layout.model_type}, {shape} {first.kv_heads} x {first.head_dim}, {layout.dtype}"
+
+
+def text_of_card(card: str) -> str:
+    """Return what `layout_text` wrote into a card, which anybody may have changed since; empty if it is not there."""
+    line = card.partition(f"\n{_MODEL}")[2].partition(" |\n")[0]
+    return line if line.isprintable() else ""
 
 
 def _curve(profile: Profile) -> str:

@@ -15,6 +15,7 @@ the names promise.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -28,7 +29,7 @@ from cuvee.codec.errors import CuveeError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.files import replacing
-from cuvee.integrations.profiles.card import profile_card
+from cuvee.integrations.profiles.card import profile_card, text_of_card
 from cuvee.integrations.profiles.location import ProfileLocation, names_collection
 from cuvee.integrations.stores.base import StoreError
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 # What object storage may send. SmolLM2-135M's profile takes 41 MB; a profile grows more slowly than its model.
 MAX_PROFILE_BYTES = 8 << 30
+_CARD_BYTES = 4096  # of a card that are read: its first table
 _FOLDER = "cuvee-profiles"
 _NAME = re.compile(rf"{_FOLDER}/([0-9a-f]{{32}})/([0-9a-f]{{32}})\.safetensors")
 _REMEDY = "push the profile there again"  # about a damaged file
@@ -114,6 +116,17 @@ class ProfileCollection:
             named = [(_NAME.fullmatch(name), size, time) for name, size, time in self._files.list()]
         found = [Found(name[2], name[1], size, time) for name, size, time in named if name is not None]
         return sorted((each for each in found if wanted in (None, each.layout)), key=lambda each: (-each.time, each.id))
+
+    def layout_of(self, found: Found) -> str:
+        """Return the layout of a listed profile's model for people, from its card; without one, its fingerprint.
+
+        Raises:
+            StoreError: the place cannot be reached.
+        """
+        name = str(Path(_file_name(found.layout, found.id)).with_suffix(".md"))
+        with self._reaching(), self._files.fetched(name) as file, open(file or os.devnull, "rb") as card:
+            text = card.read(_CARD_BYTES).decode(errors="replace")
+        return text_of_card(text) or f"layout {found.layout}"
 
     def pull(self, layout: KVLayout, *, weights: Callable[[], Sequence[str]] = tuple) -> Profile:
         """Return the profile that the location names, after everything about it is verified. The log says which.

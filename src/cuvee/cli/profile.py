@@ -294,10 +294,11 @@ def profile_list(
     location = ProfileLocation.parse(where)
     layout = None if model is None else read_layout(model_path(model), torch.bfloat16)
     with _waiting(f"listing {location.shown}"):
-        profiles = ProfileCollection(location).list(layout)
-    for each in profiles:
+        collection = ProfileCollection(location)
+        profiles = [(each, collection.layout_of(each)) for each in collection.list(layout)]
+    for each, shown in profiles:
         pushed = time.strftime("%Y-%m-%d %H:%M", time.gmtime(each.time))
-        typer.echo(f"{each.id}  {pushed}  {each.size:>14,}  layout {each.layout}")
+        typer.echo(f"{each.id}  {pushed}  {each.size:>14,}  {shown}")
     if not profiles:
         typer.echo(f"no profiles in {location.shown}", err=True)
 

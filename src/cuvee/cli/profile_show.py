@@ -68,14 +68,14 @@ def _facts(profile: Profile, path: Path) -> Table:
     """Return what a profile is of, and what it was learned from."""
     from rich.table import Table
 
-    layout, size = profile.layout, path.stat().st_size
-    first, shapes, sections = layout.layers[0], len(set(layout.layers)), len(profile.sections)
-    shape = f"{layout.num_layers} layers" + (f" of {shapes} shapes, the first" if shapes > 1 else "")
+    from cuvee.integrations.profiles.card import layout_text
+
+    size, sections = path.stat().st_size, len(profile.sections)
     grid = Table.grid(padding=(0, 2))
     for name, value in {
         "profile": f"{path} ({size:,} bytes)",
         "id": profile.id.hex(),
-        "model": f"{layout.model_type}, {shape} {first.kv_heads} x {first.head_dim}, {layout.dtype}",
+        "model": layout_text(profile.layout),
         "weights": profile.model or "not recorded",
         "source": profile.source,
         "group": f"{profile.group}: {sections} section{'' if sections == 1 else 's'}",

@@ -10,7 +10,7 @@ from tests.integrations.profiles.small_profiles import LAYOUT, WEIGHTS, small_pr
 
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.codec.support.steps import OCTAVE
-from cuvee.integrations.profiles.card import profile_card
+from cuvee.integrations.profiles.card import profile_card, text_of_card
 
 CURVE = (
     CurvePoint(-OCTAVE, 2.5, 0.1, kl=0.00123, top1=0.987),
@@ -27,7 +27,7 @@ def test_the_curve_and_the_kinds_of_text_are_those_of_the_profile() -> None:
     assert "of 512, 1024 tokens" in card and "0.5000" not in card, "the points of a kind are in the mean"
     kinds = card.partition("\n## Texts\n\n")[2]
     assert kinds.startswith("Kinds: `prose`, `code`. ") and "Apache-2.0" in kinds and "does not record" in kinds
-    assert f"| weights | {WEIGHTS} |" in card and "| model | type synthetic, 3 layers, each 2 x 8 |" in card
+    assert f"| weights | {WEIGHTS} |" in card and "| model | synthetic, 3 layers 2 x 8, bfloat16 |" in card
 
 
 def test_what_a_profile_does_not_record_is_said() -> None:
@@ -44,4 +44,6 @@ def test_any_model_type_is_a_tag_that_yaml_reads(name: str) -> None:
     layers = (LAYOUT.layers[0], replace(LAYOUT.layers[1], kv_heads=4))
     card = profile_card(small_profile(layout=replace(LAYOUT, model_type=name, layers=layers)), "hf://mine/profiles")
     assert yaml.safe_load(card.split("---\n")[1]) == {"library_name": "cuvee", "tags": ["cuvee", "kv-cache", name]}
-    assert "2 layers, the first 2 x 8 |" in card
+    assert f"| model | {name}, 2 layers of 2 shapes, the first 2 x 8, bfloat16 |" in card
+    assert text_of_card(card) == f"{name}, 2 layers of 2 shapes, the first 2 x 8, bfloat16"
+    assert text_of_card(card.replace(name, "\x1b[2J")) == text_of_card("") == "", "a card may be anybody's"

@@ -122,6 +122,8 @@ def test_a_collection_lists_what_it_holds(listing: str) -> None:
     assert {each.id for each in found} == {*pushed} and {each.layout for each in found} == {LAYOUT_NAME}
     assert all(each.size > 1000 and each.time > 1e9 for each in found)
     assert {each.id for each in ProfileCollection(listing).list()} == {*pushed, other}
+    assert {ProfileCollection(listing).layout_of(each) for each in found} == {"synthetic, 3 layers 2 x 8, bfloat16"}
+    assert ProfileCollection(listing).layout_of(replace(found[0], id="0" * 32)) == f"layout {LAYOUT_NAME}"
 
 
 def test_the_last_pushed_is_listed_first(folder: Path) -> None:

@@ -14,6 +14,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.identity.checkpoint import read_layout
 from cuvee.integrations.identity.weight_fingerprints import weight_fingerprints
+from cuvee.integrations.profiles.card import layout_text
 
 MODEL = "books-3m"
 
@@ -45,6 +46,7 @@ def test_a_profile_travels(where: str, tmp_path: Path, layout: KVLayout, weights
     for model in ((), ("--model", MODEL)):
         lines = run("profile", "list", where, *model).stdout.splitlines()
         assert sorted(line.split()[0] for line in lines) == sorted(ids)
+        assert {line.split("  ")[-1] for line in lines} == {layout_text(layout)}
     shown = run("profile", "pull", MODEL, f"{where}#{ids[1]}", "-o", tmp_path / "new" / "p").stdout
     assert ids[1] in shown and weights in shown
     assert (tmp_path / "new" / "p").read_bytes() == (tmp_path / "1").read_bytes()
