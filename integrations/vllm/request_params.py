@@ -16,6 +16,7 @@ from cuvee.codec.support.suggest import suggestion
 _NAME = "cuvee"
 PARAMETERS = f"kv_transfer_params.{_NAME}"
 _FIELDS = ("deadline_ms", "store", "blend", "segments", "cost", "explain")
+_SEPARATES = ("salt", "tenant")  # in the name of a field that says with whom a request shares
 _MOST_MS = 3_600_000  # a later deadline is none
 _ALIKE = 0.8  # and above: a short key is taken for a misspelt `cuvee`; those of vLLM's connectors are far below
 _MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
@@ -25,14 +26,18 @@ def request_fields(params: Any) -> Mapping[str, Any]:
     """Return what `kv_transfer_params` say to this connector.
 
     Raises:
-        InputError: not an object, an unknown field, a wrong `store` or `explain`, or a key beside it that is nearly its
-            own, or one of its fields. Other keys are other connectors'.
+        InputError: not an object, an unknown field, a wrong `store` or `explain`, or beside it a key that is nearly its
+            own, or one by which a client may mean to share nothing. Other keys are other connectors'.
     """
-    for key in params if isinstance(params, Mapping) else ():
+    for key, value in params.items() if isinstance(params, Mapping) else ():
         if _is_misspelt(key):
             raise InputError(f"kv_transfer_params: has no field {shown(key)}: did you mean {_NAME!r}?")
-        if key in _FIELDS:  # no connector of vLLM has a field of these names
-            raise InputError(f'kv_transfer_params: has no field {shown(key)}: give it as {{"{_NAME}": {{"{key}": …}}}}')
+        if key == "store" and value is not True:
+            raise InputError(_misplaced(key))
+        if isinstance(key, str) and any(part in key.lower() for part in _SEPARATES):
+            raise InputError(
+                f"kv_transfer_params: has no field {shown(key)}: a tenant is told by the request's own field cache_salt"
+            )
     given = _given(params)
     if given is None:
         return {}
@@ -45,6 +50,14 @@ def request_fields(params: Any) -> Mapping[str, Any]:
         if type(given.get(name, True)) is not bool:
             raise InputError(f"{PARAMETERS}.{name}: must be true or false, got {shown(given[name])}")
     return given
+
+
+def misplaced_field(params: Any) -> str:
+    """Return a message about a field that stands beside `cuvee` and has the name of one in it, where it has no effect;
+    empty: there is none. It may be another connector's, though none of vLLM's has one.
+    """
+    outer = params if isinstance(params, Mapping) else {}
+    return next((_misplaced(name) for name in _FIELDS if name in outer), "")
 
 
 def wants_reason(params: Any) -> bool:
@@ -85,6 +98,10 @@ def read_deadline(source: str, given: Any) -> float | None:
 
 def _given(params: Any) -> Any:
     return params.get(_NAME) if isinstance(params, Mapping) else None
+
+
+def _misplaced(name: str) -> str:
+    return f'kv_transfer_params: cuvee reads no field {name!r} here: if meant, give {{"{_NAME}": {{"{name}": …}}}}'
 
 
 def _is_misspelt(key: object) -> bool:

@@ -10,7 +10,7 @@ from cuvee.blend.segmentation import ContentChunker, LineBreaks, ParagraphChunke
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 from cuvee.integrations.options import check_values, limited
-from cuvee.integrations.vllm.request_params import PARAMETERS, request_fields, shown
+from cuvee.integrations.vllm.request_params import PARAMETERS, misplaced_field, request_fields, shown
 
 _LEAST_SEGMENT = 12  # tokens of `segment_tokens`: a third of them is the shortest segment
 
@@ -96,9 +96,11 @@ class BlendRequest:
         """Read `kv_transfer_params` of a prompt of this many tokens.
 
         Raises:
-            InputError: an unknown field, or a value of the wrong type or range.
+            InputError: an unknown field, a value of the wrong type or range, or a field that may be misplaced.
         """
         given = request_fields(params)
+        if misplaced := misplaced_field(params):  # it may be "blend": false
+            raise InputError(misplaced)
         blend, cost = given.get("blend", True), given.get("cost")
         if not isinstance(blend, bool):
             raise InputError(f"{PARAMETERS}.blend: must be true or false, got {shown(blend)}")

@@ -14,7 +14,7 @@ from cuvee.codec.support.once import Once
 from cuvee.integrations.identity.lora_files import Adapters
 from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.messages import Report
-from cuvee.integrations.vllm.request_params import request_fields
+from cuvee.integrations.vllm.request_params import misplaced_field, request_fields
 from cuvee.integrations.vllm.scheduler.media_names import MediaNames
 from cuvee.integrations.vllm.scheduler.request_record import Names, Naming, RequestRecord
 from cuvee.integrations.vllm.scheduler.state import SchedulerState
@@ -164,9 +164,12 @@ class Requests:
         record.chain, record.adapter = self.chain(record.scope), adapter
         try:
             stored = request_fields(request.kv_transfer_params).get("store", True)
+            record.error = misplaced_field(request.kv_transfer_params)
         except InputError as error:  # a field that is misspelt may have been `store`
             record.error, stored = str(error), False
             self._once("parameters", "cuvee: request %s is not stored: %s", request.request_id, error)
+        if stored and record.error:
+            self._once("misplaced", "cuvee: request %s: %s", request.request_id, record.error)
         record.unstored = "" if stored else "asked"
         record.cached = True
         return ""

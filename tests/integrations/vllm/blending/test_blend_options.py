@@ -95,6 +95,12 @@ def test_wrong_requests_are_refused_by_name(given: Any, message: str) -> None:
         asked(given)
 
 
+def test_a_request_with_a_misplaced_field_is_not_blended() -> None:
+    """It may be a wish not to be."""
+    with pytest.raises(InputError, match=r"^kv_transfer_params: cuvee reads no field 'blend' here"):
+        BlendRequest.of({"blend": False}, 100)
+
+
 HUGE = int("9" * 4000) ** 3  # more digits than Python writes out
 DEEP: Any = []
 for _ in range(5000):

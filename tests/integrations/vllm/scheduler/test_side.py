@@ -446,12 +446,34 @@ def test_a_misspelt_key_is_refused_in_the_answer_and_its_request_is_not_stored(
 
 
 @pytest.mark.parametrize("field", ["deadline_ms", "store", "blend", "segments", "cost", "explain"])
-def test_a_field_outside_of_its_object_is_refused_in_the_answer(desk: Callable[..., Desk], field: str) -> None:
-    d, request = desk(), make_request(kv_transfer_params={field: False, "do_remote_decode": False})
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("ours", [{}, {"cuvee": {"store": False}}])
+def test_a_field_outside_of_its_object_is_told_in_the_answer(
+    desk: Callable[..., Desk], field: str, value: bool, ours: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be another connector's, so the request is stored, unless it may be a wish not to be."""
+    d, request = desk(), make_request(kv_transfer_params={field: value, "do_remote_decode": False, **ours})
+    d.side.arrived(request)
+    assert d.matched(request) == (0, False)
+    stored = len(d.plan((request, 0, 100)).saves)
+    assert stored == (0 if ours or (field, value) == ("store", False) else 6)
+    told = f'kv_transfer_params: cuvee reads no field {field!r} here: if meant, give {{"cuvee": {{"{field}": …}}}}'
+    assert d.side.outcome(request) == {"error": told}
+    assert (told in caplog.text) == (stored > 0 or (field, value) == ("store", False))
+
+
+@pytest.mark.parametrize("field", ["cache_salt", "cacheSalt", "tenant", "TENANT_ID"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_misplaced_tenant_never_has_its_request_stored_for_all(
+    desk: Callable[..., Desk], field: str, inside: bool
+) -> None:
+    params = {field: "a"}
+    d, request = desk(), make_request(kv_transfer_params={"cuvee": params} if inside else params)
     d.side.arrived(request)
     assert d.matched(request) == (0, False) and d.plan((request, 0, 100)).saves == []
-    told = f'kv_transfer_params: has no field {field!r}: give it as {{"cuvee": {{"{field}": …}}}}'
-    assert d.side.outcome(request) == {"error": told}
+    told = d.side.outcome(request)
+    assert told is not None and f"has no field {field!r}" in told["error"]
+    assert inside or told["error"].endswith("the request's own field cache_salt")
 
 
 def test_keys_of_other_connectors_are_theirs(desk: Callable[..., Desk]) -> None:
