@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters
+from cuvee.integrations.stores.safe_files import UnusableFolderError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -212,11 +213,12 @@ class GuardedStore(Store):
                 breaker.retry_at, breaker.error = self._clock() + breaker.backoff, _describe(error)
         self._count(error)
         if report:
+            told = isinstance(error.__cause__, UnusableFolderError)
+            remedy = "" if told else " Check that it is running, reachable and has room."
             _log.warning(
-                "cuvee: %s the %s store failed: %s. Check that it is running, reachable and has room. Until that "
-                "works again, %s. It is tried every %.3g to %.3g s.",
-                breaker.what, self.name, _describe(error), breaker.meanwhile, self.first_backoff, self.max_backoff,
-                exc_info=None if isinstance(error, (StoreError, OSError)) else error,
+                "cuvee: %s the %s store failed: %s.%s Until that works again, %s. It is tried every %.3g to %.3g s.",
+                breaker.what, self.name, _describe(error), remedy, breaker.meanwhile, self.first_backoff,
+                self.max_backoff, exc_info=None if isinstance(error, (StoreError, OSError)) else error,
             )  # fmt: skip
 
     def _recover(self, breaker: _Breaker) -> None:

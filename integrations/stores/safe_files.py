@@ -13,7 +13,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -21,6 +21,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # Seconds to wait for a lock that is held for microseconds, unless a process is stopped while it holds it.
 LOCK_SECONDS = 5.0
+
+
+class UnusableFolderError(PermissionError):
+    """The root of a store cannot be made, or is not safe to use; the message ends with the remedy."""
 
 
 @contextmanager
@@ -93,11 +97,22 @@ def open_store_folder(path: str, *, create: bool = False) -> Iterator[int]:
 
     Raises:
         FileNotFoundError: the root does not exist.
-        PermissionError: others can write to the root; the message says what to do.
+        UnusableFolderError: it cannot be made, or others can write to it.
     """
-    with open_folder(path, None, create=create) as root:
+    with ExitStack() as opened:
+        try:
+            root = opened.enter_context(open_folder(path, None, create=create))
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError) and not create
+            if missing or os.path.lexists(path):
+                raise
+            raise UnusableFolderError(
+                error.errno,
+                f"the folder cannot be made ({error.strerror}: {error.filename!r}): make it, as a folder of user "
+                f"{os.geteuid()}, or name another",
+            ) from error
         if problem := objection(os.fstat(root), path):
-            raise PermissionError(f"path: {problem}")
+            raise UnusableFolderError(f"path: {problem}")
         yield root
 
 

@@ -128,6 +128,22 @@ def test_nothing_is_created_before_the_first_put(root: Path) -> None:
     assert not root.exists()
 
 
+@pytest.mark.parametrize(("name", "why"), [("file/kv", "Not a directory"), ("x" * 300, "File name too long")])
+def test_a_folder_that_cannot_be_made_is_told_with_the_remedy(
+    tmp_path: Path, name: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that is down would be tried again, and may be full."""
+    (tmp_path / "file").write_text("mine")
+    with contextlib.closing(GuardedStore(DiskStore(tmp_path / name))) as store:
+        assert not store.put(KEY, b"blob") and store.get(KEY) is None
+    assert len(caplog.messages) == 2, "writing, and reading"
+    for message in caplog.messages:
+        assert re.search(
+            rf"the folder cannot be made \({why}: .*{name}'\): make it, as a folder of user \d+, or", message
+        )
+        assert "running" not in message
+
+
 def test_entries_outlive_the_process_and_are_seen_by_others(root: Path) -> None:
     DiskStore(root).put(KEY, b"x")
     other = DiskStore(root, max_bytes=10**6)
