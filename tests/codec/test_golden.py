@@ -170,6 +170,20 @@ def part_ids() -> I64:
     return np.arange(CLASSED_TOKENS) * 7 % (VOCABULARY // 2)
 
 
+def encoded(name: str, profile: Profile) -> tuple[KVChunk, bytes]:
+    """The chunk of a vector, and its blob of today."""
+    chunk = converted(golden_chunk(SEEDS[name], tokens_of(name), 0, outlier=500.0), name.split("-")[1])
+    chosen = with_classes(profile, WEIGHTS, keep_id=True) if name.startswith("classes") else profile
+    ids = IDS if name.startswith("tokens") else None
+    return chunk, golden_codec(name, chosen).encode(chunk.with_token_ids(ids))
+
+
+def encoded_parts(profile: Profile) -> tuple[bytes, ...]:
+    chosen = with_classes(profile, WEIGHTS, keep_id=True)
+    chunk = golden_chunk(200, CLASSED_TOKENS, 0, outlier=500.0).with_token_ids(part_ids())
+    return tuple(Codec(chosen, step=STEP, refinements=1, threads=1).encode_parts(chunk))
+
+
 def regenerate() -> None:
     if not PROFILE.exists():
         learned().save(PROFILE)
@@ -179,10 +193,8 @@ def regenerate() -> None:
     manifest: dict[str, Any] = {"profile": profile.id.hex(), "vectors": {}}
     expected: dict[str, torch.Tensor] = {}
     for name in NAMES:
-        chunk = converted(golden_chunk(SEEDS[name], tokens_of(name), 0, outlier=500.0), name.split("-")[1])
         codec = golden_codec(name, profile)
-        chosen = with_classes(profile, WEIGHTS, keep_id=True) if name.startswith("classes") else profile
-        blob = golden_codec(name, chosen).encode(chunk.with_token_ids(IDS if name.startswith("tokens") else None))
+        chunk, blob = encoded(name, profile)
         (FOLDER / f"{name}.bin").write_bytes(blob)
         vector = {"blob": digest(blob)}
         back = codec.decode(blob)
@@ -192,9 +204,7 @@ def regenerate() -> None:
         else:
             vector["tensors"] = tensor_digest(chunk)
         manifest["vectors"][name] = vector
-    chosen = with_classes(profile, WEIGHTS, keep_id=True)
-    chunk, ids = golden_chunk(200, CLASSED_TOKENS, 0, outlier=500.0), part_ids()
-    parts = Codec(chosen, step=STEP, refinements=1, threads=1).encode_parts(chunk.with_token_ids(ids))
+    parts = encoded_parts(profile)
     for file, part in zip(PARTS, parts, strict=True):
         file.write_bytes(part)
     manifest["parts"] = [digest(part) for part in parts]
@@ -313,13 +323,31 @@ def test_a_base_and_its_refinement_decode_to_the_same_tensors(golden: Golden, st
         STEP,
     ]
     codec, chunk = golden_codec("", golden.profile, stages), golden_chunk(200, CLASSED_TOKENS, 0, outlier=500.0)
-    errors = []
+    errors, todays = [], encoded_parts(golden.profile)
     for count, refinements in ((1, ()), (2, (refinement,))):
+        again = codec.decode(todays[0], refinements=todays[1:count])
         back = codec.decode(base, refinements=refinements)
         np.testing.assert_array_equal(back.token_ids, part_ids())
         for what, tensor in named_tensors(f"classes {count}", back).items():
             want = golden.expected[what]
             bound = 2.0**-18 * want.abs().amax(-1, keepdim=True).clamp_min(1.0)
             assert ((tensor - want).abs() <= bound).all(), what
+        for today, committed in zip(again.values, back.values, strict=True):
+            assert ((today - committed).abs() <= STEP * 2.0**-6).float().mean() > 0.99
         errors.append(sum(float((a - b).abs().median()) for a, b in zip(back.values, chunk.values, strict=True)))
     assert errors[1] < errors[0] / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_todays_blobs_decode_as_well_as_the_committed_ones(golden: Golden, name: str) -> None:
+    """On another CPU the last bits of sums differ, and a coefficient between two levels may take the other."""
+    chunk, blob = encoded(name, golden.profile)
+    back = golden_codec(name, golden.profile).decode(blob)
+    assert len(blob) < 1.01 * len(golden.blob(name))
+    if name not in LOSSY:
+        assert tensor_digest(back) == tensor_digest(chunk)
+        return
+    exact, errors = named_tensors(name, chunk), []
+    for tensors in (named_tensors(name, back), golden.expected):
+        errors.append(sum(float((tensors[what].double() - exact[what].double()).square().sum()) for what in exact))
+    assert errors[0] < 1.01 * errors[1]
