@@ -153,6 +153,9 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         limits = cast(Limits, {name: value for name, value in asked.items() if name != "quality"})
         self._quality = None if method is not None else Quality.of(quality, limits, default="balanced")
         self._profile = Profile.load(profile) if isinstance(profile, str | os.PathLike) else profile
+        asked_dtype = cache_dtype or kwargs.get("dtype")
+        self._dtype = None if asked_dtype == "auto" else asked_dtype  # of caches; None: that of the model's files
+        self._unread = isinstance(pretrained, str | os.PathLike)
         self._tasks: dict[Any, set[str]] = {}  # which tasks ask each request in progress; two may ask the same one
         if isinstance(pretrained, str | os.PathLike):
             pretrained = model_path(os.fspath(pretrained))
@@ -195,8 +198,11 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         layout = coded_layout(self.config)
         if self._profile is not None:
             self._profile.check_layout(layout)
-        if self._quality is not None and self._quality.ratio is None:  # which depends on the dtype of the weights
-            Setting.choose(Profile.unlearned(layout) if self._profile is None else self._profile, self._quality)
+        quality, dtype = self._quality, str(self._dtype or self.config.dtype).removeprefix("torch.")
+        if quality is not None and quality.ratio is not None:
+            quality = replace(quality, dtype=dtype) if self._unread and dtype in TORCH_DTYPES else None
+        if quality is not None:
+            Setting.choose(Profile.unlearned(layout) if self._profile is None else self._profile, quality)
 
     # Configuration ---------------------------------------------------------------------------------------------
 

@@ -26,11 +26,12 @@ from transformers import PreTrainedTokenizerFast
 from cuvee.calibration.bundled import bundled_text
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
+from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.eval import cached_reading
 from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Kivi, Uncompressed
 from cuvee.eval.cached_reading import Read
@@ -571,6 +572,13 @@ def test_what_cannot_work_fails_before_weights_are_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             CuveeLM(tmp_path / "llama", **given)
+    layout = KVLayout.from_config(tiny_config("llama"), dtype="float32")
+    curve = [CurvePoint(index, bits, 0.1, kl=0.01) for index, bits in ((-64, 4.0), (0, 2.0))]
+    curved = fitted_to(layout).with_curve(curve)
+    for dtype, message in (("bfloat16", "ratio: must lie in 4 … 8 "), ("float32", "ratio: must lie in 8 … 16 ")):
+        for given in ({"dtype": dtype}, {"cache_dtype": dtype}):
+            with pytest.raises(ProfileError, match=f"^{message}"):
+                CuveeLM(tmp_path / "llama", profile=curved, ratio=17, **given)
     transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61).save_pretrained(tmp_path / "mamba")
     with pytest.raises(UnsupportedModelError, match="mamba"):
         CuveeLM(tmp_path / "mamba", method=Uncompressed())
