@@ -90,7 +90,8 @@ def decode_opaque(codec: Codec, blob: bytes, page: OpaquePage, tokens: int, boun
 
     Raises:
         FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `Codec.decode_states`;
-            CorruptError also for another page's blob. Nothing is written then, unless the blob is forged.
+            CorruptError also for another page's blob. Damage writes nothing, but a forged blob may have written a part
+            of the page by then: callers treat the page as not loaded.
     """
     parts = page.parts()
     into = {name: own[0].view(coded_as) for name, coded_as, own in parts if _alone(own, coded_as)}

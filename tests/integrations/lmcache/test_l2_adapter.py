@@ -34,6 +34,7 @@ from tests.integrations.lmcache.real_lmcache import (
     real,
     values,
 )
+from tests.integrations.pages.forging import forge
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.vllm_tier.real_tiers import bits
 from tests.waiting import PATIENCE, wait_until
@@ -529,6 +530,14 @@ def test_objects_in_an_order_that_is_not_known_come_back_bit_for_bit(
     assert sum(again.counters[name] for name in again.counters if name.startswith("opaque_pages")) == 2
     again.delete([1])
     assert again.found([1, 2], desc) == [2] and "contained" not in " ".join(again.counters)
+
+
+def test_a_forged_object_is_not_loaded(memory: Callable[..., Memory], store: DictStore) -> None:
+    """It may have written a part of the object's memory before it was refused."""
+    m, desc = memory(), layout_desc(SPLIT, dtype=torch.float16)
+    assert m.save([1, 2], desc) > 0 and len(forge(store)) == 2
+    assert m.load([1, 2], desc) == [] and m.counters["failures{decode}"] == 2 and "loaded_pages" not in m.counters
+    assert m.found([1, 2], desc) == [] and "contained" not in " ".join(m.counters)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.pages.forging import forge
 from tests.integrations.stores.dict_store import DictStore
 
 from cuvee.codec.codec import Codec
@@ -171,4 +172,19 @@ def test_a_damaged_or_foreign_entry_is_deleted_and_ends_the_load() -> None:
     assert pages.load_opaque([blank(each) for each in memory], names) == [True, False, False]
     assert counts.snapshot()["failures{decode}"] == 1 and keys[1] not in store.entries
     assert pages.save_opaque(memory, names) == [True] * 3 and len(store.entries) == 3
+    pages.close()
+
+
+def test_a_forged_entry_is_not_loaded_whatever_it_has_written() -> None:
+    store, counts = DictStore(), Counts()
+    pages, names = stores(store, counts), [b"a", b"b"]
+    memory = [OpaquePage("state", [region(torch.bfloat16, 4096, at)]) for at in range(2)]
+    assert pages.save_opaque(memory, names) == [True] * 2
+    first, _ = forge(store)
+    into = [blank(each) for each in memory]
+    assert pages.load_opaque(into, names) == [False, False] and first not in store.entries
+    assert any(raw(into[0])[0]), "a part is written"
+    assert counts.snapshot()["failures{decode}"] == 1 and "loaded_pages" not in counts.snapshot()
+    assert pages.save_opaque(memory[:1], names[:1]) == [True] == pages.load_opaque(into[:1], names[:1])
+    assert raw(into[0]) == raw(memory[0])
     pages.close()

@@ -22,6 +22,7 @@ import pytest
 import torch
 from tests.conftest import fitted_to
 from tests.integrations.latent_models import Latents
+from tests.integrations.pages.forging import forge
 from tests.integrations.sglang.real_sglang import (
     host_pool,
     latent_pool,
@@ -31,6 +32,7 @@ from tests.integrations.sglang.real_sglang import (
     real,
     storage_config,
 )
+from tests.integrations.stores.dict_store import DictStore
 from tests.waiting import wait_until
 
 from cuvee.calibration.bundled import bundled_model_path
@@ -374,6 +376,20 @@ def test_pages_in_an_order_that_is_not_known_come_back_bit_for_bit(
     assert again.backend.counters()["opaque_pages{kv}"] == 5
     assert rank(None, **{**options, "arrangement": "page_first"}).backend.batch_exists(r.hashes(tokens)) == 0
     assert "contained" not in " ".join([*r.backend.counters(), *again.backend.counters()])
+
+
+def test_a_forged_page_is_not_loaded(rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is decoded beside the pool, of which nothing changes."""
+    store = DictStore()
+    monkeypatch.setattr("cuvee.integrations.pages.opening.open_store", lambda urls: store)
+    r = rank(None, arrangement="layer_first", dtype=torch.uint8)
+    assert r.back_up(TOKENS[:32], r.alloc(2), []) == 32 and len(forge(store)) == 2
+    to = r.alloc(2)
+    before = [page.clone() for page in r.page_bytes(to)]
+    assert r.prefetch(TOKENS[:32], to) == 0 and all(map(torch.equal, r.page_bytes(to), before))
+    counters = r.backend.counters()
+    assert counters["failures{decode}"] == 1 and not counters.get("loaded_pages")
+    assert "contained" not in " ".join(counters)
 
 
 def state_pool(slots: int = 8) -> Any:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.integrations.identity.test_checkpoint import cached
+from tests.integrations.pages.forging import forge
 from tests.integrations.stores.dict_store import DictStore, hold
 from tests.integrations.vllm.engines import need_vllm
 from tests.integrations.vllm_tier.real_tiers import (
@@ -373,6 +374,15 @@ def test_chunks_in_an_order_that_is_not_known_come_back_bit_for_bit(
     counted = {f"opaque_pages{{{kind}}}": 4 / len(kinds) for kind in kinds}
     assert counted.items() <= again.counters.items() and "contained" not in " ".join(again.counters)
     assert engine(where, **{**changes, **given, "blocks": 4}).lookup(range(4)) == 0
+
+
+def test_a_forged_chunk_is_not_loaded(engine: Callable[..., Engine], store: DictStore) -> None:
+    """It may have written a part of its row before it was refused."""
+    e = engine(specs=specs("FullAttentionSpec", "SlidingWindowSpec"), groups=2)
+    e.save(range(2))
+    assert len(forge(store)) == 2
+    assert e.load(range(2)) == 0 and e.counters["failures{decode}"] >= 1 and "loaded_pages" not in e.counters
+    assert "contained" not in " ".join(e.counters)
 
 
 # A step that fails ----------------------------------------------------------------------------------------------------
