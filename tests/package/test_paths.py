@@ -52,18 +52,23 @@ def test_the_paths_that_a_page_names_exist(page: str) -> None:
     assert [name for name in named_paths(text) if not exists(name, page)] == []
 
 
-def test_data_flow_names_files_and_definitions_that_exist() -> None:
+def test_data_flow_names_definitions_that_exist_and_the_file_of_each_class() -> None:
     """Names in it are those with an underscore or with two capitals, and methods of classes."""
     text = (ROOT / "docs" / "concepts" / "data-flow.md").read_text(encoding="utf-8")
     files = re.findall(r"\w+(?:/\w+)*/(?:\w+\.py)?", text.split("```\n")[1])
     assert len(files) > 10 and [name for name in files if not (ROOT / name).exists()] == []
+    told, text = {Path(name).name for name in re.findall(r"[\w./]+\.py", text)}, re.sub(r"\]\(\S+\)", "]", text)
     names = set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b|\b[a-z]+_[a-z]+\b", text.translate({ord("/"): " /"})))
     names |= set(re.findall(r"\b[A-Z]\w+\.(\w+)`", text))
-    names -= {Path(name).stem for name in files} | {"NumPy"}
+    names -= {Path(name).stem for name in told} | {"NumPy"}
     rooms = (*ROOMS[:4], "src/cuvee/learning")
-    sources = "\n".join(path.read_text(encoding="utf-8") for room in rooms for path in (ROOT / room).rglob("*.py"))
+    sources = [(path.name, path.read_text(encoding="utf-8")) for room in rooms for path in (ROOT / room).rglob("*.py")]
+    every = "\n".join(source for _, source in sources)
     assert len(names) > 50
-    assert [name for name in sorted(names) if not re.search(rf"(?:class|def) {name}\b", sources)] == []
+    assert [name for name in sorted(names) if not re.search(rf"(?:class|def) {name}\b", every)] == []
+    classes = [(name, file) for file, source in sources for name in re.findall(r"^class (\w+)", source, re.MULTILINE)]
+    named = set(re.findall(r"\b[A-Z][a-z]\w+", text))
+    assert {name for name, _ in classes} & named == {name for name, file in classes if name in named and file in told}
 
 
 def test_what_make_check_runs_exists() -> None:
