@@ -61,31 +61,31 @@ class Stream:
         """What computes on a CPU has done so when it returns."""
 
     def wait_event(self, event: Event) -> None:
-        """Do nothing more before an event."""
-        self.enqueue(event.synchronize)
+        """Do nothing more before an event, as it was recorded last: like a GPU's, it may be recorded again."""
+        self.enqueue(event.reached.wait)
 
 
 class Event:
     """A point in a stream. `enable_timing`: as vLLM asks for it."""
 
     def __init__(self, enable_timing: bool) -> None:
-        self._reached, self._time = threading.Event(), 0.0
+        self.reached, self._time = threading.Event(), 0.0
 
     def record(self, stream: Stream) -> None:
         """Be after all that the stream was given."""
+        reached = self.reached = threading.Event()
 
         def reach() -> None:
             self._time = time.monotonic()
-            self._reached.set()
+            reached.set()
 
-        self._reached.clear()
         stream.enqueue(reach)
 
     def query(self) -> bool:
-        return self._reached.is_set()
+        return self.reached.is_set()
 
     def synchronize(self) -> None:
-        self._reached.wait()
+        self.reached.wait()
 
     def elapsed_time(self, other: Event) -> float:
         return 1000 * (other._time - self._time)
