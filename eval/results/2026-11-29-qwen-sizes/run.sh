@@ -18,3 +18,14 @@ cuvee report --model MODEL --profile qwen_quick.safetensors --dtype bfloat16 --n
     $texts $presets -o run_768
 cuvee report --model MODEL --profile qwen_quick.safetensors --dtype bfloat16 --no-tasks --sequences 8 --length 4352 \
     $texts $presets -o run_4096
+
+# peers.json, with a profile of --quick
+steps=$(for step in -2 -1 0 1 2 3; do echo --method cuvee/quick@2^$step; done)
+peers=$(for peer in turboquant@4 turboquant@3 turboquant@2 kakeyalattice/d4@10 kakeyalattice/d4@38 kakeyalattice/e8@10 \
+    kakeyalattice/e8@38 kivi4 kivi2 fp8-e4m3; do echo --method $peer; done)
+cuvee report --model MODEL --profile quick.safetensors --dtype float32 --no-tasks --sequences 24 --length 512 \
+    $texts $steps $peers -o run_peers
+
+# pca.json, of the same sequences
+cuvee report --model MODEL --dtype float32 --no-tasks --sequences 24 --length 512 $texts \
+    --method pca/layer@0.18 --method pca/layer@0.4 --method pca/layer@0.9 -o run_pca
