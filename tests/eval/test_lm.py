@@ -576,9 +576,9 @@ def test_what_cannot_work_fails_before_weights_are_read(tmp_path: Path) -> None:
     curve = [CurvePoint(index, bits, 0.1, kl=0.01) for index, bits in ((-64, 4.0), (0, 2.0))]
     curved = fitted_to(layout).with_curve(curve)
     for dtype, message in (("bfloat16", "ratio: must lie in 4 … 8 "), ("float32", "ratio: must lie in 8 … 16 ")):
-        for name in ("dtype", "cache_dtype"):
+        for make in (partial(CuveeLM, dtype=dtype), partial(CuveeLM, cache_dtype=dtype)):
             with pytest.raises(ProfileError, match=f"^{message}"):
-                CuveeLM(tmp_path / "llama", profile=curved, ratio=17, **{name: dtype})  # type: ignore[arg-type]
+                make(tmp_path / "llama", profile=curved, ratio=17)
     transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=61).save_pretrained(tmp_path / "mamba")
     with pytest.raises(UnsupportedModelError, match="mamba"):
         CuveeLM(tmp_path / "mamba", method=Uncompressed())
