@@ -56,7 +56,7 @@ def damage(path: Path, key: str, found_by: str) -> None:
 
 CASES = [
     ("nothing", 0, 1),
-    *(("contains", number, 1) for number in range(1, 7)),  # of lookups, then of saves
+    *(("contains", number, 1) for number in range(1, 6)),  # of lookups, then of saves
     ("get", 1, 1),
     ("delete", 1, 1),
     ("put", 1, 2),  # that is left to the next request
@@ -94,7 +94,7 @@ def test_a_damaged_entry_is_stored_again(
     disk.left[operation] = number
     for at in range(requests):
         assert not path.exists() or path.read_bytes() == bad, f"before request {at}"
-        e.submit(f"later {at}", [*PROMPT, at])
+        e.submit(f"later {at}", PROMPT)  # it adds no tail, whose put would race this one's to probe the store
         e.run()
         now[0] += 60.0
     assert disk.left[operation] <= 0, "it has not failed"
