@@ -2,14 +2,14 @@
 
     context --prefill--> cache --method--> decoded cache --forward with what follows--> log-probabilities
 
-Contexts that are alike share a prefill, those that begin alike share that of the beginning, and continuations that are
-read alike share a row.
+Contexts that are alike share a prefill, also with the methods before if their caches are kept. Those that begin alike
+share that of the beginning, and continuations that are read alike share a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from cuvee.eval.quality import Method, spans
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CachedLayers", "CachedReader", "Read", "Statistics", "TokenIds"]
+__all__ = ["CachedLayers", "CachedReader", "ExactCaches", "Read", "Statistics", "TokenIds"]
 
 TokenIds = tuple[int, ...]
 """Token ids of a text or of a part of one."""
@@ -95,6 +95,32 @@ class Read:
         return self.targets[: max(0, len(self.targets) - len(self.tail))]
 
 
+class ExactCaches:
+    """The exact caches of contexts, for further methods on the same ones: the first that fit.
+
+    Args:
+        limit: bytes of all.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self._room = limit
+        self._filled: dict[TokenIds, Filled] = {}
+
+    def get(self, tokens: TokenIds) -> Filled | None:
+        """Return the cache of these tokens, if it is kept."""
+        return self._filled.get(tokens)
+
+    def keep(self, tokens: TokenIds, filled: Filled, row: int) -> None:
+        """Keep a row of a cache if there is room. None makes room: methods come to the contexts in the same order."""
+        rows = slice(row, row + 1)
+        units = [tuple(side[rows, :, : len(tokens)] for side in unit) for unit in filled.units]
+        size = sum(side.nbytes for unit in units for side in unit)
+        if size <= self._room:
+            self._room -= size
+            keys_and_values = tuple((keys.clone(), values.clone()) for keys, values in units)
+            self._filled[tokens] = replace(filled, units=keys_and_values)
+
+
 class CachedReader:
     """A model that remembers its contexts through a method.
 
@@ -106,6 +132,7 @@ class CachedReader:
         method: what the caches go through.
         chunk_tokens: tokens coded together.
         statistics: counts what is done.
+        exact: keeps the caches of contexts for the next method.
     """
 
     def __init__(
@@ -116,6 +143,7 @@ class CachedReader:
         method: Method,
         chunk_tokens: int,
         statistics: Statistics,
+        exact: ExactCaches,
     ) -> None:
         self._forward = forward
         self._model, self._device = model, model.device
@@ -123,6 +151,7 @@ class CachedReader:
         self._method = method
         self._chunk_tokens = chunk_tokens
         self._statistics = statistics
+        self._exact = exact
         self._begun: tuple[TokenIds, Filled] | None = None  # what was last read alone, and its exact cache
 
     def score(self, reads: Sequence[Read], rows: int, bar: Any) -> list[tuple[float, bool]]:
@@ -173,15 +202,21 @@ class CachedReader:
         Returns:
             By context: the decoded caches, and with `logits` the log-probabilities `[T, V]` of the prefill.
         """
+        kept = {} if logits else {c: filled for c in contexts if (filled := self._exact.get(c)) is not None}
+        decoded = {tokens: self._code(filled, 0, tokens) for tokens, filled in kept.items()}
+        contexts = [tokens for tokens in contexts if tokens not in kept]
         if not contexts:
-            return {}, {}
+            return decoded, {}
         # Many kernels cannot read several tokens after a recurrent state.
         sharing = not logits and not self._layout.states
         held = self._beginning(contexts) if sharing else 0
         filled, predictions = self._prefill(contexts, held, logits)
         if sharing and not held and len(contexts) == 1:
             self._begun = contexts[0], filled
-        decoded = {tokens: self._code(filled, row, tokens) for row, tokens in enumerate(contexts)}
+        for row, tokens in enumerate(contexts):
+            decoded[tokens] = self._code(filled, row, tokens)
+            if not logits:
+                self._exact.keep(tokens, filled, row)
         return decoded, dict(zip(contexts, predictions, strict=True)) if logits else {}
 
     def _beginning(self, contexts: Sequence[TokenIds]) -> int:

@@ -39,7 +39,7 @@ from cuvee.codec.profiles.quality import Limits, Quality
 from cuvee.codec.profiles.setting import Setting
 from cuvee.codec.support.devices import usable_device
 from cuvee.codec.support.suggest import suggestion
-from cuvee.eval.cached_reading import CachedReader, Read, Statistics
+from cuvee.eval.cached_reading import CachedReader, ExactCaches, Read, Statistics
 from cuvee.eval.methods import baseline, method_identity
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method
 from cuvee.eval.tasks import facts_of
@@ -182,6 +182,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         if layout.max_positions is not None and self.max_length > layout.max_positions:
             raise InputError(f"max_length: the model has {layout.max_positions} positions, got {self.max_length}")
         self.layout = layout if cache_dtype is None else replace(layout, dtype=cache_dtype)
+        self.exact_caches = ExactCaches()  # that the next methods share; by default none are kept
         self._fingerprint = model_fingerprint(self.model)
         self._leading = leading_ids(self.tokenizer)
         if method is None:
@@ -273,7 +274,9 @@ class CuveeLM(HFLM):  # type: ignore[misc]
             warn_of_others(method.codec.profile.model, self._fingerprint)
         self._method: Method = method
         self._statistics = Statistics()
-        self._reader = CachedReader(self._forward, self.model, self.layout, method, self.chunk_tokens, self._statistics)
+        self._reader = CachedReader(
+            self._forward, self.model, self.layout, method, self.chunk_tokens, self._statistics, self.exact_caches
+        )
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Refuse a response cache of lm-eval (`use_cache`).

@@ -206,8 +206,8 @@ class _Run:
             with log.step(f"quality: {candidate.key}"):
                 self._measure_quality(candidate)
                 self.save()
-        for candidate in scored:
-            for name in names:
+        for name in names:  # the methods of a task share its exact caches
+            for candidate in scored:
                 if self.plan.scorer is None or self._has_score(candidate.key, name):
                     log.skip()
                     continue

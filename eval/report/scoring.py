@@ -21,6 +21,7 @@ import torch
 from cuvee.calibration.corpus import load_tokenizer
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
+from cuvee.eval.cached_reading import ExactCaches
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.quality import Method
 from cuvee.eval.report.schema import Score, Task
@@ -37,6 +38,7 @@ __all__ = ["ABSENT", "CONTROLS", "TaskList", "TaskScorer", "shows_something"]
 ABSENT = "absent"  # the exact cache of the question alone, for tasks with a separate context
 CONTROLS = ("destroyed", ABSENT)
 _CLEAR = 2  # standard errors
+_EXACT_BYTES = 4 << 30  # of contexts on a CPU, where each method would compute them anew for minutes
 
 
 class TaskList:
@@ -138,6 +140,7 @@ class TaskScorer:
         self._tasks, self.names = tasks, tasks.names
         self._limit = limit
         self._chunk_tokens, self._cache_dtype, self._batch_size = chunk_tokens, cache_dtype, batch_size
+        self._scored = ""  # the task whose exact caches are kept
 
     @cached_property
     def docs(self) -> dict[str, int]:  # noqa: D102, an attribute
@@ -176,6 +179,9 @@ class TaskScorer:
         """
         import lm_eval
 
+        if name != self._scored:
+            self._scored = name
+            self._lm.exact_caches = ExactCaches(_EXACT_BYTES if self._model.device.type == "cpu" else 0)
         with _quiet(), _seeded(self._tasks.seed):
             self._lm.use(method)
             # Not `simple_evaluate`: it does the same, but looks through the whole environment each time, git included.

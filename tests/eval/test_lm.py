@@ -34,7 +34,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.eval import cached_reading
 from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Kivi, Uncompressed
-from cuvee.eval.cached_reading import Read
+from cuvee.eval.cached_reading import CachedReader, ExactCaches, Read
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.lm_command import complete_arguments, run_cli
 from cuvee.eval.methods import BASELINES, baseline, method_identity
@@ -177,6 +177,42 @@ def test_a_beginning_that_prompts_share_is_read_once(batch_size: int) -> None:
     scored = [*choices([80, 30], [2, 3]), *(ask("loglikelihood", text, " w7 w8") for text in texts)]
     expected = quiet(HFLM(model, **arguments), "loglikelihood", scored)
     assert difference(quiet(lm, "loglikelihood", scored), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("fitting", [0, 2, 4])
+def test_the_next_methods_share_the_exact_caches_that_fit(
+    fitting: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that come first are kept, longest first, and all answers stay as they are."""
+    arguments: dict[str, Any] = {"tokenizer": word_tokenizer(), "batch_size": batch_size}
+    lm = CuveeLM(lively("llama", max_position_embeddings=256), method=Uncompressed(), **arguments)
+    cached = [89, 69, 49, 29]  # the last token of a prompt is not
+    texts = [words(count + 1, count) for count in cached]
+    scored = [ask("loglikelihood", text, " w7 w8") for text in texts]
+    begun = [ask("generate_until", text, {"until": ["w5 w5 w5"], "max_gen_toks": 7}) for text in texts]
+
+    def answers(method: Method) -> list[Any]:
+        lm.use(method)
+        return [quiet(lm, "loglikelihood", scored), quiet(lm, "generate_until", begun)]
+
+    expected = [(method, answers(method)) for method in (Uncompressed(), Destroyed())]
+    assert expected[0][1] != expected[1][1]
+    lm.exact_caches = ExactCaches(sum(cached[:fitting]) * lm.layout.values_per_token * 4)
+    read: list[int] = []
+    prefill = CachedReader._prefill
+
+    def counted(self: CachedReader, contexts: Any, *given: Any) -> Any:
+        read.extend(map(len, contexts))
+        return prefill(self, contexts, *given)
+
+    monkeypatch.setattr(CachedReader, "_prefill", counted)
+    assert answers(Uncompressed()) == expected[0][1]
+    for method, answered in expected:
+        read.clear()
+        assert answers(method) == answered
+        assert sorted(read) == sorted(2 * cached[fitting:])
+        assert lm.statistics.cached_tokens == 2 * sum(cached)
 
 
 def test_a_text_that_spells_out_its_bos_is_one_without() -> None:

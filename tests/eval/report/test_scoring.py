@@ -18,6 +18,7 @@ import torch
 from cuvee.calibration.corpus import BUNDLED_MODEL, load_bundled_model
 from cuvee.codec.errors import InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
+from cuvee.eval.cached_reading import CachedReader
 from cuvee.eval.report.schema import Score, Task
 from cuvee.eval.report.scoring import TaskList, TaskScorer, shows_something
 from cuvee.eval.tasks import LINES_TASK, LOCAL_TASKS, TASKS_PATH
@@ -49,6 +50,24 @@ def test_a_programs_own_random_numbers_go_on(books: Any) -> None:
     seed()
     scores.score(Uncompressed(), "cuvee_reread_nll")
     assert drawn() == wanted
+
+
+def test_methods_of_a_task_share_its_exact_caches(books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = TaskList(("cuvee_kv_8", "cuvee_kv_16"), seed=1)
+    scores = TaskScorer(books.model, BUNDLED_MODEL, tasks, **{**SETTINGS, "batch_size": 1}, limit=2)
+    read: list[int] = []
+    prefill = CachedReader._prefill
+
+    def counted(self: CachedReader, contexts: Any, *given: Any) -> Any:
+        read.append(len(contexts))
+        return prefill(self, contexts, *given)
+
+    monkeypatch.setattr(CachedReader, "_prefill", counted)
+    passes = []
+    for name in ("cuvee_kv_8", "cuvee_kv_8", "cuvee_kv_16", "cuvee_kv_8"):  # another task's make room
+        scores.score(Uncompressed(), name)
+        passes.append(len(read))
+    assert passes == [2, 2, 4, 6]
 
 
 def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
