@@ -23,11 +23,12 @@ from cuvee.eval.quality import Method, spans
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CachedLayers", "CachedReader", "ExactCaches", "Read", "Statistics", "TokenIds"]
+__all__ = ["CachedLayers", "CachedReader", "ExactCaches", "Read", "Statistics", "TokenIds", "rows_of"]
 
 TokenIds = tuple[int, ...]
 """Token ids of a text or of a part of one."""
 
+_PASS_TOKENS = 8192  # of a forward pass; long rows go through one by one
 _SHARED_TOKENS = 64  # a shorter beginning saves less than a second forward pass costs
 
 
@@ -303,6 +304,11 @@ class CachedReader:
                 filled.append(batch)
             batches.append((filled[0], filled[1]))
         return some.filled.cache(batches)
+
+
+def rows_of(tokens: int, most: int) -> int:
+    """Return how many rows of this length go through a model together."""
+    return max(1, min(most, _PASS_TOKENS // max(tokens, 1)))
 
 
 def _likelihood(log_probabilities: torch.Tensor, targets: TokenIds) -> tuple[float, bool]:

@@ -21,6 +21,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import check_tokens, coded_layout, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.support.devices import usable_device
+from cuvee.eval.cached_reading import rows_of
 from cuvee.eval.machine import hardware
 from cuvee.eval.report.candidates import (
     PEERS,
@@ -46,8 +47,6 @@ from cuvee.eval.report.scoring import TaskList, TaskScorer
 from cuvee.eval.runs import MeasuredModel, metadata_pairs, software
 
 __all__ = ["ReportPlan"]
-
-_PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
 
 
 class ReportPlan:
@@ -86,7 +85,7 @@ class ReportPlan:
         tokens, texts = sequences_by_text(corpora, config.length, config.sequences)
         self.prefix = 3 * config.length // 4
         self.tokens = reread(tokens, self.prefix, config.seed)
-        self.rows = max(1, min(config.batch_size, _PASS_TOKENS // config.length))  # sequences in a forward pass
+        self.rows = rows_of(config.length, config.batch_size)
         self.text = self._text(texts)
         self.machine = hardware()
         self.decided = self._decided(dtype)

@@ -21,7 +21,7 @@ import torch
 from cuvee.calibration.corpus import load_tokenizer
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
-from cuvee.eval.cached_reading import ExactCaches
+from cuvee.eval.cached_reading import ExactCaches, rows_of
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.quality import Method
 from cuvee.eval.report.schema import Score, Task
@@ -117,7 +117,8 @@ class TaskScorer:
         model_name: where its tokenizer comes from (see `load_tokenizer`).
         tasks: the tasks.
         limit: how many documents of each task to use at most.
-        chunk_tokens, cache_dtype, batch_size: as in `CuveeLM`.
+        chunk_tokens, cache_dtype: as in `CuveeLM`.
+        batch_size: rows of a forward pass, if a task's contexts are short.
 
     Attributes:
         names: of the tasks, with groups replaced by their members.
@@ -139,7 +140,7 @@ class TaskScorer:
         self._model_name = model_name
         self._tasks, self.names = tasks, tasks.names
         self._limit = limit
-        self._chunk_tokens, self._cache_dtype, self._batch_size = chunk_tokens, cache_dtype, batch_size
+        self._chunk_tokens, self._cache_dtype, self._most_rows = chunk_tokens, cache_dtype, batch_size
         self._scored = ""  # the task whose exact caches are kept
 
     @cached_property
@@ -162,8 +163,17 @@ class TaskScorer:
             method=baseline(UNCOMPRESSED),
             chunk_tokens=self._chunk_tokens,
             cache_dtype=self._cache_dtype,
-            batch_size=self._batch_size,
         )
+
+    def _begin(self, name: str) -> None:
+        """Get ready for a task: its rows are as many as fit in a forward pass, and no other task's caches are kept."""
+        task: Any = self._tasks.load([name])["tasks"][name]
+        task.build_all_requests(limit=self._limit)
+        lengths = [len(self._lm.tok_encode(str(request.args[0]))) for request in task.instances]
+        most = 1 if self._lm.layout.states else self._most_rows  # padding would change a state
+        self._lm.batch_size_per_gpu = rows_of(min(max(lengths, default=0), self._lm.max_length), most)
+        self._lm.exact_caches = ExactCaches(_EXACT_BYTES if self._model.device.type == "cpu" else 0)
+        self._scored = name
 
     def score(self, method: Method, name: str, key: str = "", exact: Score | None = None) -> tuple[Task, Score]:
         """Score one method on one task.
@@ -179,10 +189,9 @@ class TaskScorer:
         """
         import lm_eval
 
-        if name != self._scored:
-            self._scored = name
-            self._lm.exact_caches = ExactCaches(_EXACT_BYTES if self._model.device.type == "cpu" else 0)
         with _quiet(), _seeded(self._tasks.seed):
+            if name != self._scored:
+                self._begin(name)
             self._lm.use(method)
             # Not `simple_evaluate`: it does the same, but looks through the whole environment each time, git included.
             results: Any = lm_eval.evaluate(self._lm, self._tasks.load([name]), limit=self._limit, log_samples=True)
