@@ -32,10 +32,11 @@ import torch
 
 from cuvee.calibration.bundled import EVALUATION_TEXTS
 from cuvee.calibration.corpus import read_corpus
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import LOSSLESS, Quality
-from cuvee.eval.bench.engine_process import CHUNK, QUESTION, Arrival, Engine, Traffic, conditions
+from cuvee.eval.bench.engine_process import CHUNK, DTYPE, QUESTION, Arrival, Engine, Traffic, conditions
 from cuvee.eval.bench.frame import Shown, checkpoint, machine_and_vllm, need_vllm, run_bench, say
 from cuvee.eval.bench.timing import paired, rates, spread
 from cuvee.eval.documents import ReportTable
@@ -55,6 +56,7 @@ class ServingScope:
     """The scope of the benchmark.
 
     Attributes:
+        dtype: of the model and its cache, "bfloat16" or "float32", which many CPUs multiply faster.
         lengths: tokens of the prompts whose first token is timed, before a question; multiples of the chunk.
         rounds: prompts of each length, and batches that are stored.
         restores: how often each is restored.
@@ -70,6 +72,7 @@ class ServingScope:
         batch: prompts that are stored together, tokens of each, and tokens to generate.
     """
 
+    dtype: str = DTYPE
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     rounds: int = 5
     restores: int = 3
@@ -128,17 +131,20 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a measurement needs beside its scope: a checkpoint, a text, a profile or None, and Redis's URL or None."""
+    """What a measurement needs beside its scope: a checkpoint and its dtype, a text, a profile or None, and Redis's URL
+    or None.
+    """
 
     model: Path
+    dtype: str
     words: Words
     profile: Path | None
     redis: str | None
 
-    def start(self, engine: Engine, quality: str, store: str, options: Mapping[str, Any]) -> None:
-        """Start an engine with the connector."""
+    def start(self, engine: Engine, quality: str, store: str | None, options: Mapping[str, Any]) -> None:
+        """Start an engine with the connector, or without it if there is no store."""
         profile = None if quality == LOSSLESS else self.profile
-        engine.start(self.model, options, store, quality, profile)
+        engine.start(self.model, {"dtype": self.dtype, **options}, store, quality, profile)
 
 
 def run_serving_bench(
@@ -171,11 +177,11 @@ def run_serving_bench(
     need_vllm()
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
-    _check_arms(what, arms, model, profile)
+    _check_arms(what, arms, model, profile, TORCH_DTYPES[scope.dtype])
     if redis is not None:
         with closing(open_store(redis, guarded=False)) as store:
             store.contains([store_key("", bytes(32))])
-    given = _Given(model, Words.of(texts or EVALUATION_TEXTS, model), profile, redis)
+    given = _Given(model, scope.dtype, Words.of(texts or EVALUATION_TEXTS, model), profile, redis)
     plan = list(arrivals(scope, given.words)) if what == "traffic" else []
     prompts = {
         length: [given.words.take(length + QUESTION) for _ in range(scope.rounds)]
@@ -189,15 +195,16 @@ def run_serving_bench(
         else:
             measured = _first_tokens(scope, given, arm, prompts) if prompts else _storing(scope, given, arm)
         found[arm] = {**measured, "load_before_and_after": [before, os.getloadavg()[0]]}
-    return {**conditions(model, ", ".join(arms), profile), "scope": asdict(scope), "what": what, "arms": found}
+    under = {**conditions(model, ", ".join(arms), profile), "dtype": scope.dtype}
+    return {**under, "scope": asdict(scope), "what": what, "arms": found}
 
 
-def _check_arms(what: str, arms: Sequence[str], model: Path, profile: Path | None) -> None:
+def _check_arms(what: str, arms: Sequence[str], model: Path, profile: Path | None, dtype: torch.dtype) -> None:
     """Refuse what an engine would only refuse after those of the arms before it have run."""
     plain = (LOSSLESS, NO_CACHE, OWN_CACHE) if what == "traffic" else (LOSSLESS,)
     loaded = None if profile is None else Profile.load(profile)
     if loaded is not None:
-        loaded.check_layout(read_layout(str(model), torch.bfloat16))
+        loaded.check_layout(read_layout(str(model), dtype))
     for arm in arms:
         if arm not in plain:
             if loaded is None:
@@ -288,10 +295,8 @@ def _traffic(scope: ServingScope, given: _Given, arm: str, plan: Sequence[Arriva
     }
     with tempfile.TemporaryDirectory(prefix="cuvee-bench-") as folder, Engine(Path(folder) / "engine.log") as engine:
         say(f"starting an engine: {arm}")
-        if arm in (NO_CACHE, OWN_CACHE):
-            engine.start(given.model, options)
-        else:
-            given.start(engine, arm, "memory://?max_gb=4", options)
+        without = arm in (NO_CACHE, OWN_CACHE)
+        given.start(engine, LOSSLESS if without else arm, None if without else "memory://?max_gb=4", options)
         # What runs for the first time is compiled, or touches memory for the first time.
         engine.ask([[1] * scope.step], expect_cached=None, params=_UNSTORED)
         say(f"{arm}: {len(plan)} turns in {scope.seconds:.0f} s")
@@ -426,13 +431,17 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", action="append", type=int, default=[], metavar="TOKENS", help="of restored prompts; repeatable"
     )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=DTYPE, help="of the model and its cache")
+    parser.add_argument("--rounds", type=int, default=ServingScope().rounds, help="prompts of each length, or batches")
     parser.add_argument("--seconds", type=float, default=ServingScope().seconds, help="of each arm of the traffic")
 
 
 def _measure(given: argparse.Namespace) -> dict[str, Any]:
     if given.seconds <= 0:
         raise InputError(f"seconds: must be more than 0, got {given.seconds:g}")
-    scope = replace(ServingScope(), seconds=given.seconds)
+    if given.rounds < 1:
+        raise InputError(f"rounds: must be at least 1, got {given.rounds}")
+    scope = replace(ServingScope(), dtype=given.dtype, rounds=given.rounds, seconds=given.seconds)
     if given.length:
         scope = replace(scope, lengths=tuple(sorted(set(given.length))))
     arms = given.arm or ([NO_CACHE, OWN_CACHE, LOSSLESS] if given.what == "traffic" else [LOSSLESS])

@@ -96,8 +96,12 @@ def test_what_an_engine_would_refuse_is_refused_before_one_starts(
     ):
         with pytest.raises(error, match=message):
             run_serving_bench("first-token", SMALL, bundled_model_path(), arms, (), profile, redis)
-    words = ["traffic", "--model", "books-3m", "--seconds", "0"]
-    for changed, message in ((words, "seconds: must be"), ([*words[:2], str(tmp_path / "no")], "no such model folder")):
+    words = ["traffic", "--model", "books-3m"]
+    for changed, message in (
+        ([*words, "--seconds", "0"], "seconds: must be"),
+        ([*words, "--rounds", "0"], "rounds: must be"),
+        ([*words[:2], str(tmp_path / "no")], "no such model folder"),
+    ):
         assert frame.run_bench("serving", "", serving._options, serving._measure, show_serving, changed) == 1
         assert message in capsys.readouterr().err
 
@@ -119,7 +123,8 @@ def test_a_real_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert none["prompt_tokens"] == own["prompt_tokens"] == lossless["prompt_tokens"] > own["cached_tokens"]
     assert none["cached_tokens"] == 0 < own["cached_tokens"] <= lossless["cached_tokens"], "no cache drops anything"
     assert lossless["stored_bytes"] <= lossless["raw_bytes"] and own["raw_bytes"] == none["raw_bytes"] == 0
-    storing = run_serving_bench("storing", SMALL, model, ["lossless"])
+    storing = run_serving_bench("storing", replace(SMALL, dtype="float32"), model, ["lossless"])
+    assert (traffic["dtype"], storing["dtype"]) == ("bfloat16", "float32")
     assert storing["arms"]["lossless"]["throughput_over_not_storing"]["runs"] == 2
     for report in (first, traffic, storing):
         show_serving(report).print(Console(file=io.StringIO(), width=200))
