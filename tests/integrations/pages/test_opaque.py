@@ -166,7 +166,8 @@ def test_a_damaged_or_foreign_entry_is_deleted_and_ends_the_load() -> None:
     store, counts = DictStore(), Counts()
     pages, names = stores(store, counts, SECRET), [b"a", b"b", b"c"]
     memory = [OpaquePage("state", [region(torch.bfloat16, 4096, at)]) for at in range(3)]
-    pages.save_opaque(memory, names)
+    for page, name in zip(memory, names, strict=True):  # several of one call are put in any order
+        assert pages.save_opaque([page], [name]) == [True]
     keys = list(store.entries)
     store.entries[keys[1]] = store.entries[keys[0]]  # a sound entry, of another page
     assert pages.load_opaque([blank(each) for each in memory], names) == [True, False, False]
@@ -179,7 +180,8 @@ def test_a_forged_entry_is_not_loaded_whatever_it_has_written() -> None:
     store, counts = DictStore(), Counts()
     pages, names = stores(store, counts), [b"a", b"b"]
     memory = [OpaquePage("state", [region(torch.bfloat16, 4096, at)]) for at in range(2)]
-    assert pages.save_opaque(memory, names) == [True] * 2
+    for page, name in zip(memory, names, strict=True):
+        assert pages.save_opaque([page], [name]) == [True]
     first, _ = forge(store)
     into = [blank(each) for each in memory]
     assert pages.load_opaque(into, names) == [False, False] and first not in store.entries
