@@ -28,7 +28,7 @@ from tests.integrations.vllm.engines import (
     serving,
 )
 from tests.integrations.vllm.faults import CHUNK
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = [*NEED_LMCACHE, pytest.mark.slow]
 
@@ -56,7 +56,8 @@ class Server:
     def started(cls, folder: Path, model: Path, name: str) -> Iterator[Server]:
         port, http = free_port(), free_port()
         store = f"file://{folder / 'store'}?max_gb=1"
-        adapter = {**PLUGIN, "adapter_params": {"model": str(model), "store": store, "chunk_tokens": CHUNK}}
+        params = {"lookup_timeout": PATIENCE, "load_timeout": PATIENCE, "store": store, "chunk_tokens": CHUNK}
+        adapter = {**PLUGIN, "adapter_params": {"model": str(model), **params}}
         flags = {
             "host": "127.0.0.1", "port": port, "http-host": "127.0.0.1", "http-port": http, "chunk-size": CHUNK,
             "l1-size-gb": 0.1, "eviction-policy": "LRU", "supported-transfer-mode": "engine_driven",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.integrations.pages.forging import forge
 from tests.integrations.stores.dict_store import DictStore
+from tests.waiting import PATIENCE
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
@@ -137,7 +138,7 @@ SECRET = bytes(range(16))
 def stores(store: DictStore, counts: Counts, secret: bytes | None = None, layout: bytes = b"windows") -> PageStore:
     codec = Codec.without_profile(LAYOUT, threads=1, key=secret)
     names = PageNames(Identity("m", "", layout, b"", "lossless"), Scope(), "mine", 16)
-    return PageStore(codec, store, names, counts=counts)
+    return PageStore(codec, store, names, counts=counts, lookup_timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])

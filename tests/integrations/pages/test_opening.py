@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.conftest import fitted_profile
 from tests.recognizing import learned_profile
-from tests.waiting import let_name
+from tests.waiting import PATIENCE, let_name
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
@@ -33,7 +33,7 @@ def opened(
     weights: Make = lambda stop: "weights",
     **options: Any,
 ) -> PageStores:
-    given = CodingOptions.from_dict({"store": "memory://?max_gb=0.011", **options})
+    given = CodingOptions.from_dict({"store": "memory://?max_gb=0.011", "lookup_timeout": PATIENCE, **options})
     return PageStores(
         given, layout, weights, checkpoint=("nowhere", None), engine="test", page_tokens=page_tokens,
         counts=Counts(), positions=positions,

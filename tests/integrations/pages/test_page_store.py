@@ -16,6 +16,7 @@ import torch
 from tests.conftest import fitted_to
 from tests.integrations.stores.dict_store import DictStore, FakeStore, hold
 from tests.recognizing import cached, learned_profile, small_model
+from tests.waiting import PATIENCE
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -154,7 +155,7 @@ class Told:
         self.chunk, self.counts = chunk, Counts()
         identity = Identity("m", "", chunk.layout.fingerprint, self.codec.profile.id, self.codec.quality_name)
         names = PageNames(identity, Scope(), "test", PAGE)
-        self.pages = PageStore(self.codec, DictStore(), names, counts=self.counts)
+        self.pages = PageStore(self.codec, DictStore(), names, counts=self.counts, lookup_timeout=PATIENCE)
 
     def save(self, start: int | None) -> list[bool]:
         """Save the first four pages."""

@@ -33,7 +33,7 @@ from tests.integrations.sglang.real_sglang import (
     storage_config,
 )
 from tests.integrations.stores.dict_store import DictStore
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 from cuvee.calibration.bundled import bundled_model_path
 from cuvee.codec.chunk import KVChunk
@@ -150,7 +150,8 @@ class Rank:
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     def make(extra: dict[str, Any] | None = None, *arguments: Any, **options: Any) -> Rank:
-        made = Rank({"store": f"file://{tmp_path}/store", **(extra or {})}, *arguments, **options)
+        given = {"store": f"file://{tmp_path}/store", "lookup_timeout": PATIENCE, "load_timeout": PATIENCE}
+        made = Rank({**given, **(extra or {})}, *arguments, **options)
         stack.callback(made.backend.close)
         return made
 
