@@ -12,6 +12,7 @@ from cuvee.eval.progress import StepLog, in_words
 
 def test_steps_that_are_skipped_or_added_later_count(monkeypatch: pytest.MonkeyPatch) -> None:
     file, hidden = io.StringIO(), io.StringIO()
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
     log = StepLog(Console(file=file, width=20))
     log.expect(2)
     log.skip()
