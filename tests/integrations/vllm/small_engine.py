@@ -25,6 +25,7 @@ from tests.integrations.vllm.sides import (
     patience,
     scheduled,
 )
+from tests.waiting import PATIENCE
 
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.identity.lora_files import Adapters
@@ -92,7 +93,7 @@ class SmallEngine:
     """
 
     def __init__(self, store: DictStore | None = None, **options: Any) -> None:
-        options = {"decide": "always", "min_tokens": 16, "blend": BLENDING, "lookup_timeout": 5.0, **options}
+        options = {"decide": "always", "min_tokens": 16, "blend": BLENDING, "lookup_timeout": PATIENCE, **options}
         self.bench = Bench(store=store, setup={"remote_workers": True}, **options)
         self.store, self.worker = self.bench.store, self.bench.worker
         self.cache: PagedCache = self.bench.cache
