@@ -8,6 +8,7 @@ import hashlib
 import io
 import logging
 import math
+import os
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ __all__ = ["ABSENT", "CONTROLS", "TaskList", "TaskScorer", "shows_something"]
 ABSENT = "absent"  # the exact cache of the question alone, for tasks with a separate context
 CONTROLS = ("destroyed", ABSENT)
 _CLEAR = 2  # standard errors
-_EXACT_BYTES = 4 << 30  # of contexts on a CPU, where each method would compute them anew for minutes
+_EXACT_SHARE = 8  # of a CPU's memory, for contexts: each method would compute them anew for minutes
 
 
 class TaskList:
@@ -172,7 +173,8 @@ class TaskScorer:
         lengths = [len(self._lm.tok_encode(str(request.args[0]))) for request in task.instances]
         most = 1 if self._lm.layout.states else self._most_rows  # padding would change a state
         self._lm.batch_size_per_gpu = rows_of(min(max(lengths, default=0), self._lm.max_length), most)
-        self._lm.exact_caches = ExactCaches(_EXACT_BYTES if self._model.device.type == "cpu" else 0)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._lm.exact_caches = ExactCaches(memory // _EXACT_SHARE if self._model.device.type == "cpu" else 0)
         self._scored = name
 
     def score(self, method: Method, name: str, key: str = "", exact: Score | None = None) -> tuple[Task, Score]:
