@@ -46,7 +46,8 @@ def restore(self: Any, cache: Any, entries: Sequence[Any], slots: Sequence[Any],
     return [WHOLE] * len(entries), None
 
 
-if sys.argv[1:] == ["engine"]:
+def serve() -> None:
+    """Be the engine of a benchmark."""
     from cuvee.codec.profiles.setting import Settings
     from cuvee.integrations.core.chunk_io import ChunkIO
     from cuvee.integrations.vllm.worker import saves
@@ -59,11 +60,17 @@ if sys.argv[1:] == ["engine"]:
     ):
         patch.object(where, name, new).start()
     runpy.run_module(SERVED, run_name="__main__")
-else:
+
+
+def measure() -> None:
+    """Run the benchmark with this file as its engine."""
 
     def start(_: object, **given: Any) -> subprocess.Popen[str]:
-        """Start this file in place of the benchmark's engine."""
         return subprocess.Popen([sys.executable, __file__, "engine"], **given)
 
     patch("cuvee.eval.bench.engine_process.subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)).start()
     runpy.run_module("cuvee.eval.bench.serving", run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["engine"] else measure()

@@ -29,3 +29,8 @@ cuvee report --model MODEL --profile quick.safetensors --dtype float32 --no-task
 # pca.json, of the same sequences
 cuvee report --model MODEL --dtype float32 --no-tasks --sequences 24 --length 512 $texts \
     --method pca/layer@0.18 --method pca/layer@0.4 --method pca/layer@0.9 -o run_pca
+
+# lines.json; the quality of one sequence is measured beside, and says nothing
+cuvee report --model MODEL --profile quick.safetensors --dtype float32 --sequences 1 --length 128 \
+    --method cuvee/quick@balanced --method cuvee/quick@small --method kivi4 --method kivi2 --method fp8-e4m3 \
+    --task cuvee_lines_100 --metadata lines=270 --limit 10 -o run_lines
