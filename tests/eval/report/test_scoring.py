@@ -20,7 +20,6 @@ from cuvee.calibration.corpus import BUNDLED_MODEL, load_bundled_model
 from cuvee.codec.errors import InputError
 from cuvee.eval import cached_reading
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
-from cuvee.eval.cached_reading import CachedReader
 from cuvee.eval.report.schema import Score, Task
 from cuvee.eval.report.scoring import TaskList, TaskScorer, shows_something
 from cuvee.eval.tasks import LINES_TASK, LOCAL_TASKS, TASKS_PATH
@@ -54,36 +53,22 @@ def test_a_programs_own_random_numbers_go_on(books: Any) -> None:
     assert drawn() == wanted
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many contexts each prefill has."""
-    counts: list[int] = []
-    prefill = CachedReader._prefill
-
-    def counted(self: CachedReader, contexts: Any, *given: Any) -> Any:
-        counts.append(len(contexts))
-        return prefill(self, contexts, *given)
-
-    monkeypatch.setattr(CachedReader, "_prefill", counted)
-    return counts
-
-
-def test_methods_of_a_task_share_its_exact_caches(books: Any, read: list[int]) -> None:
+def test_methods_of_a_task_share_its_exact_caches(books: Any, prefills: list[list[int]]) -> None:
     scores = scorer(books, "cuvee_kv_8", "cuvee_kv_16", limit=2)
     passes = []
     for name in ("cuvee_kv_8", "cuvee_kv_8", "cuvee_kv_16", "cuvee_kv_8"):  # another task's make room
         scores.score(Uncompressed(), name)
-        passes.append(len(read))
+        passes.append(len(prefills))
     assert passes == [1, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("room", "rows"), [(10_000, [4, 1]), (450, [2, 2, 1]), (100, [1] * 5)])
 def test_long_contexts_are_read_by_fewer_rows(
-    room: int, rows: list[int], books: Any, read: list[int], monkeypatch: pytest.MonkeyPatch
+    room: int, rows: list[int], books: Any, prefills: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cached_reading, "_PASS_TOKENS", room)
     scorer(books, "cuvee_kv_16", limit=5).score(Uncompressed(), "cuvee_kv_16")
-    assert read == rows
+    assert [*map(len, prefills)] == rows
 
 
 def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
@@ -209,10 +194,10 @@ def test_a_task_shows_something_if_every_control_loses(
     assert shows_something(task, [score_of("bf16", 0.0, None), *controls]) is verdict
 
 
-def test_models_with_states_are_scored_row_by_row(books: Any, read: list[int]) -> None:
+def test_models_with_states_are_scored_row_by_row(books: Any, prefills: list[list[int]]) -> None:
     """Padding would change a state."""
     model, _, _ = build("qwen3_next")
     model.resize_token_embeddings(books.model.config.vocab_size)
     tasks = TaskList(("cuvee_kv_8",), seed=1)
     TaskScorer(model, BUNDLED_MODEL, tasks, **SETTINGS, limit=3).score(Uncompressed(), "cuvee_kv_8")
-    assert read == [1, 1, 1]
+    assert [*map(len, prefills)] == [1, 1, 1]
