@@ -3,7 +3,7 @@
     context --prefill--> cache --method--> decoded cache --forward with what follows--> log-probabilities
 
 Contexts that are alike share a prefill, also with the methods before if their caches are kept. Those that begin alike
-share that of the beginning, and continuations that are read alike share a row.
+share that of the beginning, with the methods before too, and continuations that are read alike share a row.
 """
 
 from __future__ import annotations
@@ -101,9 +101,13 @@ class ExactCaches:
 
     Args:
         limit: bytes of all.
+
+    Attributes:
+        begun: token ids that contexts begin with, and their cache. It does not count towards `limit`.
     """
 
     def __init__(self, limit: int = 0) -> None:
+        self.begun: tuple[TokenIds, Filled] | None = None
         self._room = limit
         self._filled: dict[TokenIds, Filled] = {}
 
@@ -153,7 +157,6 @@ class CachedReader:
         self._chunk_tokens = chunk_tokens
         self._statistics = statistics
         self._exact = exact
-        self._begun: tuple[TokenIds, Filled] | None = None  # what was last read alone, and its exact cache
 
     def score(self, reads: Sequence[Read], rows: int, bar: Any) -> list[tuple[float, bool]]:
         """For each read, the log-likelihood of its targets, and whether each of them is the likeliest token.
@@ -213,7 +216,7 @@ class CachedReader:
         held = self._beginning(contexts) if sharing else 0
         filled, predictions = self._prefill(contexts, held, logits)
         if sharing and not held and len(contexts) == 1:
-            self._begun = contexts[0], filled
+            self._exact.begun = contexts[0], filled
         for row, tokens in enumerate(contexts):
             decoded[tokens] = self._code(filled, row, tokens)
             if not logits:
@@ -221,23 +224,23 @@ class CachedReader:
         return decoded, dict(zip(contexts, predictions, strict=True)) if logits else {}
 
     def _beginning(self, contexts: Sequence[TokenIds]) -> int:
-        """How many tokens of `_begun` all contexts begin with. It is filled first, if that saves work."""
+        """How many tokens of `begun` all contexts begin with. It is filled first, if that saves work."""
         starts = [context[:-1] for context in contexts]  # a forward pass needs a token to read
-        held = _in_common([self._begun[0], *starts]) if self._begun else 0
+        held = _in_common([self._exact.begun[0], *starts]) if self._exact.begun else 0
         if held >= _SHARED_TOKENS:
             return held
-        self._begun = None  # frees its memory first
+        self._exact.begun = None  # frees its memory first
         common = starts[0][: _in_common(starts)]
         if len(contexts) == 1 or len(common) < _SHARED_TOKENS:
             return 0
-        self._begun = common, self._prefill([common], 0)[0]
+        self._exact.begun = common, self._prefill([common], 0)[0]
         return len(common)
 
     def _prefill(self, contexts: Sequence[TokenIds], held: int, logits: bool = False) -> tuple[Filled, torch.Tensor]:
-        """The exact cache of contexts, whose first `held` tokens are in `_begun`, and the predictions of the others."""
+        """The exact cache of contexts, whose first `held` tokens are in `begun`, and the predictions of the others."""
         cache = empty_cache(self._model, self._layout)
-        if held and self._begun:
-            begun = self._begun[1]
+        if held and self._exact.begun:
+            begun = self._exact.begun[1]
             rows = [[x[:, :, :held].expand(len(contexts), -1, -1, -1) for x in unit] for unit in begun.units]
             cache = begun.cache([(keys, values) for keys, values in rows])
         tokens = _padded([context[held:] for context in contexts], self._device)

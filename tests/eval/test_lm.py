@@ -154,7 +154,7 @@ def test_families_answer_like_hflm(family: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_beginning_that_prompts_share_is_read_once(batch_size: int) -> None:
-    """As worked examples are. The whole cache of each prompt still goes through the method, its beginning included."""
+    """As worked examples are, by all methods. The whole cache of each prompt still goes through the method."""
     model = lively("llama", max_position_embeddings=256)
     stop = {"until": ["w5 w5 w5"], "max_gen_toks": 7}
     texts = [f"{words(100)} {words(count, count)}" for count in (9, 12, 17, 11, 5)]
@@ -174,6 +174,11 @@ def test_a_beginning_that_prompts_share_is_read_once(batch_size: int) -> None:
     # The last token of a prompt is not cached; rows are padded to the longest of their batch.
     assert passes == {1: [116, 11, 10, 8, 4], 3: [100, 3 * 16, 2 * 8]}[batch_size]
     assert lm.statistics.cached_tokens == sum(chunk.tokens for chunk in method.seen) == 116 + 111 + 110 + 108 + 104
+    lm.use(Uncompressed())
+    passes.clear()
+    lm._reader._forward = counted
+    assert quiet(lm, "generate_until", begun) == quiet(HFLM(model, **arguments), "generate_until", begun)
+    assert passes == {1: [1, 11, 10, 8, 4], 3: [3 * 16, 2 * 8]}[batch_size]  # the next method reads it no more
     scored = [*choices([80, 30], [2, 3]), *(ask("loglikelihood", text, " w7 w8") for text in texts)]
     expected = quiet(HFLM(model, **arguments), "loglikelihood", scored)
     assert difference(quiet(lm, "loglikelihood", scored), expected) < TOLERANCE
