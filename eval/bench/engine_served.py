@@ -139,7 +139,7 @@ class _Served:
     def idle(self, chunks: float) -> None:
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
-            self.ask([[1]], 1, False, None, None)  # the figures arrive with the engine's steps
+            asked = self.ask([[1]], 1, False, None, None)  # the figures arrive with the engine's steps
             stored = sum(each.value for each in _samples("stored_total") if "chunk" in each.labels.values())
             if stored >= chunks and not sum(each.value for each in _samples("pending_bytes")):
                 return
@@ -147,6 +147,7 @@ class _Served:
                 raise CuveeError(
                     f"the engine has stored {stored:.0f} of {chunks:.0f} chunks after {IDLE_SECONDS:.0f} s"
                 )
+            time.sleep(4 * asked["finished"])  # steps take the processors, which encoding at a low priority needs
 
 
 def _samples(figure: str) -> list[Any]:
