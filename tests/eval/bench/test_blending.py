@@ -16,14 +16,14 @@ from cuvee.eval.bench import blend
 from cuvee.eval.bench.blend import BlendScope, run_blend_bench, show_blends
 from cuvee.eval.bench.engine_process import EngineAnswer
 
-SCOPE = BlendScope(lengths=(64, 128), costs=(0.0, 0.5, 1.0), rounds=2, prompts=5, document=32)
+SCOPE = BlendScope(lengths=(384, 448), costs=(0.0, 0.5, 1.0), rounds=2, prompts=5, document=64)
 
 
 @pytest.mark.nightly
 def test_a_real_engine() -> None:
     need_vllm()
     report = run_blend_bench(SCOPE, bundled_model_path())
-    assert [entry["tokens"] for entry in report["lengths"]] == [64, 128]
+    assert [entry["tokens"] for entry in report["lengths"]] == [384, 448]
     for entry in report["lengths"]:
         assert entry["computed_seconds"]["runs"] == SCOPE.rounds
         assert [blend["over_computed"]["runs"] for blend in entry["blends"]] == [SCOPE.rounds] * 3
