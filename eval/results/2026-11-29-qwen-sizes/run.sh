@@ -34,3 +34,21 @@ cuvee report --model MODEL --dtype float32 --no-tasks --sequences 24 --length 51
 cuvee report --model MODEL --profile quick.safetensors --dtype float32 --sequences 1 --length 128 \
     --method cuvee/quick@balanced --method cuvee/quick@small --method kivi4 --method kivi2 --method fp8-e4m3 \
     --task cuvee_lines_100 --metadata lines=270 --limit 10 -o run_lines
+
+# uuids.json and trec.json. KV is lost-in-the-middle's kv-retrieval-75_keys.jsonl.gz; trec.jsonl has the fields shots,
+# question and type, and is not kept here: its questions were picked by hand
+python - KV <<'END'
+import gzip, json, sys
+
+rows = [json.loads(line)["ordered_kv_records"] for line in gzip.open(sys.argv[1])][:2]
+pairs = dict([*rows[0], *rows[1]][:120])
+text = json.dumps(pairs).replace('", "', '",\n "')
+with open("uuids.jsonl", "w") as file:
+    for key, value in [*pairs.items()][3::6]:
+        file.write(json.dumps({"pairs": text, "key": key, "begins": value.split("-")[0]}) + "\n")
+END
+for task in uuids_8k trec_many_shot; do
+    cuvee report --model MODEL --profile quick.safetensors --dtype float32 --sequences 1 --length 128 \
+        --method cuvee/quick@balanced --method cuvee/quick@small --method kivi4 --method kivi2 --method fp8-e4m3 \
+        --task $task.yaml -o run_$task
+done
