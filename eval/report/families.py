@@ -47,7 +47,8 @@ def is_preset(entry: MethodEntry) -> bool:
 def beyond_error(report: Report, score: Score) -> str:
     """Return "better" or "worse" if a score differs from 16 bits by more than one standard error, else nothing."""
     difference, error = score.difference, score.difference_stderr
-    if not difference or error is None or abs(difference) <= error:
+    # Where a single document changes, the two are equal, and rounding must not decide.
+    if not difference or error is None or abs(difference) <= error * (1 + 1e-9):
         return ""
     higher = next(task.higher_is_better for task in report.tasks if task.name == score.task)
     return "better" if (difference > 0) == higher else "worse"

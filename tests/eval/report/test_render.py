@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
-from tests.eval.report.world import markdown, print_summary, write_report
+from tests.eval.report.world import filled, markdown, print_summary, write_report
 
 from cuvee.eval.documents import escape
+from cuvee.eval.report.families import beyond_error
+from cuvee.eval.stats import paired_difference
 
 pytest.importorskip("matplotlib")
 
@@ -92,6 +94,22 @@ def test_what_is_missing_leaves_no_hole(
         assert "| worse |" not in text.partition("## Scores of tasks")[2]
     if change is only_baselines:
         assert "Documents of a task" not in text
+
+
+def test_one_changed_document_is_not_beyond_one_error(report: dict[str, Any]) -> None:
+    """Its difference is one standard error, and rounding must not make it more."""
+    changed = next(s for s in report["scores"] if s["difference"] is not None)
+    larger = 0
+    for documents in range(2, 40):
+        lost = [1 / 9, *[0.0] * (documents - 1)]
+        changed["difference"], changed["difference_stderr"] = paired_difference([0.0] * documents, lost)
+        larger += abs(changed["difference"]) > changed["difference_stderr"]
+        whole = filled(report)
+        assert not beyond_error(whole, next(s for s in whole.scores if s.difference == changed["difference"]))
+    assert larger  # as rounded
+    changed["difference"] = -1.01 * changed["difference_stderr"]
+    whole = filled(report)
+    assert beyond_error(whole, next(s for s in whole.scores if s.difference == changed["difference"])) == "worse"
 
 
 def test_a_curve_that_is_too_short_says_so(report: dict[str, Any]) -> None:
