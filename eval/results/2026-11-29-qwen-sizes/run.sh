@@ -52,3 +52,16 @@ for task in uuids_8k trec_many_shot; do
         --method cuvee/quick@balanced --method cuvee/quick@small --method kivi4 --method kivi2 --method fp8-e4m3 \
         --task $task.yaml -o run_$task
 done
+
+# musique.json: QUESTIONS is CacheBlend's inputs/musique_s.json; LongBench's metric needs jieba, fuzzywuzzy and rouge
+python - QUESTIONS <<'END'
+import json, sys
+
+with open("musique_tasks.jsonl", "w") as file:
+    for row in json.load(open(sys.argv[1])):
+        context = "\n\n".join(passage["text"] for passage in row["ctxs"])
+        file.write(json.dumps({"context": context, "question": row["question"], "answers": row["answers"]}) + "\n")
+END
+cuvee report --model MODEL --profile quick.safetensors --dtype float32 --sequences 1 --length 128 \
+    --method cuvee/quick@balanced --method cuvee/quick@small --method kivi4 --method kivi2 --method fp8-e4m3 \
+    --task musique.yaml --limit 8 -o run_musique
