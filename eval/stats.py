@@ -38,11 +38,12 @@ from cuvee.codec.support.suggest import suggestion
 from cuvee.learning.divergence import stderr
 
 __all__ = [
-    "DRAWS", "F64", "FamilyCurve", "Resamples", "bits_at_kl", "compare_at_equal_kl", "interval",
+    "DRAWS", "F64", "FamilyCurve", "Resamples", "bits_at_kl", "compare_at_equal_kl", "exceeds", "interval",
     "of_sequences", "paired_difference", "sizes_at_kl",
 ]  # fmt: skip
 
 DRAWS = 1000
+_EQUAL = 1e-9  # relative: what rounding may leave between a difference and its errors
 _LEAST_KL = 1e-12  # nats; with float32 log-probabilities anything smaller cannot be told from zero
 
 
@@ -211,6 +212,23 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
         raise InputError(f"b: must have as many entries as a, at least one, got {len(a)} and {len(b)}")
     difference = np.subtract(a, b, dtype=np.float64)
     return float(difference.mean()), stderr(difference.tolist())
+
+
+def exceeds(difference: float, errors: float) -> bool:
+    """Return whether a difference is larger than some of its standard errors, and not merely so by rounding.
+
+    What a single document changes is exactly one standard error.
+
+    Args:
+        difference: of either sign.
+        errors: the standard error, times the number of them.
+
+    Example:
+        >>> from cuvee.eval.stats import exceeds
+        >>> 0.1 + 0.2 > 2 * 0.15, exceeds(0.1 + 0.2, 2 * 0.15)
+        (True, False)
+    """
+    return abs(difference) > (1 + _EQUAL) * errors
 
 
 class Resamples:

@@ -18,7 +18,7 @@ from typing import Any
 
 from cuvee.codec.errors import FormatError, InputError
 from cuvee.eval.report.schema import ChangeEntry, Changes, Report, Score, TextInfo
-from cuvee.eval.stats import paired_difference
+from cuvee.eval.stats import exceeds, paired_difference
 
 __all__ = [
     "Figure", "Figures", "changes_since", "check_comparable", "check_profile_names", "clear_change", "measured",
@@ -100,7 +100,7 @@ def clear_change(key: str, metric: str, was: Figure, now: Figure) -> ChangeEntry
     change = now.value - was.value
     _, error = paired_difference(now.parts, was.parts)
     rounding = _ROUNDING * max(abs(was.value), abs(now.value))
-    if abs(change) <= max(CLEAR * (error or 0.0), rounding):
+    if abs(change) <= rounding or not exceeds(change, CLEAR * (error or 0.0)):
         return None
     worse = (change > 0) is not now.more_is_better
     return ChangeEntry(key, metric, was.value, now.value, error, now.more_is_better, worse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cuvee.eval.methods import UNCOMPRESSED, family_label
 from cuvee.eval.report.schema import MethodEntry, Report, Score
 from cuvee.eval.report.scoring import ABSENT
+from cuvee.eval.stats import exceeds
 
 __all__ = [
     "beyond_error", "family_rank", "is_learned", "is_preset", "name_of", "rows_of",
@@ -47,8 +48,7 @@ def is_preset(entry: MethodEntry) -> bool:
 def beyond_error(report: Report, score: Score) -> str:
     """Return "better" or "worse" if a score differs from 16 bits by more than one standard error, else nothing."""
     difference, error = score.difference, score.difference_stderr
-    # Where a single document changes, the two are equal, and rounding must not decide.
-    if not difference or error is None or abs(difference) <= error * (1 + 1e-9):
+    if not difference or error is None or not exceeds(difference, error):
         return ""
     higher = next(task.higher_is_better for task in report.tasks if task.name == score.task)
     return "better" if (difference > 0) == higher else "worse"

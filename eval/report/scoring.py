@@ -26,7 +26,7 @@ from cuvee.eval.cached_reading import ExactCaches, rows_of
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.quality import Method
 from cuvee.eval.report.schema import Score, Task
-from cuvee.eval.stats import paired_difference
+from cuvee.eval.stats import exceeds, paired_difference
 from cuvee.eval.tasks import LINES_TASK, NO_DATA, TASKS_PATH, facts_of
 
 if TYPE_CHECKING:
@@ -237,7 +237,8 @@ def shows_something(task: Task, scores: Sequence[Score]) -> bool | None:
     for control in controls:
         if control.difference is None or control.difference_stderr is None:
             return None
-        lost.append(-sign * control.difference > _CLEAR * control.difference_stderr)
+        loses = sign * control.difference < 0
+        lost.append(loses and exceeds(control.difference, _CLEAR * control.difference_stderr))
     if not controls:
         return None
     if task.chance is None:

@@ -117,6 +117,7 @@ def change(before: float, after: float, error: float | None, more_is_better: boo
 
 def test_rounding_and_less_than_two_errors_are_no_change() -> None:
     assert change(0.1 + 0.2, 0.3, None) is None
+    assert change(0.3, 0.4, 0.05) is None  # two errors, as rounded more
     assert change(0.3, 0.4, 0.06) is None and change(0.3, 0.4, 0.04).stderr == pytest.approx(0.04)
     assert change(0.3, 0.4, None).worse and not change(0.3, 0.4, None, more_is_better=True).worse
 

@@ -181,6 +181,7 @@ def score_of(key: str, difference: float, stderr: float | None) -> Score:
         ([score_of("destroyed", -0.3, None)], 0.2, True, None),  # a single document
         ([score_of("destroyed", -0.3, 0.1)], 0.2, True, True),
         ([score_of("destroyed", -0.3, 0.16)], 0.2, True, False),
+        ([score_of("destroyed", -(0.1 + 0.2), 0.15)], 0.2, True, False),  # two errors, as rounded more
         ([score_of("destroyed", -0.3, 0.1), score_of("absent", -0.1, 0.1)], 0.2, True, False),
         ([score_of("destroyed", 0.3, 0.1)], 0.2, True, False),
         ([score_of("destroyed", 0.3, 0.1)], None, False, True),  # nats, of which fewer are better
