@@ -3,6 +3,7 @@
 python blends.py MODEL xquad.en.json OUT.json LENGTH...
 """
 
+import functools
 import json
 import os
 import random
@@ -21,6 +22,7 @@ def main(model: str, xquad: str, out: str, *lengths: str) -> None:
     """Measure a blended prompt of each length and write what was found after every one."""
     from transformers import AutoTokenizer
 
+    from cuvee.blend.recompute import Recompute
     from cuvee.eval.bench.engine_process import EngineAnswer
     from cuvee.eval.bench.engine_served import _Served
     from cuvee.eval.machine import hardware
@@ -64,7 +66,7 @@ def main(model: str, xquad: str, out: str, *lengths: str) -> None:
         ask([*before, *document, *questions[at][0]], {"segments": segments}, True)
     served.idle(0)
     say("stored", len(documents), "documents of", sum(map(len, documents)), "tokens")
-    recompute, rows = executing.Recompute, []
+    rows: list[dict[str, Any]] = []
     for length in map(int, lengths):
         # A beginning of its own, or the store would have the prompt from its first token on.
         body, segments, chosen = rng.sample(head, len(head)), [], []
@@ -78,7 +80,7 @@ def main(model: str, xquad: str, out: str, *lengths: str) -> None:
         answers = {}
         for arm in rng.sample(list(ARMS), len(ARMS)):
             correct, cost = ARMS[arm]
-            executing.Recompute = lambda *a, correct=correct, **k: recompute(*a, **{**k, "correct": correct})  # type: ignore
+            vars(executing)["Recompute"] = functools.partial(Recompute, correct=correct)
             params = {"segments": segments, "cost": cost, "store": False}
             timed = ask([*body, *asked[0]], params, True)
             if timed.cached[0] < segments[-1][1] - 1:
