@@ -186,11 +186,14 @@ class Profile:
             ProfileError: bases mix some of these layers with others.
         """
         layout = replace(self.layout, layers=tuple(self.layout.layers[layer] for layer in layers))
-        if layout == self.layout:
+        if list(layers) == list(range(self.layout.num_layers)):
             return self
         kept = [index for index, section in enumerate(self.sections) if section.first_layer in layers]
-        blocks = [self.sections[index].blocks for index in kept]
-        if self.learned and [section.blocks for section in partition(layout, self.group)] != blocks:
+        sections = [self.sections[index] for index in kept]
+        # By the layers themselves: other ones of the same sizes would be coded with these bases.
+        whole = [layer for own in sections for layer in range(own.first_layer, own.end_layer)] == list(layers)
+        cut = [own.blocks for own in partition(layout, self.group)]
+        if self.learned and not (whole and cut == [own.blocks for own in sections]):
             raise ProfileError(
                 f"group: must be 'layer', 'unit' or 'head' where windows have dropped tokens of some layers, got "
                 f"{self.group!r}, whose bases mix them with others; learn a profile with group='layer' (cuvee profile "

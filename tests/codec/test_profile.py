@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
-from tests.conftest import LAYOUTS, fitted_profile, synthetic_chunk
+from tests.conftest import LAYOUTS, fitted_profile, fitted_to, synthetic_chunk
 from tests.predicting import VOCABULARY, predicting
 
 from cuvee.codec.codec import Codec
@@ -466,6 +466,17 @@ def test_a_profile_needs_all_its_sections() -> None:
     profile = fitted_profile("gqa", "layer")
     with pytest.raises(FormatError, match=r"^learned: must have 3 sections for group 'layer', got 2"):
         Profile(profile.layout, "layer", "fitted", profile.family, profile.learned[:2])
+
+
+@pytest.mark.parametrize("group", ["layers:2", "heads:2"])
+@pytest.mark.parametrize("layers", [[0, 3], [1, 2], [0, 2], [3], [2, 3, 0, 1], [0, 0]])
+def test_layers_never_get_the_bases_of_others(group: str, layers: list[int]) -> None:
+    """Layers 0 and 1 share bases, and so do 2 and 3, all of the same sizes."""
+    mha = LAYOUTS["mha"]
+    profile = fitted_to(replace(mha, layers=mha.layers[:1] * 4), group)
+    assert profile.of_layers([2, 3]).learned == profile.learned[1:]
+    with pytest.raises(ProfileError, match=r"^group: must be 'layer', .*, whose bases mix them with others"):
+        profile.of_layers(layers)
 
 
 def test_interpolation_by_hand() -> None:
