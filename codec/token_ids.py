@@ -29,8 +29,9 @@ def as_token_ids(token_ids: object, tokens: int, name: str = "tokens") -> I64:
             f"{name}: must be {tokens} integers, one id per token, got {array.dtype} of shape {list(array.shape)}"
         )
     ids = array.astype(np.int64)
-    if ids.min() < NO_TOKEN:
+    wrong = array[(ids < NO_TOKEN) | (ids != array)]  # an unsigned number beyond int64 turns into another one
+    if wrong.size:
         raise InputError(
-            f"{name}: must be ids of the vocabulary, or {NO_TOKEN} for a token without one, got {ids.min()}"
+            f"{name}: must be ids of the vocabulary, or {NO_TOKEN} for a token without one, got {wrong[0]}"
         )
     return ids

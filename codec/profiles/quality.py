@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
@@ -195,8 +196,8 @@ class Quality:
                 hint = ": a limit in nats per token is kl=" if isinstance(value, int | float) else ""
                 raise InputError(f"quality: must be one of {', '.join(PRESETS)}, got {value!r}{hint}")
             return
-        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-        if not (math.isfinite(number) and number > 0):
+        # An integer may be larger than every float.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             meant = f"; did you mean quality={value!r}?" if value in PRESETS else ""
             raise InputError(f"{name}: must be a positive number, got {value!r}{meant}")
 

@@ -24,6 +24,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"preset": 1e-3}, "quality: must be one of .* got 0.001: a limit in nats per token is kl="),
     ({"kl": "high"}, "kl: must be a positive number, got 'high'; did you mean quality='high'?"),
     ({"kl": 0.0}, "kl: must be a positive number"),
+    ({"kl": 10**400}, "kl: must be a positive number"),
+    ({"bits": float("inf")}, "bits: must be a positive number"),
     ({"bits": float("nan")}, "bits: must be a positive number"),
     ({"ratio": True}, "ratio: must be a positive number"),
     ({"step": -1.0}, "step: must be a positive number"),

@@ -221,6 +221,10 @@ def test_chunks_check_their_ids(chunk: KVChunk) -> None:
     assert joined.token_ids is not None and np.array_equal(joined.token_ids, chunk.token_ids[:30])  # type: ignore[index]
     assert KVChunk.concat([chunk.slice(0, 10), without_ids(chunk).slice(10, 30)]).token_ids is None
     assert as_token_ids(range(3), 3).dtype == np.int64
+    for wrong in (2**64 - 1, 2**64 - 5, 2**63):
+        with pytest.raises(InputError, match=f"^tokens: must be ids of the vocabulary, .* got {wrong}$"):
+            as_token_ids(np.array([1, wrong], np.uint64), 2)
+    assert as_token_ids(np.array([1, 2], np.uint64), 2).tolist() == [1, 2]
 
 
 def test_changed_ids_are_noticed(profile: Profile, chunk: KVChunk) -> None:
